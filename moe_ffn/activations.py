@@ -1,0 +1,45 @@
+"""Activation functions by name, and which of them each gated variant uses.
+
+The names stand apart from the functions so that configs can check them without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+Activation = Literal["relu", "gelu", "silu", "relu_squared", "sigmoid", "identity"]
+"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, not tanh."""
+
+GatedType = Literal["swiglu", "geglu", "reglu", "glu", "bilinear"]
+
+GATE_ACTIVATIONS: dict[GatedType, Activation] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
+"""The variants of Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
+
+assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
+
+
+def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
+    """The element-wise function called `name`; KeyError when there is none."""
+    import torch
+    import torch.nn.functional as F
+
+    functions: dict[Activation, Callable[[Tensor], Tensor]] = {
+        "relu": F.relu,
+        "gelu": F.gelu,
+        "silu": F.silu,
+        "relu_squared": lambda x: F.relu(x).square(),
+        "sigmoid": torch.sigmoid,
+        "identity": lambda x: x,
+    }
+    return functions[name]

@@ -1,0 +1,1 @@
+"""WHERE: the pairs sorted by expert; a plan, not moved data."""

@@ -1,0 +1,48 @@
+"""The plan of a dispatch: pairs sorted by expert. No token moves here.
+
+T tokens, E experts, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, count_pairs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rows each expert reads, and with what weight its results are added up.
+
+    Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
+    with weight 0, so that shapes don't depend on data.
+
+    Attributes:
+        token_ids_N: int64, the row of `x_TD` each pair reads and adds to.
+        weights_N: what each result is multiplied by; carries the router's gradient.
+        offsets_E: int32, where each expert's pairs end.
+
+    """
+
+    token_ids_N: Tensor
+    weights_N: Tensor
+    offsets_E: Tensor
+
+
+torch.export.register_dataclass(Plan)
+
+
+def make_plan(routing: Routing) -> Plan:
+    """Sort the routing's pairs by expert; a stable sort, so ties keep token order."""
+    computed_N = routing.computed_N
+    key_N = routing.expert_ids_N.masked_fill(~computed_N, routing.num_experts)
+    order_N = key_N.argsort(stable=True)
+    counts_E = count_pairs(key_N, routing.num_experts + 1)[:-1]
+    return Plan(
+        token_ids_N=routing.token_ids_N[order_N],
+        weights_N=routing.weights_N.masked_fill(~computed_N, 0)[order_N],
+        offsets_E=counts_E.cumsum(0).to(torch.int32),
+    )

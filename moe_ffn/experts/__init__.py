@@ -1,0 +1,1 @@
+"""WHAT: E parallel MLPs with stacked weights."""

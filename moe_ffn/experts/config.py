@@ -1,0 +1,87 @@
+"""The configs of the experts; torch-free (see `moe_ffn.config`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from moe_ffn.activations import Activation, GatedType
+from moe_ffn.config import TaggedConfig
+from moe_ffn.sizes import gated_width, linear_flops, linear_params
+
+if TYPE_CHECKING:
+    from moe_ffn.experts.base import Experts
+
+
+class ExpertsConfig(TaggedConfig, frozen=True):
+    """What one expert is; all E of a layer are alike."""
+
+    @abstractmethod
+    def build(self, d_model: int, num_experts: int) -> Experts: ...
+
+    @abstractmethod
+    def params_per_expert(self, d_model: int) -> int: ...
+
+    @abstractmethod
+    def flops_per_pair(self, d_model: int) -> int:
+        """Forward FLOPs of one expert on one token."""
+
+
+class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
+    """The options that plain and gated experts share."""
+
+    d_ff: int | None = Field(None, ge=1)
+    """Hidden width of one expert; by default that of the dense block of the same kind."""
+    bias: bool = False
+    """Add a bias to every matrix."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability of zeroing an activated hidden unit, in training."""
+    backend: Literal["auto", "loop", "grouped_mm"] = "auto"
+    """How the products are computed; every backend gives the same result."""
+
+
+class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
+    """Plain experts: down(act(up x)). d_ff defaults to 4 * d_model."""
+
+    type: Literal["mlp"] = "mlp"
+    activation: Activation = "gelu"
+    """Element-wise function between the two matrices."""
+
+    def width(self, d_model: int) -> int:
+        return self.d_ff or 4 * d_model
+
+    def params_per_expert(self, d_model: int) -> int:
+        width = self.width(d_model)
+        return linear_params(d_model, width, self.bias) + linear_params(width, d_model, self.bias)
+
+    def flops_per_pair(self, d_model: int) -> int:
+        return 2 * linear_flops(d_model, self.width(d_model))
+
+    def build(self, d_model: int, num_experts: int) -> Experts:
+        from moe_ffn.experts.mlp import MLPExperts
+
+        return MLPExperts(self, d_model, num_experts)
+
+
+class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
+    """Gated experts: down(act(gate x) * up x). d_ff defaults to 8/3 * d_model, rounded."""
+
+    type: GatedType = "swiglu"
+
+    def width(self, d_model: int) -> int:
+        return self.d_ff or gated_width(d_model)
+
+    def params_per_expert(self, d_model: int) -> int:
+        width = self.width(d_model)
+        inner = linear_params(d_model, width, self.bias)
+        return 2 * inner + linear_params(width, d_model, self.bias)
+
+    def flops_per_pair(self, d_model: int) -> int:
+        return 3 * linear_flops(d_model, self.width(d_model))
+
+    def build(self, d_model: int, num_experts: int) -> Experts:
+        from moe_ffn.experts.gated import GatedExperts
+
+        return GatedExperts(self, d_model, num_experts)

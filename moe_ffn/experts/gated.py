@@ -1,0 +1,38 @@
+"""Gated experts, down(act(gate x) * up x).
+
+T tokens, D model width, E experts, F hidden width
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ffn.activations import GATE_ACTIVATIONS
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.experts.base import Experts, stacked_linear
+from moe_ffn.experts.config import GatedExpertsConfig
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.select import run_experts
+
+
+class GatedExperts(Experts):
+    def __init__(self, config: GatedExpertsConfig, d_model: int, num_experts: int) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width(d_model)
+        self.gate, self.gate_bias = stacked_linear(num_experts, d_model, width, config.bias)
+        self.up, self.up_bias = stacked_linear(num_experts, d_model, width, config.bias)
+        self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        weights = ExpertWeights(
+            activation=GATE_ACTIVATIONS[self.config.type],
+            up_EFD=self.up,
+            down_EDF=self.down,
+            gate_EFD=self.gate,
+            up_bias_EF=self.up_bias,
+            gate_bias_EF=self.gate_bias,
+            down_bias_ED=self.down_bias,
+            dropout=self.config.dropout if self.training else 0.0,
+        )
+        return run_experts(x_TD, plan, weights, self.config.backend)

@@ -1,0 +1,1 @@
+"""Feed-forward blocks behind one interface, one file per family."""

@@ -1,0 +1,57 @@
+"""A feed-forward block that also sees neighbouring positions.
+
+B batch, S sequence, I in, O out, W window (kernel size)
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from moe_ffn.activations import activation_function
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.config import ConvConfig
+from moe_ffn.outputs import FFNOutput, TokenContext
+
+
+class ConvFFN(FFNBlock):
+    """conv(act(conv(x))), over the second-to-last axis; what lies beyond it is zero."""
+
+    def __init__(self, config: ConvConfig, d_model: int) -> None:
+        super().__init__()
+        width = config.width(d_model)
+        self.up = _PositionConv(d_model, width, config)
+        self.down = _PositionConv(width, d_model, config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = activation_function(config.activation)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        mask = context.mask if context is not None else None
+        hidden = self.dropout(self.activation(self.up(x, mask)))
+        return FFNOutput(self.down(hidden, mask).to(x.dtype))
+
+
+class _PositionConv(nn.Module):
+    """A 1-D convolution as a linear map of the window before each position.
+
+    For one position it is the very product of `nn.Linear`, so kernel size 1 is the dense block to
+    the last bit, and the axes stay as every other block has them.
+    """
+
+    def __init__(self, d_in: int, d_out: int, config: ConvConfig) -> None:
+        super().__init__()
+        size = config.kernel_size
+        self.linear = nn.Linear(size * d_in, d_out, bias=config.bias)
+        after = 0 if config.causal else (size - 1) // 2
+        self.padding = (size - 1 - after, after)
+        self.kernel_size = size
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.kernel_size == 1:
+            return self.linear(x)
+        if mask is not None:  # a real token must not see what stands in the padding
+            x = x.masked_fill(~mask.unsqueeze(-1), 0)
+        padded = F.pad(x, (0, 0, *self.padding))
+        windows = padded.unfold(-2, self.kernel_size, 1)
+        return self.linear(rearrange(windows, "... s i w -> ... s (w i)"))

@@ -1,0 +1,25 @@
+"""The dense block of the original Transformer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moe_ffn.activations import activation_function
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.outputs import FFNOutput, TokenContext
+
+
+class DenseFFN(FFNBlock):
+    """down(act(up x))."""
+
+    def __init__(self, config: DenseConfig, d_model: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, config.width(d_model), bias=config.bias)
+        self.down = nn.Linear(config.width(d_model), d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = activation_function(config.activation)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        hidden = self.down(self.dropout(self.activation(self.up(x))))
+        return FFNOutput(hidden.to(x.dtype))

@@ -1,0 +1,27 @@
+"""Gated linear units: SwiGLU and its relatives."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moe_ffn.activations import GATE_ACTIVATIONS, activation_function
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.config import GatedConfig
+from moe_ffn.outputs import FFNOutput, TokenContext
+
+
+class GatedFFN(FFNBlock):
+    """down(act(gate x) * up x)."""
+
+    def __init__(self, config: GatedConfig, d_model: int) -> None:
+        super().__init__()
+        width = config.width(d_model)
+        self.gate = nn.Linear(d_model, width, bias=config.bias)
+        self.up = nn.Linear(d_model, width, bias=config.bias)
+        self.down = nn.Linear(width, d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = activation_function(GATE_ACTIVATIONS[config.type])
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        hidden = self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
+        return FFNOutput(hidden.to(x.dtype))

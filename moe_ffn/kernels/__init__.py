@@ -1,0 +1,1 @@
+"""HOW FAST: the experts' arithmetic on a plan, one signature, several backends."""

@@ -1,0 +1,58 @@
+"""All experts in one call of `torch.nn.functional.grouped_mm` per product.
+
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O out, I in
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights, combine
+
+ROW_BYTES = 16
+"""grouped_mm wants rows whose length in bytes is a multiple of this."""
+
+
+def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """No loop and no host synchronisation. float32, bfloat16 and float16; see `supports`."""
+    ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
+    computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
+    expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)
+    expert_ids_N = expert_ids_N.clamp(max=weights.num_experts - 1)
+    dtype = compute_dtype(x_TD)
+
+    def linear(input_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
+        weight_EIO = rearrange(weight_EOI.to(dtype), "e o i -> e i o")
+        output_NO = F.grouped_mm(input_NI, weight_EIO, offs=plan.offsets_E)
+        if bias_EO is not None:
+            output_NO = output_NO + bias_EO.to(dtype)[expert_ids_N]
+        return torch.where(computed_N1, output_NO, 0)
+
+    # grouped_mm leaves the rows behind the last offset uninitialised, in its output and in its
+    # gradient: `where` keeps both from what comes before and after each product.
+    x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
+    up_NF = linear(x_ND, weights.up_EFD, weights.up_bias_EF)
+    gate_NF = None
+    if weights.gate_EFD is not None:
+        gate_NF = linear(x_ND, weights.gate_EFD, weights.gate_bias_EF)
+    y_ND = linear(weights.activate(up_NF, gate_NF), weights.down_EDF, weights.down_bias_ED)
+    return combine(y_ND, x_TD, plan)
+
+
+def supports(x_TD: Tensor, weights: ExpertWeights) -> bool:
+    """Whether `grouped_mm` takes this dtype and these widths."""
+    dtype = compute_dtype(x_TD)
+    rows = (weights.up_EFD.shape[-1], weights.down_EDF.shape[-1])
+    aligned = all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows)
+    return dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the products: autocast's where it is on, since it does not cover grouped_mm."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype

@@ -1,0 +1,41 @@
+"""Expert by expert, with ordinary matrix products: any device, any dtype, autocast included.
+
+T tokens, D model width, E experts, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights, combine
+
+
+def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """One gather, three products per expert, one scatter. Reads the offsets on the host.
+
+    An expert without tokens multiplies an empty slice: it costs nothing and keeps its gradient a
+    zero instead of a missing one, on which DDP and FSDP would hang.
+    """
+    ends = plan.offsets_E.tolist()
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    sizes.append(plan.token_ids_N.shape[0] - ends[-1])  # the tail that nobody computes
+    *inputs, tail = x_TD[plan.token_ids_N].split(sizes)
+    up_E = _linear_per_expert(inputs, weights.up_EFD, weights.up_bias_EF)
+    gate_E: list[Tensor] | list[None] = [None] * weights.num_experts
+    if weights.gate_EFD is not None:
+        gate_E = _linear_per_expert(inputs, weights.gate_EFD, weights.gate_bias_EF)
+    hidden_E = [weights.activate(up, gate) for up, gate in zip(up_E, gate_E, strict=True)]
+    outputs = _linear_per_expert(hidden_E, weights.down_EDF, weights.down_bias_ED)
+    return combine(
+        torch.cat([*outputs, torch.zeros_like(tail, dtype=outputs[0].dtype)]), x_TD, plan
+    )
+
+
+def _linear_per_expert(
+    inputs: list[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
+) -> list[Tensor]:
+    biases = [None] * len(inputs) if bias_EO is None else bias_EO.unbind()
+    return [F.linear(*args) for args in zip(inputs, weight_EOI.unbind(), biases, strict=True)]

@@ -1,0 +1,32 @@
+"""Which backend runs: named by the user, or chosen from device, dtype and size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels import grouped_mm as grouped
+from moe_ffn.kernels.base import Backend, ExpertWeights
+from moe_ffn.kernels.loop import loop
+
+BACKENDS: dict[str, Backend] = {"loop": loop, "grouped_mm": grouped.grouped_mm}
+"""Every backend computes the same thing; a test holds each to the same double loop."""
+
+
+def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
+    """y_TD of the experts on a plan, by the backend called `backend`, or by the best for `auto`.
+
+    Raises:
+        ValueError: the named backend does not take this dtype or these widths.
+
+    """
+    if backend == "auto":
+        on_gpu = x_TD.device.type == "cuda"
+        backend = "grouped_mm" if on_gpu and grouped.supports(x_TD, weights) else "loop"
+    if backend == "grouped_mm" and not grouped.supports(x_TD, weights):
+        raise ValueError(
+            f"experts.backend 'grouped_mm' takes float32, bfloat16 or float16 and rows that are a "
+            f"multiple of {grouped.ROW_BYTES} bytes, but got {grouped.compute_dtype(x_TD)} with "
+            f"d_model {weights.up_EFD.shape[-1]} and d_ff {weights.down_EDF.shape[-1]}; use 'loop'"
+        )
+    return BACKENDS[backend](x_TD, plan, weights)

@@ -1,0 +1,134 @@
+"""The values every feed-forward block returns or reads: frozen, and pytrees to torch.
+
+T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S sequence length
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenContext:
+    """What some blocks need to know of the tokens beside their vectors.
+
+    Attributes:
+        mask: True where a token is real, False where it is padding; the leading shape of `x`. Padded
+            tokens are never routed, counted or in a loss. None: every token is real.
+        token_ids: vocabulary ids, the leading shape of `x`; None where nobody knows them.
+        sequence_length: S, once the leading axes are flattened (position of token t = t % S).
+
+    """
+
+    mask: Tensor | None = None
+    token_ids: Tensor | None = None
+    sequence_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who goes where: N (token, expert, weight) pairs and the scores they came from.
+
+    Pairs stand in token-major order. Only `weights_N`, `logits_TE` and `scores_TE` carry gradients.
+
+    Attributes:
+        token_ids_N: int64, the token of each pair, in [0, T).
+        expert_ids_N: int64, the expert of each pair, in [0, E).
+        weights_N: float32 (or wider), what the expert's output is multiplied by.
+        dropped_N: bool, True where the expert's capacity was full, so the pair is not computed.
+        logits_TE: float32, the router's scores before any normalisation.
+        scores_TE: float32, after normalisation; each row is non-negative.
+        mask_T: True where a token is real; None when all are. Pairs of padded tokens are in the
+            list, so that shapes don't depend on data, but are neither computed nor counted.
+        sequence_length: S; the position of token t in its sequence is t % S.
+        capacity: int64 scalar, the pairs one expert may take; None when dropless.
+
+    """
+
+    token_ids_N: Tensor
+    expert_ids_N: Tensor
+    weights_N: Tensor
+    dropped_N: Tensor
+    logits_TE: Tensor
+    scores_TE: Tensor
+    mask_T: Tensor | None
+    sequence_length: int
+    capacity: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.logits_TE.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.logits_TE.shape[1]
+
+    @property
+    def real_N(self) -> Tensor:
+        """bool: pairs of real tokens, what the router promised."""
+        if self.mask_T is None:
+            return torch.ones_like(self.dropped_N)
+        return self.mask_T[self.token_ids_N]
+
+    @property
+    def computed_N(self) -> Tensor:
+        """bool: pairs an expert works on, real and not dropped."""
+        return self.real_N & ~self.dropped_N
+
+    def detach(self) -> Self:
+        """The same values cut from the graph: what metrics may keep."""
+        tensors = {
+            field.name: value.detach()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class FFNOutput:
+    """What every feed-forward block returns.
+
+    Attributes:
+        hidden: the shape and dtype of the block's input.
+        routing: where the tokens went, or None where nothing was routed.
+
+    """
+
+    hidden: Tensor
+    routing: Routing | None = None
+
+
+def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
+    """int64 (E,): how many pairs name each expert. No host synchronisation, unlike `bincount`."""
+    ones_N = torch.ones_like(expert_ids_N)
+    return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
+
+
+def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
+    """`x` (..., d_model) as (T, d_model), and the context with its axes flattened alike."""
+    context = context or TokenContext()
+    leading_shape = x.shape[:-1]
+    for name in ("mask", "token_ids"):
+        value = getattr(context, name)
+        if value is not None and value.shape != leading_shape:
+            raise ValueError(
+                f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
+                f"but has {tuple(value.shape)}"
+            )
+    flat = TokenContext(
+        mask=None if context.mask is None else context.mask.reshape(-1),
+        token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
+        sequence_length=leading_shape[-1] if leading_shape else 1,
+    )
+    return rearrange(x, "... d -> (...) d"), flat
+
+
+for _value in (TokenContext, Routing, FFNOutput):
+    torch.export.register_dataclass(_value)

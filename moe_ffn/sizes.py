@@ -1,0 +1,21 @@
+"""Default widths, and what a matrix costs: the arithmetic behind every comparison."""
+
+from __future__ import annotations
+
+
+def gated_width(d_model: int, multiple_of: int = 8) -> int:
+    """The hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
+
+    Three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4),
+    rounded to the nearest multiple of `multiple_of`, and at least that.
+    """
+    return max(multiple_of, round(8 * d_model / 3 / multiple_of) * multiple_of)
+
+
+def linear_params(d_in: int, d_out: int, bias: bool) -> int:
+    return d_in * d_out + (d_out if bias else 0)
+
+
+def linear_flops(d_in: int, d_out: int) -> int:
+    """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
+    return 2 * d_in * d_out
