@@ -53,7 +53,8 @@ class Config(BaseModel, frozen=True):
         chosen = cls._class_for(data)
         if chosen is not cls:
             return chosen.model_validate(data)
-        unknown = [key for key in data if key not in cls.model_fields]
+        known = set(cls.known_keys())
+        unknown = [key for key in data if key not in known]
         if unknown:
             raise _errors_at(cls, {str(key): _unknown_key(cls, key) for key in unknown}, data)
         return handler(data)
@@ -70,6 +71,11 @@ class Config(BaseModel, frozen=True):
     def _class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
         """The class that validates `data`: this one, except at the root of a family."""
         return cls
+
+    @classmethod
+    def known_keys(cls) -> Iterable[str]:
+        """The keys this config takes."""
+        return cls.model_fields
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
@@ -230,8 +236,8 @@ def _shorten(text: str, limit: int = 60) -> str:
 
 
 def _unknown_key(cls: type[Config], key: object) -> str:
-    hint = did_you_mean(str(key), cls.model_fields)
-    return "unknown" + (hint or f"; known: {', '.join(cls.model_fields)}")
+    known = list(cls.known_keys())
+    return "unknown" + (did_you_mean(str(key), known) or f"; known: {', '.join(known)}")
 
 
 def _errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:

@@ -1,0 +1,55 @@
+# Two commands do everything: `make train` and `make test`. Both set up `.venv` first, and find it
+# ready the next time.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup train test test-slow lint format lock clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(INSTALLED)  ## make .venv with the locked versions
+
+train: $(INSTALLED)  ## train the default model, an 8-expert top-2 MoE
+	$(PY) -m experiments.train
+
+test: lint  ## lint, types and tests
+	$(PY) -m pytest
+
+test-slow: lint  ## the same, with the tests that take longer
+	$(PY) -m pytest -m "slow or not slow"
+
+lint: $(INSTALLED)  ## format, lint and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/basedpyright
+
+format: $(INSTALLED)  ## mend format and lint
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+lock:  ## write requirements.lock anew from pyproject.toml's ranges
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	(echo "# Every version of the environment; written by \`make lock\`."; \
+	 $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements.lock
+	touch $(INSTALLED)
+
+clean:  ## remove the environment and caches, not the runs
+	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
+
+# torch first and alone: an open range elsewhere must find it installed, or it would fetch another
+# build of several gigabytes.
+$(INSTALLED): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, got " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.lock)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@

@@ -1,0 +1,1 @@
+"""What a person runs: `python -m experiments.train`, and the rest."""

@@ -1,0 +1,175 @@
+"""From YAML files and dotted overrides to one config, and from mistakes to exit code 2.
+
+pydantic-settings would build the arguments from closed types. The families here are open (a `type`
+may name a class in a user's own file), so what is left is small and stands here: argparse takes the
+named flags, PyYAML reads files and values alike, pydantic judges the merged result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from experiments.option_help import print_help
+from moe_ffn.config import Config, ConfigError, explain, json_schema
+
+EXIT_BAD_INPUT = 2
+
+RootConfig = TypeVar("RootConfig", bound=Config)
+
+
+def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
+    """Run `main` on the command line; a ConfigError becomes one line per mistake and exit code 2."""
+    try:
+        return main(sys.argv[1:])
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> RootConfig:
+    """The config that defaults, `--config` files and dotted overrides make, later ones winning.
+
+    Answers `--help`, `--print-config` and `--print-schema` itself, and exits.
+
+    Raises:
+        ConfigError: one line per mistake.
+    """
+    parser = _Parser(prog=command, add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", nargs="+", default=[])
+    parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--print-schema", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    named, rest = parser.parse_known_args(argv)
+    if named.print_schema:
+        import json
+
+        print(json.dumps(json_schema(root), indent=2))
+        raise SystemExit(0)
+    options = root().to_dict()
+    for path in [path for group in named.config for path in group]:
+        options = merge(options, read_yaml(Path(path)))
+    options = merge(options, parse_overrides(rest))
+    if named.help:
+        print_help(root, options, command)
+        raise SystemExit(0)
+    config = validate(root, options)
+    if named.print_config:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
+
+
+def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
+    """The typed config of plain options, or a ConfigError with one line per mistake."""
+    try:
+        return root.model_validate(options)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error))) from error
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML."""
+    options: dict[str, Any] = {}
+    remaining = list(arguments)
+    while remaining:
+        flag = remaining.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            raise ConfigError(f"'{flag}': expected an option such as --model.ffn.type swiglu")
+        path, has_value, value = flag.removeprefix("--").partition("=")
+        if not has_value:
+            if not remaining:
+                raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
+            value = remaining.pop(0)
+        override = _parse_yaml(value, where=f"--{path}")
+        for key in reversed(path.split(".")):
+            override = {key: override}
+        options = merge(options, override)
+    return options
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, mapping by mapping.
+
+    A mapping whose `type` differs replaces the one below it whole: after a swap of the FFN nothing
+    of the old one's arguments is left behind.
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, str) and value == old.get("type"):
+            continue  # `ffn: moe` over an MoE leaves it as it is
+        if isinstance(old, str) and isinstance(value, Mapping):
+            old = {"type": old}  # `ffn: swiglu` is short for `ffn: {type: swiglu}`
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        same_type = both and value.get("type", old.get("type")) == old.get("type")
+        merged[key] = merge(old, value) if both and same_type else value
+    return merged
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, or a ConfigError that names the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: is not a UTF-8 text file") from error
+    options = _parse_yaml(text, where=f"--config {path}")
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise ConfigError(
+            f"--config {path}: must hold a YAML mapping, got {type(options).__name__}"
+        )
+    return options
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved options, as a file that `--config` reads back."""
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 1})" if mark is not None else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise ConfigError(f"{where}: is not valid YAML{line}: {problem}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as people expect it: `1e-3` is a number, and a key given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key}' is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)

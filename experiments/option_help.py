@@ -1,0 +1,93 @@
+"""`--help`: every option by the path that sets it, its value, and its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from moe_ffn.config import Config, TaggedConfig
+
+USAGE = """\
+usage: {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]
+
+  --config FILE ...   YAML files, merged left to right over the defaults
+  --print-config      print the resolved YAML and stop
+  --print-schema      print the JSON schema of the YAML, for editors, and stop
+  --help              this page; with other options, for what they choose:
+                      {command} --model.ffn.type swiglu --help
+
+Options by path, with their values here. Each is a key of the YAML file and a flag alike:
+--model.ffn.num_experts 16 is `model: {{ffn: {{num_experts: 16}}}}`. Values are read as YAML. Choosing
+another `type` drops the options of the old one.
+"""
+
+
+def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> None:
+    """Print the usage, then the options of `root` with the values in `options`."""
+    console = Console(highlight=False)
+    print(USAGE.format(command=command))
+    for section, (name, field) in _sections(root):
+        console.print(Text(f"{name}: {field}" if field else name, style="bold"))
+        for path, value, text in _rows(section, options.get(name), name):
+            console.print(Padding(Text.assemble((f"--{path} ", "cyan"), str(value)), (0, 0, 0, 2)))
+            if text:
+                console.print(Padding(Text(text, style="dim"), (0, 0, 0, 6)))
+        console.print()
+
+
+def _sections(root: type[Config]) -> Iterator[tuple[Any, tuple[str, str]]]:
+    for name, field in root.model_fields.items():
+        yield field.annotation, (name, field.description or "")
+
+
+def _rows(annotation: Any, value: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """(path, value, meaning) of every option at and below `path`."""
+    config = _config_class(annotation, value)
+    if config is None:
+        yield path, _show(value), ""
+        return
+    for name, field in config.model_fields.items():
+        below = value.get(name) if isinstance(value, Mapping) else None
+        below = field.get_default(call_default_factory=True) if below is None else below
+        below = below.to_dict() if isinstance(below, Config) else below
+        here = f"{path}.{name}"
+        if name == "type" and issubclass(config, TaggedConfig):
+            family = next(base for base in config.__mro__ if _is_root(base))
+            choices = ", ".join([*family.members, "module:ClassName"])
+            yield here, _show(below), f"{_first_line(config)} One of: {choices}."
+        elif _config_class(field.annotation, below) is not None:
+            yield from _rows(field.annotation, below, here)
+        else:
+            yield here, _show(below), field.description or ""
+
+
+def _is_root(cls: type) -> bool:
+    return issubclass(cls, TaggedConfig) and TaggedConfig in cls.__bases__
+
+
+def _config_class(annotation: Any, value: Any) -> type[Config] | None:
+    """The config that describes `value` at a field with this annotation; None for plain values."""
+    if value is None:
+        return None
+    candidates = [annotation, *get_args(annotation)]
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Config):
+            if not _is_root(candidate):
+                return candidate
+            value = {"type": value} if isinstance(value, str) else value
+            return candidate._class_for(value) if isinstance(value, Mapping) else None
+    return None
+
+
+def _first_line(config: type[Config]) -> str:
+    return (config.__doc__ or "").strip().splitlines()[0].rstrip(".") + "."
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

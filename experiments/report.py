@@ -1,0 +1,108 @@
+"""What a run says at its end, on the screen and in `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from experiments.tables import load_table
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one run.
+
+    Attributes:
+        loss: of the final weights on the validation split, nats per token.
+        bits_per_byte: the same, per byte of text, so that tokenizers compare.
+        unigram_loss: what a model that knows only the frequencies scores there, nats per token.
+        routing: for each sparse layer, its `RoutingMetrics` on the validation split.
+        sample: what the model made of `sample_prompt`.
+    """
+
+    folder: Path
+    loss: float
+    bits_per_byte: float
+    unigram_loss: float
+    tokens_per_second: float
+    routing: Mapping[int, Mapping[str, Tensor]]
+    sample: str
+    sample_prompt: str
+
+    def print(self, console: Console) -> None:
+        say = _plain_printer(console)
+        say(
+            f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per "
+            f"byte (unigram model: {self.unigram_loss:.4f}); {self.tokens_per_second:,.0f} tokens/s"
+        )
+        if self.routing:
+            console.print()
+            console.print(load_table(self.routing))
+            say(self._unused_experts())
+        if self.sample:
+            say("\nSample:")
+            console.print(Text(self.sample_prompt, style="bold") + Text(self.sample))
+        say(f"\nResults in {self.folder}/")
+        for name, meaning in _FILES.items():
+            if (self.folder / name).exists():
+                say(f"  {name:22} {meaning}")
+
+    def write(self) -> None:
+        """Write `summary.json` and `sample.txt` into the run's folder."""
+        summary = {
+            "validation_loss": self.loss,
+            "validation_bits_per_byte": self.bits_per_byte,
+            "unigram_loss": self.unigram_loss,
+            "tokens_per_second": self.tokens_per_second,
+            "routing": {
+                f"layer_{layer:02d}": {name: value.tolist() for name, value in values.items()}
+                for layer, values in self.routing.items()
+            },
+        }
+        text = json.dumps(_without_nan(summary), indent=2)
+        (self.folder / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
+        (self.folder / "sample.txt").write_text(self.sample_prompt + self.sample, encoding="utf-8")
+
+    def _unused_experts(self) -> str:
+        unused = [
+            f"layer {layer} expert {expert}"
+            for layer, values in self.routing.items()
+            for expert, share in enumerate(values["load"].tolist())
+            if share == 0
+        ]
+        return f"never used: {', '.join(unused)}" if unused else "every expert is used"
+
+
+_FILES = {
+    "config.yaml": "the resolved options; --config takes it again",
+    "metrics.csv": "every logged value, by step",
+    "summary.json": "the numbers above",
+    "sample.txt": "the text above",
+    "tokenizer.json": "how text became tokens",
+    "checkpoints/best.ckpt": "weights of the lowest validation loss",
+    "checkpoints/last.ckpt": "the final weights",
+    "wandb": "the run for wandb",
+}
+
+
+def _plain_printer(console: Console):
+    """Prints text as it is: brackets in it are no markup."""
+    return lambda text: console.print(Text(text), soft_wrap=True)
+
+
+def _without_nan(value):
+    """NaN says that a value does not exist; JSON's word for that is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

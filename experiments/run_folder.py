@@ -1,0 +1,92 @@
+"""The folder of one run: made once, never written over."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import datetime
+from pathlib import Path
+
+from experiments.config import TrainConfig
+from moe_ffn.config import ConfigError
+
+CONFIG_FILE = "config.yaml"
+
+
+def check_run_folder(config: TrainConfig) -> None:
+    """ConfigError where this run could not be written; makes nothing.
+
+    Asked first, so that a run that cannot be kept costs nobody the preparation of its data.
+    """
+    if config.run.name is not None:
+        _refuse_existing(_output_dir(config) / config.run.name)
+    folder = _output_dir(config)
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
+
+
+def make_run_folder(config: TrainConfig) -> Path:
+    """A new folder: the given name, or the FFN type and the time.
+
+    Raises:
+        ConfigError: the name is taken, or the folder cannot be written.
+    """
+    parent = _output_dir(config)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if config.run.name is not None:
+            folder = parent / config.run.name
+            _refuse_existing(folder)
+            folder.mkdir()
+            return folder
+        stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
+        return _make_first_free(parent, stem)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir: '{parent}' cannot be written ({error.strerror}); "
+            "choose another with --run.output_dir"
+        ) from error
+
+
+def git_revision() -> str | None:
+    """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _output_dir(config: TrainConfig) -> Path:
+    return Path(config.run.output_dir).expanduser()
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ConfigError(
+            f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
+        )
+
+
+def _make_first_free(parent: Path, stem: str) -> Path:
+    for attempt in range(1, 1000):
+        folder = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another run of the same second
+            continue
+        return folder
+    raise ConfigError(f"run.output_dir: no free name like '{stem}' in '{parent}'")
+
+
+def _safe(tag: str) -> str:
+    """A `type` as part of a folder's name: `my_blocks.py:LowRank` as `LowRank`."""
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])

@@ -1,0 +1,140 @@
+"""The tables that `experiments.train` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.ffn.config import FFNConfig
+
+
+def model_table(config: TrainConfig, vocab_size: int) -> Table:
+    """What will be trained: layers, FFN types, parameters, FLOPs and tokens per step."""
+    model, seq_len = config.model, config.data.seq_len
+    total = model.num_params(vocab_size, seq_len)
+    active = model.num_active_params(vocab_size, seq_len)
+    flops = model.flops_per_token(vocab_size, seq_len)
+    batches = config.trainer.accumulate_grad_batches
+    tokens = config.data.batch_size * seq_len * batches
+    table = Table(title="Model", title_justify="left", show_header=True, box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("what")
+    for name in ("parameters", "active", "FLOPs/token"):
+        table.add_column(name, justify="right")
+    embeddings = vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
+    tied = "tied" if model.tie_embeddings else "untied"
+    table.add_row("embeddings, output", f"{vocab_size} x {model.d_model}, {tied}", *_counts(embeddings))
+    attention = model.attention.num_params(model.d_model)
+    heads = f"{model.attention.num_heads} heads, {model.attention.kv_heads} key-value"
+    attention_flops = model.attention.flops_per_token(model.d_model, seq_len)
+    table.add_row(
+        f"attention x {model.num_layers}",
+        f"{heads}, {model.positions.type}",
+        *_counts(model.num_layers * attention, flops=model.num_layers * attention_flops),
+    )
+    for ffn, layers in _runs(model.layer_ffns()):
+        table.add_row(
+            f"ffn {layers}",
+            describe_ffn(ffn),
+            *_counts(
+                len(layers) * ffn.num_params(model.d_model),
+                len(layers) * ffn.num_active_params(model.d_model),
+                len(layers) * ffn.flops_per_token(model.d_model),
+            ),
+        )
+    table.add_section()
+    table.add_row("total", f"{tokens:,} tokens per step", *_counts(total, active, flops))
+    return table
+
+
+def describe_ffn(ffn: FFNConfig) -> str:
+    """`moe, 8 experts (swiglu), top_k k=2`; for other types their name."""
+    options = ffn.to_dict()
+    if not ffn.sparse or "num_experts" not in options:
+        return ffn.type
+    router = options["router"]
+    k = f" k={router['k']}" if "k" in router else ""
+    return f"{ffn.type}, {options['num_experts']} experts ({options['experts']['type']}), " + (
+        f"{router['type']}{k}"
+    )
+
+
+def describe_data(data: PreparedData) -> str:
+    """One line: how much text, cut into how many tokens, and which text it was."""
+    sizes = data.train_size, data.validation_size
+    train, validation = (f"{_short(size.num_tokens)} tokens" for size in sizes)
+    return (
+        f"data: {train} to train on, {validation} to validate on, "
+        f"vocabulary {data.tokenizer.vocab_size}, corpus sha256 {data.corpus_sha256[:12]}"
+    )
+
+
+def load_table(routing: Mapping[int, Mapping[str, Tensor]]) -> Table:
+    """How the validation's tokens spread over the experts: percent of the pairs, layer by layer."""
+    num_experts = max(len(values["load"]) for values in routing.values())
+    table = Table(
+        title="Load of each expert on the validation split, percent of (token, expert) pairs",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("layer", justify="right")
+    for expert in range(num_experts):
+        table.add_column(str(expert), justify="right")
+    for name in ("MaxVio", "entropy", "dropped"):
+        table.add_column(name, justify="right")
+    for layer, values in routing.items():
+        load = values["load"].tolist()
+        cells = [_shade(share, 1 / len(load)) for share in load]
+        cells += [Text("")] * (num_experts - len(load))
+        table.add_row(
+            str(layer),
+            *cells,
+            f"{values['max_violation'].item():.2f}",
+            f"{values['entropy'].item():.2f}",
+            f"{values['dropped_fraction'].item():.1%}",
+        )
+    return table
+
+
+def _shade(share: float, fair: float) -> Text:
+    """Green near the fair share, yellow beyond a factor 1.5 either way, red beyond 3."""
+    ratio = max(share / fair, fair / share) if share > 0 else float("inf")
+    style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
+    return Text(f"{100 * share:.1f}", style=style)
+
+
+def _counts(total: int, active: int | None = None, flops: int | None = None) -> list[str]:
+    return [
+        _short(total),
+        _short(total if active is None else active),
+        _short(2 * total if flops is None else flops),
+    ]
+
+
+def _short(count: float) -> str:
+    for size, suffix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if count >= size:
+            return f"{count / size:.2f}{suffix}"
+    return f"{count:.0f}"
+
+
+class _Layers(list[int]):
+    """Consecutive layers, printed as `0-3`."""
+
+    def __str__(self) -> str:
+        return str(self[0]) if len(self) == 1 else f"{self[0]}-{self[-1]}"
+
+
+def _runs(ffns: list[FFNConfig]) -> list[tuple[FFNConfig, _Layers]]:
+    """Neighbouring layers with the same block, together."""
+    groups = groupby(enumerate(ffns), key=lambda item: item[1].to_dict())
+    return [
+        (items[0][1], _Layers(i for i, _ in items)) for items in map(lambda g: list(g[1]), groups)
+    ]

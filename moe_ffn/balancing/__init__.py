@@ -1,0 +1,1 @@
+"""Pure functions of a Routing that push a router towards balance."""

@@ -1,0 +1,146 @@
+"""Batches as pure functions of their index: the same on any machine, in any order, after any
+interruption.
+
+B sequences in a batch, S tokens in a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ffn.config import ConfigError
+from moe_ffn.data.windows import epoch_starts, require_window, spread_starts, windows_per_epoch
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Sequences, and for each of their tokens the one that follows."""
+
+    input_ids: Tensor
+    """(B, S) int64."""
+
+    target_ids: Tensor
+    """(B, S) int64: `input_ids` one token later."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on `device`; by this method Lightning moves it."""
+        return Batch(
+            self.input_ids.to(device, non_blocking=non_blocking),
+            self.target_ids.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatches:
+    """The endless row of training batches; `batches[index]` depends on the fields and the index
+    alone.
+
+    An epoch visits each of its windows of seq_len + 1 tokens once, in an order and from an
+    offset drawn from (seed, epoch). A batch may end one epoch and begin the next.
+
+    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W), so the ranks together see what one
+    would.
+    """
+
+    tokens: np.ndarray
+    """(num_tokens,) of any integer type."""
+
+    seq_len: int
+    batch_size: int
+    """Sequences in a batch, summed over all ranks."""
+
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_window(self.seq_len, len(self.tokens), "the train split")
+        if self.batch_size % self.world_size:
+            raise ConfigError(
+                f"data.batch_size ({self.batch_size}) must be divisible by the number of ranks "
+                f"({self.world_size}): it counts the sequences of all ranks together"
+            )
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Sequences in a pass over the tokens; the few at the ends vary with the epoch."""
+        return windows_per_epoch(len(self.tokens), self.seq_len)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Micro-batch `index`, counted from 0 over the whole training; there is no last one."""
+        if index < 0:
+            raise IndexError(f"index ({index}) must not be negative: the batches have no end")
+        rows = self.batch_size // self.world_size
+        first = index * self.batch_size + self.rank * rows
+        return _batch(self.tokens, self._starts(first, first + rows), self.seq_len)
+
+    def _starts(self, first: int, end: int) -> np.ndarray:
+        """Where windows number `first` up to `end`, counted over all epochs, start."""
+        count = self.windows_per_epoch
+        parts = []
+        while first < end:
+            epoch, place = divmod(first, count)
+            starts = epoch_starts(len(self.tokens), self.seq_len, self.seed, epoch)
+            parts.append(starts[place : place + end - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationBatches(Sequence[Batch]):
+    """The fixed batches of a validation: windows spread over the split, none overlapping."""
+
+    tokens: np.ndarray
+    """(num_tokens,) of any integer type."""
+
+    seq_len: int
+    batch_size: int
+    """Sequences in a batch; the last one may hold fewer."""
+
+    num_tokens: int
+    """How many tokens to predict, rounded to whole sequences, of which there is at least one."""
+
+    def __post_init__(self) -> None:
+        require_window(self.seq_len, len(self.tokens), "the validation split")
+
+    def __len__(self) -> int:
+        return -(-len(self._starts) // self.batch_size)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
+        places = range(len(self))[index]  # which knows negative indices, slices and IndexError
+        if isinstance(places, range):
+            return [self._batch(place) for place in places]
+        return self._batch(places)
+
+    def _batch(self, place: int) -> Batch:
+        first = place * self.batch_size
+        return _batch(self.tokens, self._starts[first : first + self.batch_size], self.seq_len)
+
+    @property
+    def _starts(self) -> np.ndarray:
+        wanted = max(1, self.num_tokens // self.seq_len)
+        return spread_starts(len(self.tokens), self.seq_len, wanted)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Every token that is predicted, in order: (num_windows * seq_len,), as in `tokens`."""
+        return _windows(self.tokens, self._starts, self.seq_len)[:, 1:].reshape(-1)
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    return np.stack([tokens[start : start + seq_len + 1] for start in starts])
+
+
+def _batch(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> Batch:
+    windows = torch.from_numpy(_windows(tokens, starts, seq_len).astype(np.int64))
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())

@@ -1,0 +1,102 @@
+"""A cache folder that is either whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.config import ConfigError
+
+_META = "meta.json"
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its place when the block ends without an error.
+
+    The block closes the folder with `seal`. Where another process was faster, its folder stays
+    if it is whole. Raises ConfigError where the place cannot be written.
+    """
+    with writing_to(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        built = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield built
+        with writing_to(folder.parent):
+            _publish(built, folder)
+    finally:
+        shutil.rmtree(built, ignore_errors=True)
+
+
+def seal(folder: Path, meta: dict[str, Any]) -> None:
+    """Writes `meta` and the digests of the files in `folder`, which `read_meta` then accepts."""
+    digests = {path.name: _sha256(path) for path in folder.iterdir()}
+    write_json(folder / _META, {**meta, "files": digests})
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """What `seal` wrote; None where the folder is missing or a file in it has changed since."""
+    try:
+        meta = json.loads((folder / _META).read_bytes())
+        intact = all(_sha256(folder / name) == digest for name, digest in meta["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return meta if intact else None
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(values, file, ensure_ascii=False, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def writing_to(cache_dir: Path) -> Iterator[None]:
+    """Turns a full disk or a missing permission into a ConfigError naming the option."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: '{cache_dir}' cannot be written ({error.strerror}); "
+            "make room, or name another folder"
+        ) from error
+
+
+def _publish(built: Path, folder: Path) -> None:
+    built.chmod(0o755)  # mkdtemp keeps others out, who may share the cache
+    _fsync_folder(built)
+    try:
+        built.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        # Another process was faster, or what stands there is damaged. Replacing file by file leaves
+        # no moment without the folder, and two processes may do it at once: both built the same.
+        if read_meta(folder) is None:
+            for file in sorted(built.iterdir(), key=lambda file: file.name == _META):
+                file.replace(folder / file.name)
+    _fsync_folder(folder)
+    _fsync_folder(folder.parent)
+
+
+def _fsync_folder(folder: Path) -> None:
+    if os.name == "nt":  # Windows cannot open a folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

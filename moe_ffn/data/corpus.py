@@ -1,0 +1,199 @@
+"""The documents of a corpus, read in blocks so that no file has to fit into memory."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from moe_ffn.config import ConfigError
+
+BLOCK_BYTES = 1 << 16
+"""The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""
+
+Split = Literal["train", "validation"]
+
+_NOT_SOURCE = frozenset(
+    {"test", "tests", "idlelib", "tkinter", "turtledemo", "encodings", "distutils", "lib2to3"}
+    | {"pydoc_data", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of a corpus."""
+
+    name: str
+    """What the split between training and validation is drawn from; need not be unique."""
+
+    blocks: Iterable[bytes]
+    """The text in order; read once."""
+
+    split: Split | None = None
+    """The split this document belongs to, or None to have it drawn from the name."""
+
+
+def stdlib_documents() -> Iterator[Document]:
+    """The modules of the running Python's standard library, without tests and data-like modules."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = sorted(
+        (path.relative_to(root).as_posix(), path)
+        for path in _files_below(root, skip=_NOT_SOURCE)
+        if path.suffix == ".py"
+    )
+    if not paths:
+        raise ConfigError(
+            f"data.corpus.type: 'stdlib' finds no .py files in '{root}'; "
+            "use 'text' with data.corpus.paths"
+        )
+    return (Document(name, file_blocks(path, key="data.corpus")) for name, path in paths)
+
+
+def text_documents(paths: Sequence[str]) -> Iterator[Document]:
+    """The UTF-8 text files that `paths` (files, folders, globs) name, each once.
+
+    A document is named by its path below the folder or below the fixed part of the glob, so that
+    moving a corpus does not change its split. Raises ConfigError for a path that is not there, a
+    named file that is not text, and where there is no text at all.
+    """
+    found = [source for path in paths for source in _sources(path)]
+    unique = list({source.path.resolve(): source for source in reversed(found)}.values())[::-1]
+    sources = [source for source in unique if source.is_text()]
+    if not sources:
+        raise ConfigError(
+            f"data.corpus.paths: {_quoted(paths)} has no UTF-8 text file that is not hidden"
+        )
+    if all(source.path.stat().st_size == 0 for source in sources):
+        what = "is empty" if len(sources) == 1 else f"has only empty files ({len(sources)})"
+        raise ConfigError(
+            f"data.corpus.paths: {_quoted(paths)} {what}; give a file with text in it"
+        )
+    return (Document(source.name, file_blocks(source.path)) for source in sources)
+
+
+@dataclass(frozen=True)
+class _Source:
+    path: Path
+    name: str
+    explicit: bool
+    """Named by the user, rather than found in a folder or by a glob."""
+
+    def is_text(self) -> bool:
+        """Whether the file is text; raises ConfigError where it is not and the user named it."""
+        if _is_text(self.path):
+            return True
+        if self.explicit:
+            raise ConfigError(
+                f"data.corpus.paths: '{self.path}' is not UTF-8 text; "
+                "convert it to UTF-8 or leave it out"
+            )
+        return False
+
+
+def _sources(given: str) -> Iterator[_Source]:
+    path = Path(given).expanduser()
+    if path.is_file():
+        yield _Source(path, path.name, explicit=True)
+    elif path.is_dir():
+        for name, file in sorted(
+            (file.relative_to(path).as_posix(), file) for file in _files_below(path)
+        ):
+            yield _Source(file, name, explicit=False)
+    elif glob.has_magic(str(path)):
+        yield from _matches(path, given)
+    else:
+        raise ConfigError(
+            f"data.corpus.paths: '{given}' does not exist (looked in '{Path.cwd()}'); "
+            "check the spelling"
+        )
+
+
+def _matches(pattern: Path, given: str) -> Iterator[_Source]:
+    parts = pattern.parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root, rest = Path(*parts[:fixed]), os.path.join(*parts[fixed:])  # noqa: PTH118 - a pattern
+    # Path.glob would also match hidden files, and would match only folders with a final `**`.
+    names = glob.glob(rest, root_dir=root, recursive=True)  # noqa: PTH207
+    files = sorted(
+        (Path(name).as_posix(), root / name) for name in names if (root / name).is_file()
+    )
+    if not files:
+        raise ConfigError(
+            f"data.corpus.paths: '{given}' matches no file; '**' searches folders within folders"
+        )
+    for name, file in files:
+        yield _Source(file, name, explicit=False)
+
+
+def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The regular files below `folder`, in any order, without hidden ones and `skip` folders."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        paths = (Path(where, name) for name in files if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def _is_text(path: Path) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for block in file_blocks(path):
+            if b"\0" in block:  # UTF-16 text is valid UTF-8 full of NULs
+                return False
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def file_blocks(path: Path, key: str = "data.corpus.paths") -> Iterator[bytes]:
+    """The content of a file in blocks; raises ConfigError naming `key` where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield from blocks(file)
+    except OSError as error:
+        raise ConfigError(f"{key}: '{path}' cannot be read ({error.strerror})") from error
+
+
+def blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The content of `file` in blocks of at most BLOCK_BYTES, cut where `text_boundary` says."""
+    rest = b""
+    while True:
+        block = rest + file.read(BLOCK_BYTES - len(rest))
+        if len(block) < BLOCK_BYTES:
+            break
+        end = text_boundary(block, len(block)) or len(block)
+        yield block[:end]
+        rest = block[end:]
+    if block:
+        yield block
+
+
+def text_boundary(text: bytes, at: int) -> int:
+    """The last position up to `at` that ends a line or, with no line end there, that ends a
+    character.
+
+    Characters are UTF-8; 0 where the text before `at` holds neither.
+    """
+    line_end = text.rfind(b"\n", 0, at) + 1
+    if line_end:
+        return line_end
+    if at < len(text) and not _continues(text[at]):
+        return at
+    while at > 0 and _continues(text[at - 1]):
+        at -= 1
+    # The byte before `at` now ends a character, or opens one that lies across the position.
+    return at - 1 if at > 0 and text[at - 1] >= 0xC0 else at
+
+
+def _continues(byte: int) -> bool:
+    return byte & 0xC0 == 0x80
+
+
+def _quoted(paths: Sequence[str]) -> str:
+    return ", ".join(f"'{path}'" for path in paths)

@@ -1,0 +1,177 @@
+"""Rows of a Hugging Face data set as documents."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.config import ConfigError, did_you_mean
+from moe_ffn.data.corpus import Document, Split, blocks
+
+_READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_HUB_TIMEOUT_S = 5.0
+_ROWS_AT_ONCE = 1024
+
+
+def hf_documents(
+    path: str, name: str | None, split: str, validation_split: str | None, text_column: str
+) -> Iterator[Document]:
+    """Each row of a data set as a document, named by its index; rows without text are empty
+    documents.
+
+    With `validation_split` the rows of `split` are marked for training and those of
+    `validation_split` for validation. Raises ConfigError, naming the key, for whatever
+    `datasets` cannot find or read.
+    """
+    sides: list[tuple[str, str, Split | None]]
+    if validation_split is None:
+        sides = [("split", split, None)]
+    elif validation_split == split:
+        raise ConfigError(
+            f"data.corpus.validation_split ('{validation_split}') must differ from "
+            f"data.corpus.split; leave it out to validate on a part of '{split}'"
+        )
+    else:
+        sides = [("split", split, "train"), ("validation_split", validation_split, "validation")]
+    loaded: list[tuple[Any, Split | None]] = [
+        (_text_rows(_load(path, name, part, key), text_column, path), side)
+        for key, part, side in sides
+    ]
+    return (
+        Document(str(index), blocks(io.BytesIO(text.encode())), side)
+        for rows, side in loaded
+        for index, text in enumerate(_texts(rows, text_column))
+    )
+
+
+def _load(path: str, name: str | None, split: str, key: str) -> Any:
+    """The `datasets.Dataset` of one split; `key` is the option that named the split."""
+    datasets = _import_datasets()
+    local = Path(path).expanduser()
+    try:
+        with _quiet_unless_terminal(datasets):
+            if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
+                return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
+            if local.is_file():
+                reader = _reader_for(local)
+                return datasets.load_dataset(reader, name, data_files=str(local), split=split)
+            if local.is_dir():
+                return datasets.load_dataset(str(local), name, split=split)
+            _require_hub(path)
+            return datasets.load_dataset(path, name, split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # `datasets` raises what its readers raise; the key is what helps
+        what = _first_line(error)
+        if "nknown split" in what:
+            raise ConfigError(f"data.corpus.{key}: '{path}' has no '{split}': {what}") from error
+        raise ConfigError(
+            f"data.corpus.path: '{path}' cannot be loaded ({type(error).__name__}: {what})"
+        ) from error
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "data.corpus.type: 'hf_dataset' needs the datasets package: pip install 'moe_ffn[hf]'"
+        ) from error
+    return datasets
+
+
+def _pick_split(saved: Any, split: str, path: str, key: str) -> Any:
+    """One split of what `load_from_disk` returned, a Dataset or a mapping of them."""
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    if split not in splits:
+        known = ", ".join(map(str, splits))
+        raise ConfigError(f"data.corpus.{key}: '{path}' has no '{split}'; available: {known}")
+    return splits[split]
+
+
+def _reader_for(file: Path) -> str:
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None:
+        raise ConfigError(
+            f"data.corpus.path: '{file}' must end in one of {', '.join(_READERS)}; "
+            "for other text files use data.corpus.type: text"
+        )
+    return reader
+
+
+def _require_hub(path: str) -> None:
+    """Raises ConfigError where the hub cannot be reached, in seconds.
+
+    `load_dataset` alone repeats its requests for 23 s before it gives up, with no option to stop
+    it.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return  # the user asked for an earlier download, which `load_dataset` finds by itself
+    try:
+        huggingface_hub.HfApi().dataset_info(path, timeout=_HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        return  # the hub answered; what it said, `load_dataset` says better
+    except HFValidationError as error:
+        raise ConfigError(
+            f"data.corpus.path: '{path}' is neither a local path nor a name on the Hugging Face hub"
+        ) from error
+    except Exception as error:  # requests before huggingface_hub 1.0, httpx after it
+        raise ConfigError(
+            f"data.corpus.path: '{path}' is not a local path, and the Hugging Face hub cannot be "
+            "reached; connect, set HF_HUB_OFFLINE=1 to use an earlier download, or give a local path"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_unless_terminal(datasets: Any) -> Iterator[None]:
+    """Keeps the progress bars of `datasets` out of log files."""
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _text_rows(rows: Any, column: str, path: str) -> Any:
+    if column not in rows.column_names:
+        known = ", ".join(rows.column_names)
+        hint = did_you_mean(column, rows.column_names)
+        raise ConfigError(
+            f"data.corpus.text_column: '{path}' has no column '{column}'{hint}; available: {known}"
+        )
+    kind = getattr(rows.features[column], "dtype", "a nested type")
+    if kind not in ("string", "large_string"):
+        raise ConfigError(
+            f"data.corpus.text_column: '{column}' of '{path}' must hold text, not {kind}"
+        )
+    return rows.select_columns([column])
+
+
+def _texts(rows: Any, column: str) -> Iterator[str]:
+    for batch in rows.iter(batch_size=_ROWS_AT_ONCE):
+        for text in batch[column]:
+            yield text or ""
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong: the first line of the error, or of what caused it where that says more."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

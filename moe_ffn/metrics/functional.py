@@ -1,0 +1,49 @@
+"""What is measured of one layer's Routing: pure functions.
+
+E experts, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ffn.balancing.losses import mean_over_tokens, share_per_expert
+from moe_ffn.outputs import Routing
+
+
+def expert_load(routing: Routing) -> Tensor:
+    """(E,): the share of the pairs that name each expert, before dropping; 1/E each at balance."""
+    return share_per_expert(routing)
+
+
+def max_violation(load_E: Tensor) -> Tensor:
+    """MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 when one expert has everything.
+
+    Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
+    """
+    mean = load_E.mean()
+    tiny = torch.finfo(load_E.dtype).tiny
+    return (load_E.max() - mean) / mean.clamp(min=tiny)
+
+
+def dropped_fraction(routing: Routing) -> Tensor:
+    """The share of the real tokens' pairs that found their expert full."""
+    real_N = routing.real_N
+    return (routing.dropped_N & real_N).sum() / real_N.sum().clamp(min=1)
+
+
+def routing_entropy(routing: Routing) -> Tensor:
+    """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided."""
+    scores_TE = routing.scores_TE
+    tiny = torch.finfo(scores_TE.dtype).tiny
+    probabilities_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    return mean_over_tokens(torch.special.entr(probabilities_TE).sum(dim=-1), routing)
+
+
+def capacity_used(routing: Routing) -> Tensor:
+    """The share of the experts' places that are taken; nan when dropless, where places have no end."""
+    computed = routing.computed_N.sum()
+    if routing.capacity is None:
+        return torch.full_like(computed, torch.nan, dtype=torch.get_default_dtype())
+    return computed / (routing.capacity * routing.num_experts).clamp(min=1)

@@ -1,0 +1,1 @@
+"""A causal Transformer decoder that sees only FFNBlock."""

@@ -1,0 +1,59 @@
+"""Causal self-attention with grouped-query heads.
+
+B batch, H heads, S sequence, D model width, d head width
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from moe_ffn.model.config import AttentionConfig
+from moe_ffn.model.positions import Positions
+
+
+class CausalSelfAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each one."""
+
+    def __init__(self, config: AttentionConfig, d_model: int) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.kv_heads
+        self.dropout = config.dropout
+        d_kv = d_model // config.num_heads * config.kv_heads
+        self.query = nn.Linear(d_model, d_model, bias=config.bias)
+        self.key = nn.Linear(d_model, d_kv, bias=config.bias)
+        self.value = nn.Linear(d_model, d_kv, bias=config.bias)
+        self.output = nn.Linear(d_model, d_model, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor, positions: Positions, mask_BS: Tensor | None) -> Tensor:
+        """Args:
+        positions: rotates queries and keys where that is how the model knows positions.
+        mask_BS: True for real tokens; padding is attended to by nobody.
+        """
+        query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=self.num_heads)
+        key = rearrange(self.key(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
+        value = rearrange(self.value(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
+        mixed = F.scaled_dot_product_attention(
+            positions.rotate(query),
+            positions.rotate(key),
+            value,
+            attn_mask=None if mask_BS is None else causal_mask(mask_BS),
+            is_causal=mask_BS is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
+
+
+def causal_mask(mask_BS: Tensor) -> Tensor:
+    """bool (B, 1, S, S): who may attend to whom. Every token may attend to itself, so that the row
+    of a padded token is no softmax over nothing."""
+    length = mask_BS.shape[-1]
+    ones = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
+    allowed = (ones.tril() & mask_BS[:, None, :]) | torch.eye(
+        length, dtype=torch.bool, device=mask_BS.device
+    )
+    return allowed[:, None]

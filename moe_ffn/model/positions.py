@@ -1,0 +1,73 @@
+"""Where a token stands: added to its embedding, or turned into its queries and keys.
+
+B batch, H heads, S sequence, D model width, d head width
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+
+class Positions(nn.Module):
+    """Does nothing at either place; each kind overrides one of them."""
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        """Token embeddings with their positions."""
+        return x_BSD
+
+    def rotate(self, x_BHSd: Tensor) -> Tensor:
+        """Queries or keys with their positions."""
+        return x_BHSd
+
+
+class Rotary(Positions):
+    """Turns each pair (i, i + d/2) of a head's units by position * base^(-2i/d), as Llama does."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, base: float, head_dim: int, max_seq_len: int) -> None:
+        super().__init__()
+        frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+        angles = repeat(angles, "s half -> s (two half)", two=2).float()
+        # Made from the config, so it belongs in no checkpoint.
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x_BHSd: Tensor) -> Tensor:
+        length = x_BHSd.shape[-2]
+        first, second = x_BHSd.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        rotated = x_BHSd * self.cos[:length] + turned * self.sin[:length]
+        return rotated.to(x_BHSd.dtype)
+
+
+class Sinusoidal(Positions):
+    """PE(p, 2i) = sin(p / 10000^(2i/D)), PE(p, 2i+1) = cos of the same."""
+
+    table_SD: Tensor
+
+    def __init__(self, d_model: int, max_seq_len: int) -> None:
+        super().__init__()
+        frequencies = 10_000 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float64), frequencies)
+        table_SD = rearrange([angles.sin(), angles.cos()], "two s half -> s (half two)").float()
+        self.register_buffer("table_SD", table_SD, persistent=False)
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + self.table_SD[: x_BSD.shape[-2]]
+
+
+class Learned(Positions):
+    """One trained vector per position."""
+
+    def __init__(self, d_model: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(max_seq_len, d_model)
+        nn.init.normal_(self.table.weight, std=0.02)
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + self.table.weight[: x_BSD.shape[-2]]

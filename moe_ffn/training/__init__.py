@@ -1,0 +1,1 @@
+"""Training with Lightning: the only room that imports it."""

@@ -1,0 +1,181 @@
+"""The configs of optimisation, objective, trainer and logging; torch-free (see `moe_ffn.config`)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from moe_ffn.config import Config, TaggedConfig
+
+
+class ScheduleConfig(TaggedConfig, frozen=True):
+    """How the learning rate moves: warm-up from zero, then what the type says."""
+
+    warmup_fraction: float = Field(0.05, ge=0, lt=1)
+    """Part of trainer.max_steps spent rising linearly to the full rate."""
+    final_fraction: float = Field(0.1, ge=0, le=1)
+    """The last rate, as a part of the full one."""
+
+    def multiplier(self, step: int, max_steps: int) -> float:
+        """What the learning rate is multiplied by at optimizer step `step` (from 0)."""
+        warmup_steps = round(self.warmup_fraction * max_steps)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+        return self.after_warmup(min(progress, 1.0))
+
+    @abstractmethod
+    def after_warmup(self, progress: float) -> float:
+        """The multiplier when `progress` (0 to 1) of the steps after warm-up have passed."""
+
+
+class CosineConfig(ScheduleConfig, frozen=True):
+    """Half a cosine from the full rate to the final one (Loshchilov & Hutter 2016)."""
+
+    type: Literal["cosine"] = "cosine"
+
+    def after_warmup(self, progress: float) -> float:
+        fall = (1 + math.cos(math.pi * progress)) / 2
+        return self.final_fraction + (1 - self.final_fraction) * fall
+
+
+class WSDConfig(ScheduleConfig, frozen=True):
+    """Warm-up, stable, decay: full rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
+
+    type: Literal["wsd"] = "wsd"
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Part of the steps after warm-up spent falling."""
+
+    def after_warmup(self, progress: float) -> float:
+        fallen = max(0.0, (progress - (1 - self.decay_fraction)) / self.decay_fraction)
+        return 1 - (1 - self.final_fraction) * fallen
+
+
+class OptimizerConfig(Config, frozen=True):
+    """AdamW; no weight decay on norms, biases and embeddings."""
+
+    learning_rate: float = Field(4e-3, gt=0)
+    """The full rate, before the schedule."""
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the running mean and of the running square."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of every matrix."""
+    schedule: ScheduleConfig = CosineConfig()
+    """How the learning rate moves."""
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
+        return self
+
+
+class ObjectiveConfig(Config, frozen=True):
+    """Weights of what is added to the cross-entropy; each loss is a mean over the sparse layers."""
+
+    load_balance: float = Field(0.01, ge=0)
+    """Weight of the Switch load-balancing loss, which is 1 at balance."""
+    router_z: float = Field(0.001, ge=0)
+    """Weight of the router z-loss."""
+
+
+class EarlyStoppingConfig(Config, frozen=True):
+    """Stop when the validation loss no longer falls."""
+
+    patience: int = Field(3, ge=1)
+    """Validations without improvement before stopping."""
+    min_delta: float = Field(0.0, ge=0)
+    """The least fall, in nats per token, that counts as improvement."""
+
+
+LIGHTNING_ARGUMENTS = frozenset(
+    {
+        "accelerator",
+        "benchmark",
+        "detect_anomaly",
+        "deterministic",
+        "devices",
+        "fast_dev_run",
+        "gradient_clip_algorithm",
+        "limit_train_batches",
+        "limit_val_batches",
+        "max_time",
+        "num_nodes",
+        "num_sanity_val_steps",
+        "overfit_batches",
+        "profiler",
+        "strategy",
+        "sync_batchnorm",
+    }
+)
+"""The arguments of `lightning.Trainer` that are passed on as they are."""
+
+
+class TrainerConfig(Config, frozen=True):
+    """The training loop. Further arguments of `lightning.Trainer` may be given here too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    max_steps: int = Field(600, ge=1)
+    """Optimizer steps."""
+    accumulate_grad_batches: int = Field(1, ge=1)
+    """Batches whose gradients make up one optimizer step."""
+    gradient_clip_val: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 does not clip."""
+    precision: Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "auto"
+    """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
+    compile: bool = False
+    """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
+    validate_every_n_steps: int = Field(200, ge=1)
+    """Optimizer steps between validations; there is always one at the end."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop when the validation loss no longer falls; off by default."""
+
+    @classmethod
+    def known_keys(cls) -> Iterable[str]:
+        return [*super().known_keys(), *LIGHTNING_ARGUMENTS]
+
+    def lightning_arguments(self) -> dict[str, Any]:
+        """What was given beyond the fields above."""
+        return dict(self.model_extra or {})
+
+
+class WandbConfig(Config, frozen=True):
+    """Weights & Biases. Without an account or a network the run is kept offline, on disk."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: WANDB_MODE if set, else online where there is an API key, else offline."""
+    project: str = Field("moe_ffn", min_length=1)
+    """Project the run belongs to."""
+    entity: str | None = None
+    """User or team; your default one when null."""
+    tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Labels of the run; the FFN type is always one of them."""
+
+
+class LoggingConfig(Config, frozen=True):
+    """What is written while training."""
+
+    every_n_steps: int = Field(10, ge=1)
+    """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases, beside the CSV that is always written."""
+
+
+class SampleConfig(Config, frozen=True):
+    """The text that the trained model writes at the end."""
+
+    prompt: str = Field("def ", min_length=1)
+    """What it starts from."""
+    num_tokens: int = Field(256, ge=0)
+    """How many tokens to write; 0 writes none."""
+    temperature: float = Field(0.7, ge=0)
+    """Divides the logits; 0 always takes the most probable token."""
+    top_k: int | None = Field(40, ge=1)
+    """Choose among this many most probable tokens; null among all."""

@@ -1,0 +1,113 @@
+"""Where metrics go: always a CSV, and wandb unless it is off or absent.
+
+wandb never stands in the way of a run: without an account or a network the run is kept offline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from moe_ffn.training.config import WandbConfig
+
+INIT_TIMEOUT_SECONDS = 8
+
+
+def csv_logger(run_dir: Path) -> CSVLogger:
+    """Writes `metrics.csv` in the run's folder, row by row."""
+    return CSVLogger(str(run_dir), name="", version="", flush_logs_every_n_steps=1)
+
+
+def wandb_logger(
+    config: WandbConfig, run_dir: Path, tags: list[str], facts: Mapping[str, Any]
+) -> tuple[Logger | None, str]:
+    """The wandb logger, or None, and one line that says what a person can do with it.
+
+    Args:
+        facts: what is stored as the run's config: the resolved options, revision, parameter counts.
+    """
+    mode = _requested_mode(config)
+    if mode == "disabled":
+        return None, "wandb: off"
+    wandb = _import_wandb()
+    if wandb is None:
+        return None, "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
+    wandb.setup(wandb.Settings(silent=True))
+    if mode == "auto":
+        mode = "online" if _is_logged_in(wandb) else "offline"
+    run = _start(wandb, config, mode, run_dir, tags, facts)
+    if run is None and mode == "online":
+        mode = "offline"
+        run = _start(wandb, config, mode, run_dir, tags, facts)
+    if run is None:
+        return None, "wandb: off, metrics are in metrics.csv"
+    from lightning.pytorch.loggers import WandbLogger
+
+    if mode == "online":
+        return WandbLogger(experiment=run), f"wandb: online, {run.url}"
+    folder = _relative(Path(run.dir).parent)
+    return WandbLogger(experiment=run), f"wandb: {mode}; to upload: wandb sync {folder}"
+
+
+def _requested_mode(config: WandbConfig) -> str:
+    """What the option says, or else WANDB_MODE; the empty string, which wandb refuses, is unset."""
+    environment = os.environ.get("WANDB_MODE")
+    if environment == "":
+        del os.environ["WANDB_MODE"]
+    if config.mode != "auto" or not environment:
+        return config.mode
+    return {"dryrun": "offline", "run": "online"}.get(environment, environment)
+
+
+def _import_wandb() -> Any:
+    """The wandb package; None where it is absent (a leftover `./wandb` folder is no package)."""
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb if hasattr(wandb, "init") else None
+
+
+def _is_logged_in(wandb: Any) -> bool:
+    """Whether credentials are configured; neither asks for them nor for the network."""
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except (wandb.Error, ValueError):  # a malformed key
+        return False
+
+
+def _start(
+    wandb: Any,
+    config: WandbConfig,
+    mode: str,
+    run_dir: Path,
+    tags: list[str],
+    facts: Mapping[str, Any],
+) -> Any:
+    """A started run, or None, and a line on standard error, where wandb could not start."""
+    try:
+        return wandb.init(
+            mode=mode,
+            project=config.project,
+            entity=config.entity,
+            name=run_dir.name,
+            dir=str(run_dir),
+            tags=tags,
+            config=dict(facts),
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT_SECONDS, silent=True, console="off", x_disable_stats=True
+            ),
+        )
+    except (wandb.Error, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        print(f"wandb: {mode} failed: {reason}", file=sys.stderr)
+        return None
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
