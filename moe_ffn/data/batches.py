@@ -1,5 +1,4 @@
-"""Batches as pure functions of their index: the same on any machine, in any order, after any
-interruption.
+"""Batches as pure functions of their index: the same in any order, after any interruption.
 
 B sequences in a batch, S tokens in a sequence.
 """
@@ -38,14 +37,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatches:
-    """The endless row of training batches; `batches[index]` depends on the fields and the index
-    alone.
+    """The endless row of training batches; each depends on the fields and its index alone.
 
     An epoch visits each of its windows of seq_len + 1 tokens once, in an order and from an
     offset drawn from (seed, epoch). A batch may end one epoch and begin the next.
 
-    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W), so the ranks together see what one
-    would.
+    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W): together they see what one would.
     """
 
     tokens: np.ndarray

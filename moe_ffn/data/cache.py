@@ -65,7 +65,7 @@ def writing_to(cache_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir: '{cache_dir}' cannot be written ({error.strerror}); "
+            f"data.cache_dir: '{cache_dir}' cannot be written ({error.strerror or error}); "
             "make room, or name another folder"
         ) from error
 

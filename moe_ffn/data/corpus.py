@@ -62,18 +62,21 @@ def text_documents(paths: Sequence[str]) -> Iterator[Document]:
     named file that is not text, and where there is no text at all.
     """
     found = [source for path in paths for source in _sources(path)]
-    unique = list({source.path.resolve(): source for source in reversed(found)}.values())[::-1]
-    sources = [source for source in unique if source.is_text()]
-    if not sources:
-        raise ConfigError(
-            f"data.corpus.paths: {_quoted(paths)} has no UTF-8 text file that is not hidden"
-        )
-    if all(source.path.stat().st_size == 0 for source in sources):
+    sources = {source.path.resolve(): source for source in reversed(found)}  # first mention wins
+    if found and all(path.stat().st_size == 0 for path in sources):
         what = "is empty" if len(sources) == 1 else f"has only empty files ({len(sources)})"
         raise ConfigError(
             f"data.corpus.paths: {_quoted(paths)} {what}; give a file with text in it"
         )
-    return (Document(source.name, file_blocks(source.path)) for source in sources)
+    num_documents = 0
+    for source in reversed(sources.values()):
+        if source.is_text():
+            yield Document(source.name, file_blocks(source.path))
+            num_documents += 1
+    if not num_documents:
+        raise ConfigError(
+            f"data.corpus.paths: {_quoted(paths)} has no UTF-8 text file that is not hidden"
+        )
 
 
 @dataclass(frozen=True)
@@ -157,11 +160,11 @@ def file_blocks(path: Path, key: str = "data.corpus.paths") -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from blocks(file)
     except OSError as error:
-        raise ConfigError(f"{key}: '{path}' cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{key}: '{path}' cannot be read ({error.strerror or error})") from error
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The content of `file` in blocks of at most BLOCK_BYTES, cut where `text_boundary` says."""
+    """The content of `file` in blocks of at most BLOCK_BYTES, cut at the end of a line or a character."""
     rest = b""
     while True:
         block = rest + file.read(BLOCK_BYTES - len(rest))
@@ -174,13 +177,12 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
         yield block
 
 
-def text_boundary(text: bytes, at: int) -> int:
-    """The last position up to `at` that ends a line or, with no line end there, that ends a
-    character.
+def text_boundary(text: bytes, at: int, reach: int = BLOCK_BYTES) -> int:
+    """The last position up to `at` that ends a line or, with none within `reach`, a character.
 
-    Characters are UTF-8; 0 where the text before `at` holds neither.
+    Characters are UTF-8; 0 where there is neither.
     """
-    line_end = text.rfind(b"\n", 0, at) + 1
+    line_end = text.rfind(b"\n", max(0, at - reach), at) + 1
     if line_end:
         return line_end
     if at < len(text) and not _continues(text[at]):

@@ -27,8 +27,7 @@ _ROWS_AT_ONCE = 1024
 def hf_documents(
     path: str, name: str | None, split: str, validation_split: str | None, text_column: str
 ) -> Iterator[Document]:
-    """Each row of a data set as a document, named by its index; rows without text are empty
-    documents.
+    """Each row of a data set as a document, named by its index and empty where it has no text.
 
     With `validation_split` the rows of `split` are marked for training and those of
     `validation_split` for validation. Raises ConfigError, naming the key, for whatever
@@ -113,8 +112,8 @@ def _reader_for(file: Path) -> str:
 def _require_hub(path: str) -> None:
     """Raises ConfigError where the hub cannot be reached, in seconds.
 
-    `load_dataset` alone repeats its requests for 23 s before it gives up, with no option to stop
-    it.
+    `load_dataset` alone repeats its requests for 23 s before it gives up, and no
+    option shortens that.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

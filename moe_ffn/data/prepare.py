@@ -36,7 +36,7 @@ class PreparedData:
     """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; read-only."""
 
     validation: np.memmap
-    """As `train`; holds no document of it."""
+    """As `train`; nothing of it is trained on."""
 
     tokenizer: Tokenizer
     train_size: SplitSize
@@ -56,7 +56,7 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
     """Reads, splits and encodes the corpus, or finds that done in `data.cache_dir`.
 
     The corpus is always read, to know that it is the same. Memory does not grow with its size,
-    but by nine bytes per document. Several processes may prepare the same data at the same time.
+    but by some twenty bytes per document. Several processes may prepare the same data at the same time.
 
     `progress`: True shows it on stderr, False does not; a function is called with (stage, bytes
     done, bytes in all or None).
@@ -84,10 +84,11 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
     sizes = {split: SplitSize(**meta["splits"][split]) for split in ("train", "validation")}
     for split, size in sizes.items():
         require_window(config.seq_len, size.num_tokens, f"the {split} split")
+    tokenizer = config.tokenizer.restore(json.loads((folder / "tokenizer.json").read_bytes()))
     return PreparedData(
-        train=_tokens(folder, "train", meta["dtype"]),
-        validation=_tokens(folder, "validation", meta["dtype"]),
-        tokenizer=config.tokenizer.restore(json.loads((folder / "tokenizer.json").read_bytes())),
+        train=np.memmap(folder / "train.bin", dtype=tokenizer.dtype, mode="r"),
+        validation=np.memmap(folder / "validation.bin", dtype=tokenizer.dtype, mode="r"),
+        tokenizer=tokenizer,
         train_size=sizes["train"],
         validation_size=sizes["validation"],
         corpus_sha256=meta["corpus_sha256"],
@@ -112,7 +113,7 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: Report) ->
 
     def pieces(stage: str) -> Iterator[Piece]:
         documents = watched(config.corpus.documents(), report, stage, plan.num_bytes)
-        return split_pieces(documents, plan)
+        yield from split_pieces(documents, plan)
 
     tokenizer = config.tokenizer.build(_sample(pieces("training the tokenizer"), plan.num_bytes))
     with building(folder) as built:
@@ -132,7 +133,3 @@ def _sample(pieces: Iterable[Piece], num_bytes: int) -> Iterator[bytes]:
     """The training text, or evenly spaced pieces of it where it is more than a tokenizer needs."""
     train = (piece.text for piece in pieces if piece.split == "train" and piece.text)
     return islice(train, 0, None, -(-num_bytes // _TOKENIZER_TRAINING_BYTES))
-
-
-def _tokens(folder: Path, split: str, dtype: str) -> np.memmap:
-    return np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")

@@ -16,6 +16,9 @@ from moe_ffn.data.corpus import Document, Split, text_boundary
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
+_REACH_BYTES = 256
+"""How far a cut may move back to a line end: a line is shorter, a text on one line is not lost."""
+
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
@@ -25,8 +28,8 @@ class SplitPlan:
     training document with the very content of a validation document is left out, so that nothing
     that is validated on was trained on; repeats within one split stay. Where that leaves a split
     empty (one or a few documents), the text is split by position: the last `validation_percent`
-    percent of its bytes, from the start of a line where there is one, and repeated documents
-    count once.
+    percent of its bytes, from the start of a line where one is near, and repeated documents count
+    once.
     """
 
     corpus_sha256: str
@@ -103,8 +106,8 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
         kept = places == _TRAIN
         cut = int(sizes[kept].sum()) * (100 - validation_percent) // 100
         notes = (
-            f"the corpus ({kept.sum()} with text) is too small to split by document; "
-            f"validation is the last {validation_percent}% of the text",
+            f"too few documents to split ({kept.sum()}): validation is the last "
+            f"{validation_percent}% of the text",
         )
     return SplitPlan(
         corpus_sha256=corpus.hexdigest(),
@@ -151,7 +154,7 @@ def _bytes_before(block: bytes, cut: int) -> int:
     """How much of `block` is training text where the cut is `cut` bytes from its start."""
     if cut >= len(block):
         return len(block)
-    return text_boundary(block, cut) if cut > 0 else 0
+    return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0
 
 
 def _place(split: Split | None, name_digest: bytes, validation_percent: int) -> int:
@@ -173,7 +176,8 @@ def _first_of_each(fingerprints: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 def _note_repeats(count: int) -> tuple[str, ...]:
     if not count:
         return ()
-    return (f"left out of training because validation holds the same content: {count} documents",)
+    what = "1 document" if count == 1 else f"{count} documents"
+    return (f"{what} left out of training: validation holds the same content",)
 
 
 def _fingerprint(content: hashlib._Hash) -> int:

@@ -26,11 +26,10 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
 
 @lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
 def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the windows of an epoch start, in the order they are visited: (windows_per_epoch,)
-    int64.
+    """Where the windows of an epoch start, in visiting order: (windows_per_epoch,) int64.
 
-    The windows lie side by side from a random offset on; offset and order depend on (seed,
-    epoch) alone.
+    The windows lie side by side from a random offset on; offset and order depend on
+    (seed, epoch) alone.
     """
     window = seq_len + 1
     count = windows_per_epoch(num_tokens, seq_len)
