@@ -103,16 +103,24 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     of the old one's arguments is left behind.
     """
     merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, str) and value == old.get("type"):
-            continue  # `ffn: moe` over an MoE leaves it as it is
-        if isinstance(old, str) and isinstance(value, Mapping):
-            old = {"type": old}  # `ffn: swiglu` is short for `ffn: {type: swiglu}`
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        same_type = both and value.get("type", old.get("type")) == old.get("type")
-        merged[key] = merge(old, value) if both and same_type else value
+    for key, new in above.items():
+        old = _as_options(merged.get(key)) if isinstance(new, Mapping | str) else None
+        if old is None:
+            merged[key] = new
+        elif isinstance(new, str):
+            # `ffn: moe` over an MoE leaves the MoE as it is.
+            merged[key] = merged[key] if new == old.get("type") else new
+        else:
+            same_type = new.get("type", old.get("type")) == old.get("type")
+            merged[key] = merge(old, new) if same_type else new
     return merged
+
+
+def _as_options(value: Any) -> Mapping[str, Any] | None:
+    """A mapping as it is, `swiglu` as the `{type: swiglu}` it is short for, anything else as None."""
+    if isinstance(value, str):
+        return {"type": value}
+    return value if isinstance(value, Mapping) else None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

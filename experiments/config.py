@@ -19,16 +19,16 @@ from moe_ffn.training.config import (
 class RunConfig(Config, frozen=True):
     """Where a run is written."""
 
-    name: str | None = Field(None, min_length=1, pattern=r"^[^/\\]+$")
+    name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\\]+$")
     """Folder of this run; made of the FFN type and the time when null. Never overwritten."""
-    output_dir: str = Field("runs", min_length=1)
+    output_dir: str = Field(default="runs", min_length=1)
     """Folder that holds the runs."""
 
 
 class TrainConfig(Config, frozen=True):
     """One training run: an 8-expert top-2 Mixture of Experts unless told otherwise."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """Where the run is written."""

@@ -10,6 +10,9 @@ from experiments.config import TrainConfig
 from moe_ffn.config import ConfigError
 
 CONFIG_FILE = "config.yaml"
+TOKENIZER_FILE = "tokenizer.json"
+BEST_CHECKPOINT = "checkpoints/best.ckpt"
+LAST_CHECKPOINT = "checkpoints/last.ckpt"
 
 
 def check_run_folder(config: TrainConfig) -> None:

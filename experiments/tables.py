@@ -29,7 +29,9 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
         table.add_column(name, justify="right")
     embeddings = vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
     tied = "tied" if model.tie_embeddings else "untied"
-    table.add_row("embeddings, output", f"{vocab_size} x {model.d_model}, {tied}", *_counts(embeddings))
+    table.add_row(
+        "embeddings, output", f"{vocab_size} x {model.d_model}, {tied}", *_counts(embeddings)
+    )
     attention = model.attention.num_params(model.d_model)
     heads = f"{model.attention.num_heads} heads, {model.attention.kv_heads} key-value"
     attention_flops = model.attention.flops_per_token(model.d_model, seq_len)
@@ -135,6 +137,5 @@ class _Layers(list[int]):
 def _runs(ffns: list[FFNConfig]) -> list[tuple[FFNConfig, _Layers]]:
     """Neighbouring layers with the same block, together."""
     groups = groupby(enumerate(ffns), key=lambda item: item[1].to_dict())
-    return [
-        (items[0][1], _Layers(i for i, _ in items)) for items in map(lambda g: list(g[1]), groups)
-    ]
+    runs = [list(items) for _, items in groups]
+    return [(items[0][1], _Layers(layer for layer, _ in items)) for items in runs]

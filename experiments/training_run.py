@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
 import warnings
@@ -20,14 +21,22 @@ from rich.console import Console
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.report import Report
-from experiments.run_folder import CONFIG_FILE, check_run_folder, git_revision, make_run_folder
+from experiments.run_folder import (
+    BEST_CHECKPOINT,
+    CONFIG_FILE,
+    LAST_CHECKPOINT,
+    TOKENIZER_FILE,
+    check_run_folder,
+    git_revision,
+    make_run_folder,
+)
+from experiments.sampling import sample_text
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
-from moe_ffn.model.generate import generate
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.data_module import TokenData, validation_batches
-from moe_ffn.training.loggers import csv_logger, wandb_logger
+from moe_ffn.training.loggers import close, csv_logger, wandb_logger
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.precision import resolve_precision
 from moe_ffn.training.progress import progress_display
@@ -49,7 +58,7 @@ def train(config: TrainConfig) -> None:
         ConfigError: the data or the output folder cannot be used; no run folder was made then.
     """
     quiet_libraries()
-    is_main = rank_zero_only.rank == 0
+    is_main = getattr(rank_zero_only, "rank", 0) == 0
     console = Console(quiet=not is_main)
     if is_main:
         check_run_folder(config)
@@ -65,6 +74,8 @@ def train(config: TrainConfig) -> None:
     wandb_line = ""
     if is_main:
         (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
+        tokenizer = json.dumps(data.tokenizer.to_dict())
+        (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
         facts = run_facts(config, data, precision)
         loggers, wandb_line = make_loggers(config, folder, facts)
     console.print(f"\n{describe_data(data)}", highlight=False)
@@ -72,12 +83,7 @@ def train(config: TrainConfig) -> None:
 
     watchers = make_watchers(config, folder)
     trainer = build_trainer(config, folder, precision, loggers, watchers)
-    token_data = TokenData(
-        config.data,
-        data,
-        num_batches=config.trainer.max_steps * config.trainer.accumulate_grad_batches,
-        seed=config.seed,
-    )
+    token_data = make_token_data(config, data)
     if config.trainer.compile:
         module.decoder.compile()
     trainer.fit(module, datamodule=token_data)
@@ -86,8 +92,7 @@ def train(config: TrainConfig) -> None:
         report = make_report(config, data, module, watchers, unigram, folder)
         report.write()
         report.print(console)
-    for logger in loggers:
-        logger.finalize("success")
+    close(loggers)
 
 
 def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
@@ -99,6 +104,16 @@ def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
         byte_lengths=torch.tensor(data.tokenizer.byte_lengths),
         max_seq_len=config.data.seq_len,
         max_steps=config.trainer.max_steps,
+        seed=config.seed,
+    )
+
+
+def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
+    """The run's batches, in the order of its seed."""
+    return TokenData(
+        config.data,
+        data,
+        num_batches=config.trainer.max_steps * config.trainer.accumulate_grad_batches,
         seed=config.seed,
     )
 
@@ -139,6 +154,7 @@ def build_trainer(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
         "use_distributed_sampler": False,
     }
     return Trainer(**(arguments | options.lightning_arguments()))
@@ -146,8 +162,8 @@ def build_trainer(
 
 def make_watchers(config: TrainConfig, folder: Path) -> Watchers:
     best = ModelCheckpoint(
-        dirpath=folder / "checkpoints",
-        filename="best",
+        dirpath=(folder / BEST_CHECKPOINT).parent,
+        filename=Path(BEST_CHECKPOINT).stem,
         monitor="validation/loss",
         save_on_exception=False,
         enable_version_counter=False,
@@ -163,13 +179,12 @@ def finish_validation(
     folder: Path,
 ) -> None:
     """Validate the final weights if the last validation is older, and save them."""
-    checkpoints = folder / "checkpoints"
     if watchers.validation.last_step != trainer.global_step:
         trainer.validate(module, datamodule=token_data, verbose=False)
         best_score = watchers.best.best_model_score
         if best_score is None or watchers.validation.last["loss"] < float(best_score):
-            trainer.save_checkpoint(checkpoints / "best.ckpt")
-    trainer.save_checkpoint(checkpoints / "last.ckpt")
+            trainer.save_checkpoint(folder / BEST_CHECKPOINT)
+    trainer.save_checkpoint(folder / LAST_CHECKPOINT)
 
 
 def unigram_loss_of(config: TrainConfig, data: PreparedData) -> float:
@@ -211,6 +226,7 @@ def make_report(
     unigram: float,
     folder: Path,
 ) -> Report:
+    sample = config.sample
     return Report(
         folder=folder,
         loss=watchers.validation.last["loss"],
@@ -218,24 +234,17 @@ def make_report(
         unigram_loss=unigram,
         tokens_per_second=watchers.steps.tokens_per_second,
         routing=watchers.validation.routing,
-        sample=write_sample(config, data, module),
-        sample_prompt=config.sample.prompt,
+        sample=sample_text(
+            module.decoder,
+            data.tokenizer,
+            sample.prompt,
+            num_tokens=sample.num_tokens,
+            temperature=sample.temperature,
+            top_k=sample.top_k,
+            seed=config.seed,
+        ),
+        sample_prompt=sample.prompt,
     )
-
-
-def write_sample(config: TrainConfig, data: PreparedData, module: LanguageModel) -> str:
-    """What the trained model makes of the prompt; the same every time for the same weights."""
-    device = next(module.decoder.parameters()).device
-    prompt = torch.from_numpy(data.tokenizer.encode(config.sample.prompt.encode())).to(device)
-    token_ids = generate(
-        module.decoder,
-        prompt.long(),
-        config.sample.num_tokens,
-        temperature=config.sample.temperature,
-        top_k=config.sample.top_k,
-        generator=torch.Generator(device).manual_seed(config.seed),
-    )
-    return data.tokenizer.decode(token_ids.cpu().numpy())
 
 
 def quiet_libraries() -> None:
@@ -245,6 +254,7 @@ def quiet_libraries() -> None:
     for message in (
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         ".*does not have many workers",
+        "Experiment logs directory .* exists and is not empty",
         "You are using `torch.load` with `weights_only=False`",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -69,10 +69,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     name: str | None = None
     """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
 
-    split: str = Field("train", min_length=1)
+    split: str = Field(default="train", min_length=1)
     """The split that is trained on, and validated on where `validation_split` is not given."""
 
-    validation_split: str | None = Field(None, min_length=1)
+    validation_split: str | None = Field(default=None, min_length=1)
     """The split that is validated on; by default `data.validation_percent` of the rows of
     `split`."""
 
@@ -124,7 +124,7 @@ class BPEConfig(TokenizerConfig, frozen=True):
 
     type: Literal["bpe"] = "bpe"
 
-    vocab_size: int = Field(4096, ge=512)
+    vocab_size: int = Field(default=4096, ge=512)
     """How many tokens to learn, the 256 bytes and the end of document included; a short text may
     not hold as many, and the tokenizer is then smaller."""
 
@@ -148,17 +148,17 @@ class DataConfig(Config, frozen=True):
     tokenizer: TokenizerConfig = BytesConfig()
     """How text becomes token ids."""
 
-    seq_len: int = Field(256, ge=1)
+    seq_len: int = Field(default=256, ge=1)
     """Tokens per sequence."""
 
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Sequences per forward pass, summed over all ranks."""
 
-    validation_percent: int = Field(5, ge=1, le=50)
+    validation_percent: int = Field(default=5, ge=1, le=50)
     """Percent of the documents that are kept for validation."""
 
-    validation_tokens: int = Field(131_072, ge=1)
+    validation_tokens: int = Field(default=131_072, ge=1)
     """How many tokens each validation looks at, evenly spaced over the validation split."""
 
-    cache_dir: str = Field("~/.cache/moe_ffn", min_length=1)
+    cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)
     """Where the encoded tokens are kept between runs."""

@@ -8,6 +8,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -61,15 +62,16 @@ def text_documents(paths: Sequence[str]) -> Iterator[Document]:
     moving a corpus does not change its split. Raises ConfigError for a path that is not there, a
     named file that is not text, and where there is no text at all.
     """
-    found = [source for path in paths for source in _sources(path)]
-    sources = {source.path.resolve(): source for source in reversed(found)}  # first mention wins
-    if found and all(path.stat().st_size == 0 for path in sources):
+    sources: dict[Path, _Source] = {}
+    for source in chain.from_iterable(map(_sources, paths)):
+        sources.setdefault(source.path.resolve(), source)
+    if sources and all(path.stat().st_size == 0 for path in sources):
         what = "is empty" if len(sources) == 1 else f"has only empty files ({len(sources)})"
         raise ConfigError(
             f"data.corpus.paths: {_quoted(paths)} {what}; give a file with text in it"
         )
     num_documents = 0
-    for source in reversed(sources.values()):
+    for source in sources.values():
         if source.is_text():
             yield Document(source.name, file_blocks(source.path))
             num_documents += 1

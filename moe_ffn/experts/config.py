@@ -32,11 +32,11 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
-    d_ff: int | None = Field(None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1)
     """Hidden width of one expert; by default that of the dense block of the same kind."""
     bias: bool = False
     """Add a bias to every matrix."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
     backend: Literal["auto", "loop", "grouped_mm"] = "auto"
     """How the products are computed; every backend gives the same result."""

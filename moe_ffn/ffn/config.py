@@ -72,13 +72,13 @@ class DenseConfig(FFNConfig, frozen=True):
     """Two matrices and an activation between them (Vaswani et al. 2017, section 3.3)."""
 
     type: Literal["dense"] = "dense"
-    d_ff: int | None = Field(None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
     bias: bool = False
     """Add a bias to both matrices."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing a hidden unit, in training."""
 
     def width(self, d_model: int) -> int:
@@ -105,13 +105,13 @@ class GatedConfig(FFNConfig, frozen=True):
     """
 
     type: GatedType = "swiglu"
-    d_ff: int | None = Field(None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1)
     """Hidden width; by default 8/3 * d_model, rounded, so that it costs what a dense block does."""
-    multiple_of: int = Field(8, ge=1)
+    multiple_of: int = Field(default=8, ge=1)
     """What the default width is rounded to."""
     bias: bool = False
     """Add a bias to the three matrices."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing a hidden unit, in training."""
 
     def width(self, d_model: int) -> int:
@@ -139,17 +139,17 @@ class ConvConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["conv"] = "conv"
-    kernel_size: int = Field(3, ge=1)
+    kernel_size: int = Field(default=3, ge=1)
     """Positions each convolution sees."""
     causal: bool = True
     """Look back only. False centres the kernel, which a causal model refuses."""
-    d_ff: int | None = Field(None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
     bias: bool = False
     """Add a bias to both convolutions."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing a hidden unit, in training."""
 
     @property
@@ -176,9 +176,9 @@ class ConvConfig(FFNConfig, frozen=True):
 class CapacityConfig(Config, frozen=True):
     """How many (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
 
-    factor: float | None = Field(None, gt=0)
+    factor: float | None = Field(default=None, gt=0)
     """Capacity factor in training; 1 is what perfect balance needs, null drops nothing."""
-    eval_factor: float | None = Field(None, gt=0)
+    eval_factor: float | None = Field(default=None, gt=0)
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
 
 
@@ -186,7 +186,7 @@ class MoEConfig(FFNConfig, frozen=True):
     """A routed Mixture of Experts: a router sends each token to a few of many experts."""
 
     type: Literal["moe"] = "moe"
-    num_experts: int = Field(8, ge=1)
+    num_experts: int = Field(default=8, ge=1)
     """E, the experts the router chooses from."""
     router: RouterConfig = TopKRouterConfig()
     """Who goes where."""

@@ -32,7 +32,7 @@ class RotaryConfig(PositionsConfig, frozen=True):
     """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
 
     type: Literal["rope"] = "rope"
-    base: float = Field(10_000.0, gt=1)
+    base: float = Field(default=10_000.0, gt=1)
     """The longest wavelength is about 2 pi * base positions."""
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
@@ -80,7 +80,7 @@ class RMSNormConfig(NormConfig, frozen=True):
     """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     type: Literal["rms_norm"] = "rms_norm"
-    eps: float = Field(1e-6, gt=0)
+    eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square."""
 
     def num_params(self, d_model: int) -> int:
@@ -96,7 +96,7 @@ class LayerNormConfig(NormConfig, frozen=True):
     """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
 
     type: Literal["layer_norm"] = "layer_norm"
-    eps: float = Field(1e-5, gt=0)
+    eps: float = Field(default=1e-5, gt=0)
     """Added to the variance."""
 
     def num_params(self, d_model: int) -> int:
@@ -111,13 +111,13 @@ class LayerNormConfig(NormConfig, frozen=True):
 class AttentionConfig(Config, frozen=True):
     """Causal self-attention; fewer key-value heads than query heads is grouped-query attention."""
 
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
     """Query heads; must divide d_model."""
-    num_kv_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
     """Key and value heads, shared by groups of query heads; num_heads by default."""
     bias: bool = False
     """Add a bias to the four projections."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight, in training."""
 
     @property
@@ -152,9 +152,9 @@ def _string_keys(value: Any) -> Any:
 class DecoderConfig(Config, frozen=True):
     """A causal Transformer decoder over tokens."""
 
-    d_model: int = Field(128, ge=1)
+    d_model: int = Field(default=128, ge=1)
     """Width of the residual stream."""
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(default=4, ge=1)
     """Blocks of attention and feed-forward."""
     ffn: FFNConfig = MoEConfig()
     """The feed-forward block of every layer."""
@@ -168,7 +168,7 @@ class DecoderConfig(Config, frozen=True):
     """How activations are normalised."""
     norm_placement: Literal["pre", "post"] = "pre"
     """Before each sublayer, x + f(norm(x)), or after the sum, norm(x + f(x)), as in 2017."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping a unit of the embeddings and of each sublayer's output, in training."""
     tie_embeddings: bool = True
     """Use the token embeddings as the output matrix."""

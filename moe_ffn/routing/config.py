@@ -42,7 +42,7 @@ class TopKRouterConfig(RouterConfig, frozen=True):
     """
 
     type: Literal["top_k"] = "top_k"
-    k: int = Field(2, ge=1)
+    k: int = Field(default=2, ge=1)
     """Experts per token."""
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""

@@ -170,12 +170,12 @@ class ValidationLogger(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: dict[int, Routing],
+        outputs: dict[str, dict[int, Routing]],
         batch: LoadedBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._routing.update(outputs)
+        self._routing.update(outputs["routings"])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.routing = self._routing.compute()

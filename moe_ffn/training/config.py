@@ -15,9 +15,9 @@ from moe_ffn.config import Config, TaggedConfig
 class ScheduleConfig(TaggedConfig, frozen=True):
     """How the learning rate moves: warm-up from zero, then what the type says."""
 
-    warmup_fraction: float = Field(0.05, ge=0, lt=1)
+    warmup_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Part of trainer.max_steps spent rising linearly to the full rate."""
-    final_fraction: float = Field(0.1, ge=0, le=1)
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
     """The last rate, as a part of the full one."""
 
     def multiplier(self, step: int, max_steps: int) -> float:
@@ -47,7 +47,7 @@ class WSDConfig(ScheduleConfig, frozen=True):
     """Warm-up, stable, decay: full rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
 
     type: Literal["wsd"] = "wsd"
-    decay_fraction: float = Field(0.2, gt=0, le=1)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Part of the steps after warm-up spent falling."""
 
     def after_warmup(self, progress: float) -> float:
@@ -58,13 +58,13 @@ class WSDConfig(ScheduleConfig, frozen=True):
 class OptimizerConfig(Config, frozen=True):
     """AdamW; no weight decay on norms, biases and embeddings."""
 
-    learning_rate: float = Field(4e-3, gt=0)
+    learning_rate: float = Field(default=4e-3, gt=0)
     """The full rate, before the schedule."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running mean and of the running square."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay of every matrix."""
     schedule: ScheduleConfig = CosineConfig()
     """How the learning rate moves."""
@@ -79,18 +79,18 @@ class OptimizerConfig(Config, frozen=True):
 class ObjectiveConfig(Config, frozen=True):
     """Weights of what is added to the cross-entropy; each loss is a mean over the sparse layers."""
 
-    load_balance: float = Field(0.01, ge=0)
+    load_balance: float = Field(default=0.01, ge=0)
     """Weight of the Switch load-balancing loss, which is 1 at balance."""
-    router_z: float = Field(0.001, ge=0)
+    router_z: float = Field(default=0.001, ge=0)
     """Weight of the router z-loss."""
 
 
 class EarlyStoppingConfig(Config, frozen=True):
     """Stop when the validation loss no longer falls."""
 
-    patience: int = Field(3, ge=1)
+    patience: int = Field(default=3, ge=1)
     """Validations without improvement before stopping."""
-    min_delta: float = Field(0.0, ge=0)
+    min_delta: float = Field(default=0.0, ge=0)
     """The least fall, in nats per token, that counts as improvement."""
 
 
@@ -122,17 +122,17 @@ class TrainerConfig(Config, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
-    max_steps: int = Field(600, ge=1)
+    max_steps: int = Field(default=600, ge=1)
     """Optimizer steps."""
-    accumulate_grad_batches: int = Field(1, ge=1)
+    accumulate_grad_batches: int = Field(default=1, ge=1)
     """Batches whose gradients make up one optimizer step."""
-    gradient_clip_val: float = Field(1.0, ge=0)
+    gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
     precision: Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "auto"
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(200, ge=1)
+    validate_every_n_steps: int = Field(default=200, ge=1)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""
@@ -151,7 +151,7 @@ class WandbConfig(Config, frozen=True):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE if set, else online where there is an API key, else offline."""
-    project: str = Field("moe_ffn", min_length=1)
+    project: str = Field(default="moe_ffn", min_length=1)
     """Project the run belongs to."""
     entity: str | None = None
     """User or team; your default one when null."""
@@ -162,7 +162,7 @@ class WandbConfig(Config, frozen=True):
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 
-    every_n_steps: int = Field(10, ge=1)
+    every_n_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases, beside the CSV that is always written."""
@@ -171,11 +171,11 @@ class LoggingConfig(Config, frozen=True):
 class SampleConfig(Config, frozen=True):
     """The text that the trained model writes at the end."""
 
-    prompt: str = Field("def ", min_length=1)
+    prompt: str = Field(default="def ", min_length=1)
     """What it starts from."""
-    num_tokens: int = Field(256, ge=0)
+    num_tokens: int = Field(default=256, ge=0)
     """How many tokens to write; 0 writes none."""
-    temperature: float = Field(0.7, ge=0)
+    temperature: float = Field(default=0.7, ge=0)
     """Divides the logits; 0 always takes the most probable token."""
-    top_k: int | None = Field(40, ge=1)
+    top_k: int | None = Field(default=40, ge=1)
     """Choose among this many most probable tokens; null among all."""

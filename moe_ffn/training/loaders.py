@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from moe_ffn.data.batches import Batch
+from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
 from moe_ffn.training.module import LoadedBatch
 
 
@@ -16,7 +16,7 @@ class TrainLoader:
     """
 
     def __init__(
-        self, batches: Sequence[Batch], num_batches: int, start: Callable[[], int]
+        self, batches: TrainBatches, num_batches: int, start: Callable[[], int]
     ) -> None:
         self.batches = batches
         self.num_batches = num_batches
@@ -33,7 +33,7 @@ class TrainLoader:
 class ValidationLoader:
     """The same fixed batches every time; with several ranks, each takes every W-th."""
 
-    def __init__(self, batches: Sequence[Batch], rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, batches: ValidationBatches, rank: int = 0, world_size: int = 1) -> None:
         self.batches = batches
         self.indices = range(rank, len(batches), world_size)
 

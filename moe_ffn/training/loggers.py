@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,15 @@ def wandb_logger(
         return WandbLogger(experiment=run), f"wandb: online, {run.url}"
     folder = _relative(Path(run.dir).parent)
     return WandbLogger(experiment=run), f"wandb: {mode}; to upload: wandb sync {folder}"
+
+
+def close(loggers: Iterable[Logger]) -> None:
+    """Write out what is pending. wandb's run ends here, so that a process may hold several."""
+    for logger in loggers:
+        logger.finalize("success")
+        finish = getattr(getattr(logger, "experiment", None), "finish", None)
+        if finish is not None:
+            finish()
 
 
 def _requested_mode(config: WandbConfig) -> str:

@@ -79,7 +79,8 @@ class LanguageModel(LightningModule):
                 "max_seq_len": max_seq_len,
                 "max_steps": max_steps,
                 "seed": seed,
-            }
+            },
+            logger=False,
         )
 
     def on_train_batch_start(self, batch: LoadedBatch, batch_idx: int) -> None:
@@ -99,7 +100,7 @@ class LanguageModel(LightningModule):
             routings={layer: routing.detach() for layer, routing in output.routings.items()},
         )
 
-    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[int, Routing]:
+    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[str, dict[int, Routing]]:
         output = self.decoder(batch["input_ids"])
         targets = batch["target_ids"].flatten()
         nats = F.cross_entropy(
@@ -110,7 +111,7 @@ class LanguageModel(LightningModule):
         )
         counted = targets != IGNORED_TARGET
         self.validation_metrics.update(nats[counted], self.byte_lengths[targets[counted]])
-        return output.routings
+        return {"routings": output.routings}
 
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()

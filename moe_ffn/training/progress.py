@@ -55,7 +55,7 @@ class ProgressBar(Callback):
             "training", total=trainer.max_steps, completed=trainer.global_step, status=""
         )
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=trainer.global_step, status=status(self.steps)
@@ -96,7 +96,7 @@ class ProgressLines(Callback):
         self._started_at = self._printed_at = time.monotonic()
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         now = time.monotonic()
         last = trainer.global_step == trainer.max_steps
         if not trainer.is_global_zero or (

@@ -1,0 +1,146 @@
+"""What Lightning, logging and metrics cost: the whole program against a bare PyTorch loop.
+
+    python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 20]
+
+Both train the same model on the same batches, in turns, so that a busy machine slows both alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from experiments.command_line import exit_on_bad_input, parse_config
+from experiments.config import TrainConfig
+
+if TYPE_CHECKING:
+    from moe_ffn.data.prepare import PreparedData
+
+PROMISED_RATIO = 0.9
+
+
+class OverheadConfig(TrainConfig, frozen=True):
+    """A training run, and how often to time it."""
+
+    rounds: int = Field(default=5, ge=1)
+    """Turns of both."""
+    steps: int = Field(default=20, ge=2)
+    """Optimizer steps timed in each turn."""
+
+
+def main(argv: Sequence[str]) -> int:
+    config = parse_config(argv, OverheadConfig, command="python -m experiments.overhead")
+    import torch
+
+    from experiments.training_run import quiet_libraries
+    from moe_ffn.data.prepare import prepare
+    from moe_ffn.training.precision import resolve_precision
+
+    quiet_libraries()
+    data = prepare(config.data)
+    torch.manual_seed(config.seed)
+    precision = resolve_precision(config.trainer.precision)
+    bare: list[float] = []
+    full: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(config.rounds):
+            contestants = [
+                lambda: bare.append(time_bare_loop(config, data, precision)),
+                lambda turn=turn: full.append(
+                    time_program(config, data, precision, Path(folder) / f"round-{turn}")
+                ),
+            ]
+            for contestant in contestants if turn % 2 == 0 else reversed(contestants):
+                contestant()
+            print(f"round {turn + 1}: bare {bare[-1]:,.0f}, program {full[-1]:,.0f} tokens/s")
+    ratios = [program / loop for program, loop in zip(full, bare, strict=True)]
+    ratio = statistics.median(ratios)
+    print(
+        f"\nmedian tokens/s: bare loop {statistics.median(bare):,.0f}, "
+        f"whole program {statistics.median(full):,.0f} ({precision})\n"
+        f"ratio {ratio:.3f} (median of {config.rounds}, from {min(ratios):.3f} to {max(ratios):.3f}); "
+        f"promised: at least {PROMISED_RATIO}"
+    )
+    return 0 if ratio >= PROMISED_RATIO else 1
+
+
+def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -> float:
+    """Tokens per second of the loop one would write by hand."""
+    import torch
+
+    from experiments.training_run import build_module
+    from moe_ffn.data.batches import TrainBatches
+    from moe_ffn.training.objective import objective
+    from moe_ffn.training.optimizer import build_optimizer, build_schedule
+
+    module = build_module(config, data)
+    model = module.decoder
+    optimizer = build_optimizer(model, config.optimizer)
+    schedule = build_schedule(optimizer, config.optimizer, config.trainer.max_steps)
+    batches = TrainBatches(
+        data.train,
+        seq_len=config.data.seq_len,
+        batch_size=config.data.batch_size,
+        seed=config.seed,
+    )
+    starts: list[float] = []
+    for step in range(config.steps + 2):
+        starts.append(time.perf_counter())
+        batch = batches[step]
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            output = model(batch.input_ids)
+            losses = objective(output.logits, batch.target_ids, output.routings, config.objective)
+        losses.total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.gradient_clip_val)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return _tokens_per_second(config, starts)
+
+
+def time_program(config: OverheadConfig, data: PreparedData, precision: str, folder: Path) -> float:
+    """Tokens per second of `experiments.train`: Trainer, callbacks, CSV and wandb."""
+    from lightning.pytorch.callbacks import Callback
+
+    from experiments.training_run import (
+        build_module,
+        build_trainer,
+        make_loggers,
+        make_token_data,
+        make_watchers,
+        run_facts,
+    )
+    from moe_ffn.training.loggers import close
+
+    starts: list[float] = []
+
+    class Stopwatch(Callback):
+        def on_train_batch_start(self, *args: object, **kwargs: object) -> None:
+            starts.append(time.perf_counter())
+
+    folder.mkdir()
+    changes = {"max_steps": config.steps + 2, "accumulate_grad_batches": 1}
+    trainer_config = config.trainer.model_copy(update=changes)
+    config = config.model_copy(update={"trainer": trainer_config})
+    loggers, _ = make_loggers(config, folder, run_facts(config, data, precision))
+    trainer = build_trainer(config, folder, precision, loggers, make_watchers(config, folder))
+    trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
+    close(loggers)
+    return _tokens_per_second(config, starts)
+
+
+def _tokens_per_second(config: OverheadConfig, starts: list[float]) -> float:
+    """From the second start, once everything is warm, to the last."""
+    tokens = config.data.batch_size * config.data.seq_len * (len(starts) - 2)
+    return tokens / (starts[-1] - starts[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

@@ -1,0 +1,48 @@
+"""A finished run, read back from its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experiments.command_line import read_yaml, validate
+from experiments.config import TrainConfig
+from experiments.run_folder import BEST_CHECKPOINT, CONFIG_FILE, TOKENIZER_FILE
+from moe_ffn.config import ConfigError
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.model.decoder import Decoder
+
+_PREFIX = "decoder."
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    config: TrainConfig
+    tokenizer: Tokenizer
+    decoder: Decoder
+
+
+def load_run(folder: Path) -> SavedRun:
+    """The config, the tokenizer and the best weights of a run.
+
+    Raises:
+        ConfigError: the folder is no finished run.
+    """
+    for name in (CONFIG_FILE, TOKENIZER_FILE, BEST_CHECKPOINT):
+        if not (folder / name).is_file():
+            raise ConfigError(f"'{folder}' is no finished run: it has no {name}")
+    config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
+    values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    tokenizer = config.data.tokenizer.restore(values)
+    decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
+    checkpoint = torch.load(folder / BEST_CHECKPOINT, map_location="cpu", weights_only=True)
+    state = {
+        name.removeprefix(_PREFIX): value
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith(_PREFIX)
+    }
+    decoder.load_state_dict(state)
+    return SavedRun(config, tokenizer, decoder.eval())

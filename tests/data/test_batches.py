@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ffn.config import ConfigError
+from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+
+
+def rows(batch: Batch) -> list[int]:
+    """The first token of each sequence, which in TOKENS is also where it lies."""
+    return batch.input_ids[:, 0].tolist()
+
+
+def train(**changes: int) -> TrainBatches:
+    return TrainBatches(TOKENS, **{"seq_len": 9, "batch_size": 4, "seed": 0, **changes})
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    assert torch.equal(one.input_ids, other.input_ids)
+    assert torch.equal(one.target_ids, other.target_ids)
+
+
+class TestTrain:
+    def test_a_batch(self):
+        batch = train()[0]
+        assert batch.input_ids.shape == batch.target_ids.shape == (4, 9)
+        assert batch.input_ids.dtype == batch.target_ids.dtype == torch.int64
+        assert batch.input_ids.is_contiguous()
+        assert batch.target_ids.is_contiguous()
+        assert torch.equal(batch.target_ids, batch.input_ids + 1)
+
+    def test_depends_on_seed_and_index_alone(self):
+        in_order = [train()[index] for index in range(60)]
+        batches = train()
+        for index in np.random.default_rng(0).permutation(60):
+            assert_equal(batches[int(index)], in_order[index])
+
+    def test_another_seed_gives_other_batches(self):
+        assert rows(train()[0]) != rows(train(seed=1)[0])
+
+    def test_each_window_once_per_epoch_across_batch_borders(self):
+        batches = train(batch_size=7)
+        count = batches.windows_per_epoch
+        assert count == 99
+        assert count % 7 != 0
+        visited = [start for batch in map(batches.__getitem__, range(50)) for start in rows(batch)]
+        for epoch in range(3):
+            starts = sorted(visited[epoch * count : (epoch + 1) * count])
+            assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
+
+    def test_a_batch_larger_than_an_epoch(self):
+        batch = TrainBatches(TOKENS[:30], seq_len=9, batch_size=8, seed=0)[3]
+        assert batch.input_ids.shape == (8, 9)
+
+    @pytest.mark.parametrize("world_size", [2, 4])
+    def test_ranks_together_see_the_batch_of_one(self, world_size: int):
+        for index in (0, 24, 25, 1000):
+            parts = [train(rank=rank, world_size=world_size)[index] for rank in range(world_size)]
+            together = Batch(
+                torch.cat([part.input_ids for part in parts]),
+                torch.cat([part.target_ids for part in parts]),
+            )
+            assert_equal(together, train()[index])
+
+    def test_the_batch_size_must_divide(self):
+        message = (
+            r"data\.batch_size \(4\) must be divisible by the number of ranks \(3\): "
+            "it counts the sequences of all ranks together"
+        )
+        with pytest.raises(ConfigError, match=message):
+            train(world_size=3)
+
+    def test_too_few_tokens(self):
+        message = r"data\.seq_len \(1000\) must be shorter than the train split \(1000 tokens\)"
+        with pytest.raises(ConfigError, match=message):
+            train(seq_len=1000)
+
+    def test_a_negative_index(self):
+        with pytest.raises(IndexError, match=r"index \(-1\) must not be negative"):
+            train()[-1]
+
+
+class TestValidation:
+    def test_evenly_spaced_with_a_smaller_last_batch(self):
+        batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
+        assert len(batches) == 3
+        assert [rows(batch) for batch in batches] == [
+            [0, 100, 200, 300],
+            [400, 500, 600, 700],
+            [800, 900],
+        ]
+
+    def test_at_most_the_split_at_least_one_sequence(self):
+        everything = ValidationBatches(TOKENS, seq_len=9, batch_size=1, num_tokens=10**9)
+        assert len(everything) == 100
+        assert len(ValidationBatches(TOKENS, seq_len=9, batch_size=1, num_tokens=1)) == 1
+
+    def test_is_a_sequence(self):
+        batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
+        assert_equal(batches[-1], batches[2])
+        assert [rows(batch) for batch in batches[1:]] == [rows(batches[1]), rows(batches[2])]
+        with pytest.raises(IndexError):
+            batches[3]
+
+    def test_targets_are_those_of_the_batches(self):
+        batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
+        expected = torch.cat([batch.target_ids.flatten() for batch in batches])
+        assert batches.targets.tolist() == expected.tolist()
+
+    def test_too_few_tokens(self):
+        message = r"data\.seq_len \(10\) must be shorter than the validation split \(5 tokens\)"
+        with pytest.raises(ConfigError, match=message):
+            ValidationBatches(TOKENS[:5], seq_len=10, batch_size=4, num_tokens=90)
+
+
+def test_a_batch_moves_as_one_with_lightning():
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+
+    moved = move_data_to_device(train()[0], torch.device("meta"))
+    assert isinstance(moved, Batch)
+    assert moved.input_ids.device == moved.target_ids.device == torch.device("meta")

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moe_ffn.data.corpus as corpus
+from moe_ffn.config import ConfigError
+from moe_ffn.data.corpus import (
+    BLOCK_BYTES,
+    blocks,
+    file_blocks,
+    stdlib_documents,
+    text_boundary,
+    text_documents,
+)
+
+
+def names(*paths: str | Path) -> list[str]:
+    return [document.name for document in text_documents([str(path) for path in paths])]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three texts, and beside them what must be skipped."""
+    folder = tmp_path / "books"
+    for name in ("b.txt", "a.md", "deep/c.txt", ".hidden", ".git/config", "deep/.secret/d.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"content of {name}")
+    (folder / "image.png").write_bytes(b"\x89PNG\0\1")
+    (folder / "utf16.txt").write_text("text", encoding="utf-16-le")
+    (folder / "latin1.txt").write_bytes("café".encode("latin-1"))
+    return folder
+
+
+class TestStdlib:
+    def test_size(self):
+        sizes = [sum(map(len, document.blocks)) for document in stdlib_documents()]
+        assert len(sizes) > 200
+        assert 5e6 < sum(sizes) < 12e6
+
+    def test_names_are_sorted_posix_paths_without_tests_and_tables(self):
+        names = [document.name for document in stdlib_documents()]
+        assert names == sorted(names)
+        assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
+        folders = {part for name in names for part in name.split("/")[:-1]}
+        assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages", "ensurepip"}
+
+    def test_none_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+        with pytest.raises(ConfigError, match=r"data\.corpus\.type: 'stdlib' finds no \.py files"):
+            next(stdlib_documents())
+
+
+class TestText:
+    def test_a_file(self, folder: Path):
+        (document,) = text_documents([str(folder / "deep" / "c.txt")])
+        assert document.name == "c.txt"
+        assert b"".join(document.blocks) == b"content of deep/c.txt"
+
+    def test_a_folder_is_searched_but_for_hidden_and_binary_files(self, folder: Path):
+        assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]
+
+    @pytest.mark.parametrize(
+        ("pattern", "expected"),
+        [
+            ("*.txt", ["b.txt"]),
+            ("**/*.txt", ["b.txt", "deep/c.txt"]),
+            ("**", ["a.md", "b.txt", "deep/c.txt"]),
+            ("d*/?.txt", ["deep/c.txt"]),
+        ],
+    )
+    def test_a_glob(self, folder: Path, pattern: str, expected: list[str]):
+        assert names(folder / pattern) == expected
+
+    def test_a_relative_glob(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.chdir(folder)
+        assert names("*.md") == ["a.md"]
+
+    def test_a_file_whose_name_looks_like_a_glob(self, folder: Path):
+        (folder / "[1].txt").write_text("one")
+        assert names(folder / "[1].txt") == ["[1].txt"]
+
+    def test_a_file_named_twice_is_one_document(self, folder: Path):
+        assert names(folder / "b.txt", folder) == ["b.txt", "a.md", "deep/c.txt"]
+
+    def test_the_home_folder(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("HOME", str(folder))
+        assert names("~/b.txt") == ["b.txt"]
+
+    def test_an_empty_file_beside_others_is_fine(self, folder: Path):
+        (folder / "empty.txt").touch()
+        assert "empty.txt" in names(folder)
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ("x.txt", r"'x\.txt' does not exist \(looked in '.*'\); check the spelling"),
+            ("*.tex", r"'\*\.tex' matches no file; '\*\*' searches folders within folders"),
+            ("image.png", r"'image\.png' is not UTF-8 text; convert it to UTF-8 or leave it out"),
+            ("latin1.txt", r"'latin1\.txt' is not UTF-8 text"),
+            ("utf16.txt", r"'utf16\.txt' is not UTF-8 text"),
+            ("*.png", r"'\*\.png' has no UTF-8 text file that is not hidden"),
+            ("no_text", r"'no_text' has no UTF-8 text file that is not hidden"),
+            ("empty.txt", r"'empty\.txt' is empty; give a file with text in it"),
+            ("empty*", r"'empty\*' has only empty files \(2\); give a file with text in it"),
+        ],
+    )
+    def test_mistakes(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
+    ):
+        monkeypatch.chdir(folder)
+        (folder / "no_text").mkdir()
+        (folder / "empty.txt").touch()
+        (folder / "empty2.txt").touch()
+        with pytest.raises(ConfigError, match=r"^data\.corpus\.paths: " + message):
+            names(given)
+
+    @pytest.mark.skipif(os.name == "nt", reason="a folder cannot be opened, in another way")
+    def test_an_unreadable_file(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match=r"data\.corpus\.paths: '.*' cannot be read \(Is a"):
+            next(file_blocks(tmp_path))
+
+
+class TestBlocks:
+    def test_are_cut_at_line_ends(self):
+        line = b"x" * 99 + b"\n"
+        text = line * 2000
+        parts = list(blocks(io.BytesIO(text)))
+        assert b"".join(parts) == text
+        assert [len(part) for part in parts] == [65_500, 65_500, 65_500, 3_500]  # 655 lines each
+
+    def test_are_cut_at_characters_where_there_is_no_line_end(self):
+        text = ("é" * BLOCK_BYTES).encode()
+        parts = list(blocks(io.BytesIO(text)))
+        assert "".join(part.decode() for part in parts).encode() == text
+        assert max(map(len, parts)) <= BLOCK_BYTES
+
+    @given(text=st.text(alphabet="a\né漢🙂", max_size=200), size=st.integers(4, 40))
+    def test_lose_nothing(self, text: str, size: int):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "BLOCK_BYTES", size)
+            parts = list(blocks(io.BytesIO(text.encode())))
+        assert "".join(part.decode() for part in parts) == text
+        assert all(0 < len(part) <= size for part in parts)
+
+    @given(content=st.binary(max_size=200), size=st.integers(4, 40))
+    def test_of_anything_lose_nothing(self, content: bytes, size: int):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "BLOCK_BYTES", size)
+            parts = list(blocks(io.BytesIO(content)))
+        assert b"".join(parts) == content
+        assert all(0 < len(part) <= size for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "at", "expected"),
+    [
+        ("one\ntwo\nthree", 10, 8),  # after "two\n"
+        ("one\ntwo\nthree", 8, 8),
+        ("abcdef", 3, 3),
+        ("aé", 2, 1),  # 2 lies within the two bytes of é
+        ("aéb", 3, 3),
+        ("🙂🙂", 7, 4),
+    ],
+)
+def test_text_boundary(text: str, at: int, expected: int):
+    assert text_boundary(text.encode(), at) == expected
+
+
+def test_a_far_line_end_is_out_of_reach():
+    assert text_boundary(b"title\n" + b"x" * 100, 90, reach=50) == 90

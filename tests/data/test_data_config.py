@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from moe_ffn.config import explain, json_schema
+from moe_ffn.data.config import (
+    BPEConfig,
+    BytesConfig,
+    CorpusConfig,
+    DataConfig,
+    HFDatasetConfig,
+    StdlibConfig,
+    TextConfig,
+    TokenizerConfig,
+)
+
+
+def complaints(values: dict[str, object]) -> list[str]:
+    with pytest.raises(ValidationError) as raised:
+        DataConfig.model_validate(values)
+    return explain(raised.value)
+
+
+def test_importing_the_config_imports_neither_torch_nor_numpy():
+    code = (
+        "import sys, moe_ffn.data.config as c; c.DataConfig();"
+        "sys.exit(', '.join({'torch', 'numpy', 'datasets', 'tokenizers'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_defaults_are_the_standard_library_as_bytes():
+    config = DataConfig()
+    assert config.corpus == StdlibConfig()
+    assert config.tokenizer == BytesConfig()
+    assert config == DataConfig.model_validate(config.to_dict())
+
+
+def test_members_are_picked_by_one_word():
+    config = DataConfig.model_validate({"corpus": "stdlib", "tokenizer": "bpe"})
+    assert config.corpus == StdlibConfig()
+    assert config.tokenizer == BPEConfig(vocab_size=4096)
+
+
+@pytest.mark.parametrize("given", ["a.txt", ["a.txt"], ("a.txt",)], ids=["text", "list", "tuple"])
+def test_paths_are_a_list_or_one_path(given: object):
+    config = DataConfig.model_validate({"corpus": {"type": "text", "paths": given}})
+    assert config.corpus == TextConfig(paths=("a.txt",))
+    assert config == DataConfig.model_validate(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"corpus": "text"}, "corpus.paths: missing; this option has no default"),
+        (
+            {"corpus": {"type": "text", "paths": []}},
+            "corpus.paths: must have at least 1 entries, got []",
+        ),
+        (
+            {"corpus": {"type": "text", "paths": 3}},
+            "corpus.paths: must be a list, got 3",
+        ),
+        ({"corpus": "stdlb"}, "did you mean 'stdlib'?"),
+        ({"corpus": {"type": "hf_dataset", "path": ""}}, "corpus.path: must not be empty, got ''"),
+        (
+            {"tokenizer": {"type": "bpe", "vocab_size": 300}},
+            "tokenizer.vocab_size: must be at least 512, got 300",
+        ),
+        ({"seq_len": 0}, "seq_len: must be at least 1, got 0"),
+        ({"batch_size": "32"}, "batch_size: must be a whole number, got '32'"),
+        ({"validation_percent": 51}, "validation_percent: must be at most 50, got 51"),
+        ({"validation_percent": 0}, "validation_percent: must be at least 1, got 0"),
+        ({"validation_tokens": 0}, "validation_tokens: must be at least 1, got 0"),
+        ({"cache_dir": ""}, "cache_dir: must not be empty, got ''"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_named(values: dict[str, object], message: str):
+    (line,) = complaints(values)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DataConfig, StdlibConfig, TextConfig, HFDatasetConfig, BytesConfig, BPEConfig],
+    ids=lambda config: config.__name__,
+)
+def test_every_option_has_a_help_text(config: type[DataConfig]):
+    undocumented = [name for name, field in config.model_fields.items() if not field.description]
+    assert [name for name in undocumented if name != "type"] == []
+
+
+def test_the_schema_names_every_member():
+    definitions = json_schema(DataConfig)["$defs"]
+    for family in (CorpusConfig, TokenizerConfig):
+        assert {"enum": list(family.members)} in definitions[family.__name__]["anyOf"]

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.config import ConfigError
+from moe_ffn.data.config import DataConfig, HFDatasetConfig
+from moe_ffn.data.corpus import Document
+from moe_ffn.data.prepare import prepare
+
+datasets = pytest.importorskip("datasets")
+
+ROWS = [
+    {"text": text, "label": index} for index, text in enumerate(["one\n1", "", "zwölf", "four"])
+]
+TEXTS = [row["text"] for row in ROWS]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf_cache"))
+
+
+def read(path: Path | str, **options: Any) -> list[Document]:
+    return list(HFDatasetConfig(path=str(path), **options).documents())
+
+
+def content(document: Document) -> str:
+    return b"".join(document.blocks).decode()
+
+
+def as_json(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def as_csv(folder: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).to_csv(str(folder / "rows.csv"))
+    return folder / "rows.csv"
+
+
+def as_parquet(folder: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).to_parquet(str(folder / "rows.parquet"))
+    return folder / "rows.parquet"
+
+
+def as_folder(folder: Path) -> Path:
+    (folder / "data").mkdir()
+    as_parquet(folder).rename(folder / "data" / "train.parquet")
+    return folder / "data"
+
+
+def as_saved(folder: Path) -> Path:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def as_saved_splits(folder: Path) -> Path:
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list([{"text": f"t{index}"} for index in range(3)]),
+    }
+    datasets.DatasetDict(splits).save_to_disk(str(folder / "splits"))
+    return folder / "splits"
+
+
+@pytest.mark.parametrize(
+    "write", [as_json, as_csv, as_parquet, as_folder, as_saved, as_saved_splits]
+)
+def test_rows_are_documents_named_by_their_index(tmp_path: Path, write: Callable[[Path], Path]):
+    read_back = read(write(tmp_path))
+    assert [document.name for document in read_back] == ["0", "1", "2", "3"]
+    assert [content(document) for document in read_back] == TEXTS
+    assert {document.split for document in read_back} == {None}
+
+
+def test_the_lines_of_a_text_file_are_documents(tmp_path: Path):
+    (tmp_path / "lines.txt").write_text("one\n\nzwölf\n", encoding="utf-8")
+    assert [content(document) for document in read(tmp_path / "lines.txt")] == ["one", "", "zwölf"]
+
+
+def test_a_missing_text_is_an_empty_document(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
+    assert [content(document) for document in read(tmp_path / "rows.jsonl")] == ["", "x"]
+
+
+def test_a_part_of_a_split(tmp_path: Path):
+    assert len(read(as_json(tmp_path), split="train[:50%]")) == 2
+
+
+def test_another_column(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"story": "x"}\n')
+    (document,) = read(tmp_path / "rows.jsonl", text_column="story")
+    assert content(document) == "x"
+
+
+def test_a_validation_split(tmp_path: Path):
+    read_back = read(as_saved_splits(tmp_path), validation_split="test")
+    assert [document.split for document in read_back] == ["train"] * 4 + ["validation"] * 3
+    assert [content(document) for document in read_back] == [*TEXTS, "t0", "t1", "t2"]
+
+
+def test_prepared(tmp_path: Path):
+    corpus = HFDatasetConfig(path=str(as_saved_splits(tmp_path)), validation_split="test")
+    data = prepare(DataConfig(corpus=corpus, seq_len=4, cache_dir=str(tmp_path)), progress=False)
+    assert data.train_size.num_documents == 3  # the empty row is none
+    assert data.tokenizer.decode(data.validation) == "t0t1t2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"text_column": "txt"},
+            r"data\.corpus\.text_column: '.*' has no column 'txt'; did you mean 'text'\?; "
+            "available: text, label",
+        ),
+        (
+            {"text_column": "label"},
+            r"data\.corpus\.text_column: 'label' of '.*' must hold text, not int64",
+        ),
+        ({"split": "dev"}, r"data\.corpus\.split: '.*rows\.jsonl' has no 'dev': .*train"),
+        (
+            {"validation_split": "dev"},
+            r"data\.corpus\.validation_split: '.*' has no 'dev': .*train",
+        ),
+        (
+            {"validation_split": "train"},
+            r"data\.corpus\.validation_split \('train'\) must differ from data\.corpus\.split; "
+            "leave it out to validate on a part of 'train'",
+        ),
+    ],
+    ids=["column", "type", "split", "validation_split", "same"],
+)
+def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        read(as_json(tmp_path), **options)
+
+
+def test_a_split_that_was_not_saved(tmp_path: Path):
+    message = r"data\.corpus\.split: '.*splits' has no 'dev'; available: train, test"
+    with pytest.raises(ConfigError, match=message):
+        read(as_saved_splits(tmp_path), split="dev")
+
+
+def test_a_damaged_file(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"text": ')
+    with pytest.raises(
+        ConfigError, match=r"data\.corpus\.path: '.*' cannot be loaded \(.*JSON"
+    ) as raised:
+        read(tmp_path / "rows.jsonl")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_kind_of_file(tmp_path: Path):
+    (tmp_path / "rows.xml").touch()
+    message = r"data\.corpus\.path: '.*rows\.xml' must end in one of \.json, .*; for other text"
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "rows.xml")
+
+
+def test_neither_a_path_nor_a_name(tmp_path: Path):
+    message = r"data\.corpus\.path: './rows\.json' is neither a local path nor a name on the"
+    with pytest.raises(ConfigError, match=message):
+        read("./rows.json")
+
+
+def test_no_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    message = (
+        r"data\.corpus\.path: 'someone/stories' is not a local path, and the Hugging Face hub cannot "
+        "be reached; connect, set HF_HUB_OFFLINE=1 to use an earlier download, or give a local path"
+    )
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=message):
+        read("someone/stories")
+    assert time.monotonic() - started < 5
+
+
+def test_asked_to_stay_offline_without_an_earlier_download(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    message = r"data\.corpus\.path: 'someone/stories' cannot be loaded \(ConnectionError: "
+    with pytest.raises(ConfigError, match=message):
+        read("someone/stories")
+
+
+def test_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    message = r"data\.corpus\.type: 'hf_dataset' needs .*: pip install 'moe_ffn\[hf\]'"
+    with pytest.raises(ConfigError, match=message):
+        read("someone/stories")

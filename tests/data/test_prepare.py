@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moe_ffn.data.prepare as prepare_module
+from moe_ffn.config import ConfigError
+from moe_ffn.data.cache import read_meta
+from moe_ffn.data.config import BPEConfig, BytesConfig, DataConfig, TextConfig, TokenizerConfig
+from moe_ffn.data.prepare import PreparedData, prepare
+
+Prepare = Callable[..., PreparedData]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Forty small documents, all different."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index in range(40):
+        lines = (f"{index}: line {line} of a text with an é in it\n" for line in range(20))
+        (folder / f"{index}.txt").write_text("".join(lines))
+    return folder
+
+
+def config_of(path: Path, cache_dir: Path, **changes: object) -> DataConfig:
+    values = {"seq_len": 8, "validation_percent": 20, "cache_dir": str(cache_dir), **changes}
+    return DataConfig.model_validate({"corpus": {"type": "text", "paths": str(path)}, **values})
+
+
+@pytest.fixture
+def prepared(texts: Path, tmp_path: Path) -> Prepare:
+    """`prepare` over `texts`, silently, with the given options changed."""
+
+    def run(**changes: object) -> PreparedData:
+        return prepare(config_of(texts, tmp_path / "cache", **changes), progress=False)
+
+    return run
+
+
+def documents(data: PreparedData, split: str) -> list[str]:
+    tokens = getattr(data, split)
+    ends = np.flatnonzero(tokens == data.tokenizer.end_of_document)
+    return [data.tokenizer.decode(part) for part in np.split(tokens, ends + 1)[:-1]]
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [BytesConfig(), BPEConfig(vocab_size=512)], ids=["bytes", "bpe"]
+)
+def test_every_document_is_in_one_split_and_comes_back_exactly(
+    prepared: Prepare, texts: Path, tokenizer: TokenizerConfig
+):
+    data = prepared(tokenizer=tokenizer.to_dict())
+    train, validation = documents(data, "train"), documents(data, "validation")
+    originals = {path.read_text() for path in texts.iterdir()}
+    assert len(train) + len(validation) == 40
+    assert validation
+    assert {*train, *validation} == originals
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_sizes_are_those_of_the_tokens(prepared: Prepare, tokenizer: str):
+    data = prepared(tokenizer=tokenizer)
+    for split, size in (("train", data.train_size), ("validation", data.validation_size)):
+        tokens = getattr(data, split)
+        assert size.num_tokens == len(tokens)
+        assert size.num_documents == len(documents(data, split))
+        assert size.num_bytes == data.tokenizer.byte_lengths[tokens].sum()
+    num_bytes = data.train_size.num_bytes + data.validation_size.num_bytes
+    assert num_bytes == sum(
+        len(f"{i}: line {j} of a text with an é in it\n".encode())
+        for i in range(40)
+        for j in range(20)
+    )
+
+
+def test_tokens_are_read_only_memory_maps(prepared: Prepare):
+    data = prepared()
+    assert isinstance(data.train, np.memmap)
+    assert data.train.dtype == np.uint16
+    assert not data.train.flags.writeable
+
+
+def test_the_bpe_has_seen_the_training_split_alone(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[bytes] = []
+
+    def build(self: BPEConfig, text: object) -> object:
+        read.extend(text)  # pyright: ignore[reportArgumentType]
+        return BytesConfig().build([])
+
+    monkeypatch.setattr(BPEConfig, "build", build)
+    monkeypatch.setattr(BPEConfig, "restore", lambda self, values: BytesConfig().build([]))
+    data = prepared(tokenizer="bpe")
+    assert b"".join(read).decode() == "".join(documents(data, "train"))
+
+
+def test_a_tokenizer_is_trained_on_evenly_spaced_pieces_of_a_large_corpus(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+):
+    whole = prepared(tokenizer="bpe").tokenizer.vocab_size
+    monkeypatch.setattr(prepare_module, "_TOKENIZER_TRAINING_BYTES", 2000)
+    assert prepared(tokenizer="bpe", validation_percent=21).tokenizer.vocab_size < whole
+
+
+class TestPosition:
+    def test_one_file_gives_both_parts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+        text = "".join(f"line {index}\n" for index in range(1000))
+        (tmp_path / "one.txt").write_text(text)
+        config = config_of(tmp_path / "one.txt", tmp_path / "cache", validation_percent=10)
+        for _ in range(2):  # built, then found
+            data = prepare(config)
+            train, validation = (
+                data.tokenizer.decode(tokens) for tokens in (data.train, data.validation)
+            )
+            assert train + validation == text
+            assert train.endswith("\n")
+            assert len(validation) == pytest.approx(len(text) / 10, abs=10)
+            assert data.validation[-1] == data.tokenizer.end_of_document
+            assert (data.train_size.num_documents, data.validation_size.num_documents) == (1, 1)
+            assert data.notes == (
+                "too few documents to split (1): validation is the last 10% of the text",
+            )
+            assert f"data: {data.notes[0]}\n" in capfd.readouterr().err
+
+
+class TestCache:
+    def test_is_found_again(self, prepared: Prepare):
+        first = prepared()
+        times = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+        assert set(times) == {"train.bin", "validation.bin", "tokenizer.json", "meta.json"}
+        second = prepared()
+        assert second.folder == first.folder
+        assert {path.name: path.stat().st_mtime_ns for path in second.folder.iterdir()} == times
+        assert (second.train_size, second.corpus_sha256) == (first.train_size, first.corpus_sha256)
+        np.testing.assert_array_equal(second.train, first.train)
+
+    def test_does_not_depend_on_what_does_not_change_the_tokens(self, prepared: Prepare):
+        changed = prepared(seq_len=9, batch_size=2, validation_tokens=7)
+        assert changed.folder == prepared().folder
+
+    @pytest.mark.parametrize(
+        "changes", [{"validation_percent": 21}, {"tokenizer": "bpe"}], ids=["split", "tokenizer"]
+    )
+    def test_has_a_folder_per_config(self, prepared: Prepare, changes: dict[str, object]):
+        assert prepared(**changes).folder != prepared().folder
+        assert prepared(**changes).corpus_sha256 == prepared().corpus_sha256
+
+    @pytest.mark.parametrize("change", ["content", "name", "another"])
+    def test_has_a_folder_per_corpus(self, prepared: Prepare, texts: Path, change: str):
+        before = prepared()
+        if change == "content":
+            (texts / "0.txt").write_text((texts / "0.txt").read_text().replace("line", "LINE"))
+        elif change == "name":
+            (texts / "0.txt").rename(texts / "zero.txt")
+        else:
+            (texts / "another.txt").write_text("another")
+        after = prepared()
+        assert after.folder != before.folder
+        assert after.corpus_sha256 != before.corpus_sha256
+
+    def test_does_not_depend_on_where_the_corpus_lies(
+        self, prepared: Prepare, texts: Path, tmp_path: Path
+    ):
+        moved = shutil.copytree(texts, tmp_path / "moved")
+        data = prepare(config_of(moved, tmp_path / "cache"), progress=False)
+        assert data.folder == prepared().folder
+
+    @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json", "meta.json"])
+    @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
+    def test_is_rebuilt_where_damaged(self, prepared: Prepare, name: str, damage: str):
+        sound = prepared()
+        content = {path.name: path.read_bytes() for path in sound.folder.iterdir()}
+        file = sound.folder / name
+        if damage == "truncated":
+            file.write_bytes(content[name][:-2])
+        elif damage == "flipped":
+            file.write_bytes(bytes([content[name][0] ^ 1]) + content[name][1:])
+        else:
+            file.unlink()
+        assert read_meta(sound.folder) is None
+        assert prepared().folder == sound.folder
+        assert {path.name: path.read_bytes() for path in sound.folder.iterdir()} == content
+
+    def test_leaves_nothing_behind(self, prepared: Prepare, tmp_path: Path):
+        folders = {prepared().folder, prepared(tokenizer="bpe").folder}
+        assert set((tmp_path / "cache").iterdir()) == folders
+
+    def test_leaves_nothing_behind_where_it_fails(
+        self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("moe_ffn.data.encode._SplitFile.add", full)
+        message = (
+            r"data\.cache_dir: '.*cache' cannot be written \(No space left on device\); "
+            "make room, or name another folder"
+        )
+        with pytest.raises(ConfigError, match=message):
+            prepared()
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_below_a_file(self, texts: Path, tmp_path: Path):
+        (tmp_path / "file").touch()
+        message = r"data\.cache_dir: '.*file/cache' cannot be written \(Not a directory\)"
+        with pytest.raises(ConfigError, match=message):
+            prepare(config_of(texts, tmp_path / "file" / "cache"), progress=False)
+
+    def test_whose_place_is_a_file(self, prepared: Prepare):
+        folder = prepared().folder
+        shutil.rmtree(folder)
+        folder.touch()
+        with pytest.raises(ConfigError, match=r"data\.cache_dir: '.*' cannot be written \(Not a"):
+            prepared()
+
+    def test_on_a_disk_that_loses_what_is_written(
+        self, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(prepare_module, "read_meta", lambda folder: None)
+        with pytest.raises(ConfigError, match=r"data\.cache_dir: .* does not hold what was just"):
+            prepared()
+
+
+class TestConcurrency:
+    @pytest.mark.parametrize("before", ["nothing", "damaged"])
+    def test_threads(self, prepared: Prepare, before: str):
+        if before == "damaged":
+            (prepared().folder / "train.bin").write_bytes(b"")
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: prepared(), range(8)))
+        (folder,) = {data.folder for data in results}
+        assert read_meta(folder) is not None
+        assert list(folder.parent.iterdir()) == [folder]
+        for data in results:
+            np.testing.assert_array_equal(data.train, results[0].train)
+
+    def test_processes(self, texts: Path, tmp_path: Path):
+        config = config_of(texts, tmp_path / "cache", tokenizer="bpe")
+        code = (
+            "import json, sys\n"
+            "from moe_ffn.data.config import DataConfig\n"
+            "from moe_ffn.data.prepare import prepare\n"
+            "config = DataConfig.model_validate(json.loads(sys.argv[1]))\n"
+            "print(prepare(config, progress=False).folder)"
+        )
+        command = [sys.executable, "-c", code, json.dumps(config.to_dict())]
+        running = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        outputs = [process.communicate() for process in running]
+        assert [process.returncode for process in running] == [0, 0]
+        folder = prepare(config, progress=False).folder
+        assert outputs == [(f"{folder}\n", "")] * 2
+        assert list(folder.parent.iterdir()) == [folder]
+
+
+class TestMemory:
+    def test_does_not_grow_with_a_file(self, tmp_path: Path):
+        file = tmp_path / "large.txt"
+        with file.open("wb") as output:
+            for _ in range(64):
+                output.write((b"x" * 1023 + b"\n") * 1024)  # one MiB
+        tracemalloc.start()
+        try:
+            data = prepare(config_of(file, tmp_path / "cache"), progress=False)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert data.train_size.num_bytes + data.validation_size.num_bytes == 64 << 20
+        assert peak < 16 << 20
+
+
+class TestMistakes:
+    def test_a_sequence_longer_than_the_validation_split(self, prepared: Prepare):
+        num_tokens = prepared().validation_size.num_tokens
+        message = (
+            rf"data\.seq_len \({num_tokens}\) must be shorter than the validation split "
+            rf"\({num_tokens} tokens\): lower data\.seq_len, give more text, or"
+        )
+        with pytest.raises(ConfigError, match=message):
+            prepared(seq_len=num_tokens)
+        assert prepared(seq_len=num_tokens - 1).validation_size.num_tokens == num_tokens
+
+    def test_a_text_of_one_character(self, tmp_path: Path):
+        (tmp_path / "a.txt").write_text("a")
+        message = r"data\.seq_len \(8\) must be shorter than the train split \(0 tokens\)"
+        with pytest.raises(ConfigError, match=message):
+            prepare(config_of(tmp_path / "a.txt", tmp_path / "cache"), progress=False)
+
+    def test_a_missing_file(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match=r"data\.corpus\.paths: 'x\.txt' does not exist"):
+            prepare(DataConfig(corpus=TextConfig(paths=("x.txt",)), cache_dir=str(tmp_path)))
+
+
+def test_the_standard_library(tmp_path: Path):
+    data = prepare(DataConfig(cache_dir=str(tmp_path)), progress=False)
+    assert data.train_size.num_documents > 200
+    share = data.validation_size.num_bytes / data.train_size.num_bytes
+    assert 0.005 < share < 0.2  # 5% of the files, which differ in size

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.data.config import BPEConfig, DataConfig, TextConfig
+from moe_ffn.data.prepare import prepare
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index}\n" * 50_000)
+    return DataConfig(
+        corpus=TextConfig(paths=(str(tmp_path),)),
+        tokenizer=BPEConfig(vocab_size=512),
+        cache_dir=str(tmp_path / ".cache"),
+    )
+
+
+def test_without_a_terminal_one_line_where_there_is_something_to_do(
+    config: DataConfig, capfd: pytest.CaptureFixture[str]
+):
+    prepare(config)
+    assert capfd.readouterr() == ("", "data: preparing 5.5 MB of text\n")
+    prepare(config)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_silent(config: DataConfig, capfd: pytest.CaptureFixture[str]):
+    prepare(config, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(
+    config: DataConfig, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    prepare(config)
+    output, shown = capfd.readouterr()
+    assert output == ""
+    assert "encoding" in shown
+    assert "5.5 MB" in shown
+
+
+def test_a_function_is_told_each_stage_from_start_to_end(config: DataConfig):
+    reports: list[tuple[str, int, int | None]] = []
+    prepare(config, progress=lambda *report: reports.append(report))
+    stages = list(dict.fromkeys(stage for stage, _, _ in reports))
+    assert stages == ["reading", "training the tokenizer", "encoding"]
+    for stage in stages:
+        done = [report[1] for report in reports if report[0] == stage]
+        totals = {report[2] for report in reports if report[0] == stage}
+        assert all(before < after for before, after in pairwise(done))
+        assert done[-1] == 40 * 50_000 * 3 - 10 * 50_000  # two digits and a line end, one for 0..9
+        assert totals == ({None} if stage == "reading" else {done[-1]})
