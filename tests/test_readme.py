@@ -1,0 +1,127 @@
+"""Every command and every code block of the README does what it says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    lines = "".join(blocks("bash")).splitlines()
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines if line.strip()]
+
+
+PYTHON_COMMANDS = [command for command in commands() if command.startswith("python -m ")]
+
+TINY_DATA = ["--data.seq_len", "16", "--data.batch_size", "4", "--data.validation_tokens", "256"]
+TINY = [
+    *TINY_DATA,
+    *["--data.corpus", "{type: text, paths: [corpus]}"],
+    *["--data.cache_dir", "cache", "--logging.wandb.mode", "disabled"],
+    *["--model.d_model", "16", "--model.num_layers", "2"],
+    *["--trainer.max_steps", "2", "--sample.num_tokens", "4"],
+]
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as after cloning, with a small corpus and the README's own block beside it."""
+    for name in ("configs", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "my_blocks.py").write_text(blocks("python")[1], encoding="utf-8")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(40):
+        text = "".join(f"def f{number}_{line}(x):\n    return x + {line}\n" for line in range(20))
+        (corpus / f"module_{number}.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(arguments: list[str]) -> int:
+    """`python -m experiments.X ...` in this process; importing torch anew would take seconds."""
+    module = importlib.import_module(arguments[0])
+    try:
+        return module.main(arguments[1:])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def test_the_commands_are_found():
+    assert len(PYTHON_COMMANDS) >= 9
+    assert {"make train", "make test"} <= set(commands())
+
+
+@pytest.mark.parametrize("target", ["train", "test"])
+def test_make_targets_exist(target: str):
+    found = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    expected = {"train": "-m experiments.train", "test": "-m pytest"}[target]
+    assert expected in found.stdout
+
+
+@pytest.mark.usefixtures("newcomer")
+@pytest.mark.parametrize("command", PYTHON_COMMANDS)
+def test_command(command: str, capsys: pytest.CaptureFixture[str]):
+    module, *arguments = shlex.split(command.removeprefix("python -m "))
+    if module == "experiments.generate":
+        assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
+        capsys.readouterr()
+        assert run([module, *arguments]) == 0
+        assert capsys.readouterr().out.startswith("class ")
+        return
+    if module == "experiments.overhead":
+        # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
+        assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)
+        assert "ratio" in capsys.readouterr().out
+        return
+    assert run([module, *arguments, *TINY]) == 0
+    stopped_early = {"--help", "--print-config"} & set(arguments)
+    assert stopped_early or "validation loss" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_yaml_block(capsys: pytest.CaptureFixture[str]):
+    Path("mine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
+    corpus = TINY.index("--data.corpus")
+    tiny = TINY[:corpus] + TINY[corpus + 2 :]
+    assert run(["experiments.train", "--config", "mine.yaml", *tiny]) == 0
+    printed = capsys.readouterr().out
+    assert "swiglu" in printed
+    assert "moe, 8 experts" in printed
+
+
+def test_block_in_your_own_model():
+    names: dict[str, object] = {}
+    exec(compile(blocks("python")[0], "README.md", "exec"), names)
+    hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
+    assert hidden.shape == (4, 16, 64)
+    loss = names["loss"].item()  # pyright: ignore[reportAttributeAccessIssue]
+    assert loss == pytest.approx(1, abs=0.3)
+
+
+def test_quoted_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    from experiments.command_line import exit_on_bad_input
+    from experiments.train import main
+
+    monkeypatch.setattr(sys, "argv", ["train", "--model.ffn.num_expert", "3"])
+    assert exit_on_bad_input(main) == 2
+    message = "model.ffn.num_expert: unknown; did you mean 'num_experts'?"
+    assert message in README
+    assert message in capsys.readouterr().err
