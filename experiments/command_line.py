@@ -77,8 +77,12 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML."""
-    options: dict[str, Any] = {}
+    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML.
+
+    What is set inside a mapping wins over the mapping, in whichever order they are typed:
+    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
+    """
+    overrides: list[tuple[list[str], Any]] = []
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
@@ -86,11 +90,13 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"'{flag}': expected an option such as --model.ffn.type swiglu")
         path, has_value, value = flag.removeprefix("--").partition("=")
         if not has_value:
-            if not remaining:
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
             value = remaining.pop(0)
-        override = _parse_yaml(value, where=f"--{path}")
-        for key in reversed(path.split(".")):
+        overrides.append((path.split("."), _parse_yaml(value, where=f"--{path}")))
+    options: dict[str, Any] = {}
+    for keys, override in sorted(overrides, key=lambda item: len(item[0])):
+        for key in reversed(keys):
             override = {key: override}
         options = merge(options, override)
     return options
@@ -111,8 +117,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             # `ffn: moe` over an MoE leaves the MoE as it is.
             merged[key] = merged[key] if new == old.get("type") else new
         else:
-            same_type = new.get("type", old.get("type")) == old.get("type")
-            merged[key] = merge(old, new) if same_type else new
+            swapped = "type" in old and new.get("type", old["type"]) != old["type"]
+            merged[key] = new if swapped else merge(old, new)
     return merged
 
 
@@ -154,6 +160,8 @@ def _parse_yaml(text: str, where: str) -> Any:
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: is not valid YAML{line}: {problem}") from error
+    except (TypeError, ValueError) as error:  # a key that is a list; the date 2024-13-45
+        raise ConfigError(f"{where}: is not valid YAML: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):

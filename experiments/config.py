@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator
 
 from moe_ffn.config import Config
 from moe_ffn.data.config import DataConfig
@@ -19,10 +21,19 @@ from moe_ffn.training.config import (
 class RunConfig(Config, frozen=True):
     """Where a run is written."""
 
-    name: str | None = Field(default=None, min_length=1, pattern=r"^[^/\\]+$")
+    name: str | None = None
     """Folder of this run; made of the FFN type and the time when null. Never overwritten."""
     output_dir: str = Field(default="runs", min_length=1)
     """Folder that holds the runs."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_one_folder(cls, name: str | None) -> str | None:
+        if name is None or (
+            name.isprintable() and re.fullmatch(r"[^/\\]{1,200}", name) and name not in (".", "..")
+        ):
+            return name
+        raise ValueError(f"must be the name of one folder, up to 200 characters, got {name!r:.60}")
 
 
 class TrainConfig(Config, frozen=True):

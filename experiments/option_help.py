@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config import Config, ConfigError, TaggedConfig, explain
 
 USAGE = """\
 usage: {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]
@@ -27,28 +29,40 @@ another `type` drops the options of the old one.
 
 
 def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> None:
-    """Print the usage, then the options of `root` with the values in `options`."""
+    """Print the usage, then the options of `root` with the values in `options`.
+
+    Raises:
+        ConfigError: a `type` is unknown; nothing is printed then.
+    """
     console = Console(highlight=False)
+    sections = [
+        (f"{name}: {field.description}", list(_rows(field.annotation, options.get(name), name)))
+        for name, field in root.model_fields.items()
+    ]
     print(USAGE.format(command=command))
-    for section, (name, field) in _sections(root):
-        console.print(Text(f"{name}: {field}" if field else name, style="bold"))
-        for path, value, text in _rows(section, options.get(name), name):
-            console.print(Padding(Text.assemble((f"--{path} ", "cyan"), str(value)), (0, 0, 0, 2)))
+    for title, rows in sections:
+        console.print(Text(title, style="bold"))
+        for path, value, text in rows:
+            console.print(
+                Padding(
+                    Text.assemble((f"--{path} ", "cyan"), str(value)), (0, 0, 0, 2), expand=False
+                )
+            )
             if text:
-                console.print(Padding(Text(text, style="dim"), (0, 0, 0, 6)))
+                console.print(Padding(Text(text, style="dim"), (0, 0, 0, 6), expand=False))
         console.print()
 
 
-def _sections(root: type[Config]) -> Iterator[tuple[Any, tuple[str, str]]]:
-    for name, field in root.model_fields.items():
-        yield field.annotation, (name, field.description or "")
-
-
-def _rows(annotation: Any, value: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+def _rows(
+    annotation: Any, value: Any, path: str, meaning: str = ""
+) -> Iterator[tuple[str, str, str]]:
     """(path, value, meaning) of every option at and below `path`."""
-    config = _config_class(annotation, value)
+    try:
+        config = _config_class(annotation, value)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}.{line}" for line in explain(error))) from error
     if config is None:
-        yield path, _show(value), ""
+        yield path, _show(value), meaning
         return
     for name, field in config.model_fields.items():
         below = value.get(name) if isinstance(value, Mapping) else None
@@ -59,10 +73,8 @@ def _rows(annotation: Any, value: Any, path: str) -> Iterator[tuple[str, Any, st
             family = next(base for base in config.__mro__ if _is_root(base))
             choices = ", ".join([*family.members, "module:ClassName"])
             yield here, _show(below), f"{_first_line(config)} One of: {choices}."
-        elif _config_class(field.annotation, below) is not None:
-            yield from _rows(field.annotation, below, here)
         else:
-            yield here, _show(below), field.description or ""
+            yield from _rows(field.annotation, below, here, field.description or "")
 
 
 def _is_root(cls: type) -> bool:
@@ -73,8 +85,8 @@ def _config_class(annotation: Any, value: Any) -> type[Config] | None:
     """The config that describes `value` at a field with this annotation; None for plain values."""
     if value is None:
         return None
-    candidates = [annotation, *get_args(annotation)]
-    for candidate in candidates:
+    is_union = get_origin(annotation) in (Union, UnionType)
+    for candidate in get_args(annotation) if is_union else [annotation]:
         if isinstance(candidate, type) and issubclass(candidate, Config):
             if not _is_root(candidate):
                 return candidate

@@ -50,7 +50,7 @@ class Report:
             say(self._unused_experts())
         if self.sample:
             say("\nSample:")
-            console.print(Text(self.sample_prompt, style="bold") + Text(self.sample))
+            console.print(Text(self.sample_prompt, style="bold") + Text(_visible(self.sample)))
         say(f"\nResults in {self.folder}/")
         for name, meaning in _FILES.items():
             if (self.folder / name).exists():
@@ -92,6 +92,13 @@ _FILES = {
     "checkpoints/last.ckpt": "the final weights",
     "wandb": "the run for wandb",
 }
+
+
+def _visible(text: str) -> str:
+    """Without control characters: what an untrained model writes could reprogram the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def _plain_printer(console: Console):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -20,13 +23,17 @@ def check_run_folder(config: TrainConfig) -> None:
 
     Asked first, so that a run that cannot be kept costs nobody the preparation of its data.
     """
-    if config.run.name is not None:
-        _refuse_existing(_output_dir(config) / config.run.name)
-    folder = _output_dir(config)
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
+    folder = parent = _output_dir(config)
+    with _writing_to(parent):
+        if config.run.name is not None:
+            _refuse_existing(parent / config.run.name)
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
+        # Only trying tells: root may write anywhere, except where the file system says no.
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
 
 
 def make_run_folder(config: TrainConfig) -> Path:
@@ -36,7 +43,7 @@ def make_run_folder(config: TrainConfig) -> Path:
         ConfigError: the name is taken, or the folder cannot be written.
     """
     parent = _output_dir(config)
-    try:
+    with _writing_to(parent):
         parent.mkdir(parents=True, exist_ok=True)
         if config.run.name is not None:
             folder = parent / config.run.name
@@ -45,6 +52,12 @@ def make_run_folder(config: TrainConfig) -> Path:
             return folder
         stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
         return _make_first_free(parent, stem)
+
+
+@contextmanager
+def _writing_to(parent: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"run.output_dir: '{parent}' cannot be written ({error.strerror}); "
@@ -69,7 +82,10 @@ def git_revision() -> str | None:
 
 
 def _output_dir(config: TrainConfig) -> Path:
-    return Path(config.run.output_dir).expanduser()
+    try:
+        return Path(config.run.output_dir).expanduser()
+    except RuntimeError as error:  # `~somebody` who does not exist
+        raise ConfigError(f"run.output_dir: '{config.run.output_dir}': {error}") from error
 
 
 def _refuse_existing(folder: Path) -> None:

@@ -32,6 +32,7 @@ from experiments.run_folder import (
 )
 from experiments.sampling import sample_text
 from experiments.tables import describe_data, model_table
+from moe_ffn.config import ConfigError
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
@@ -62,6 +63,7 @@ def train(config: TrainConfig) -> None:
     console = Console(quiet=not is_main)
     if is_main:
         check_run_folder(config)
+    check_trainer(config)
     data = prepare(config.data, progress=is_main)
     torch.manual_seed(config.seed)
     module = build_module(config, data)
@@ -158,6 +160,36 @@ def build_trainer(
         "use_distributed_sampler": False,
     }
     return Trainer(**(arguments | options.lightning_arguments()))
+
+
+def check_trainer(config: TrainConfig) -> None:
+    """ConfigError where Lightning refuses its arguments, or they do not go with the rest."""
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    try:
+        trial = Trainer(**(quiet | config.trainer.lightning_arguments()))
+    except Exception as error:  # of whatever kind: what is wrong is in what was passed on
+        given = ", ".join(f"{k}: {v}" for k, v in config.trainer.lightning_arguments().items())
+        raise ConfigError(
+            f"trainer: lightning.Trainer refuses {given}: {_first_line(error)}"
+        ) from error
+    if trial.limit_val_batches == 0:
+        raise ConfigError(
+            "trainer.limit_val_batches (0): a run always ends with a validation; to have only that "
+            "one, set trainer.validate_every_n_steps to trainer.max_steps"
+        )
+    if config.data.batch_size % trial.world_size:
+        raise ConfigError(
+            f"data.batch_size ({config.data.batch_size}) must be divisible by the number of ranks "
+            f"({trial.world_size}): it counts the sequences of all ranks together"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def make_watchers(config: TrainConfig, folder: Path) -> Watchers:

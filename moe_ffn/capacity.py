@@ -6,6 +6,7 @@ T tokens, E experts, N (token, expert) pairs, C capacity
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ def limit_by_position(routing: Routing, factor: float | None) -> Routing:
     """
     if factor is None:
         return routing
-    capacity = torch.ceil(routing.real_N.sum() * factor / routing.num_experts).long()
+    # In whole numbers: in floating point 0.3 * 50 is a little over 15, and its ceiling 16.
+    per_pair = Fraction(factor).limit_denominator(1_000_000) / routing.num_experts
+    capacity = -(-routing.real_N.sum() * per_pair.numerator // per_pair.denominator)
     place_N = place_in_queue(routing)
     return replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -107,7 +108,18 @@ class TaggedConfig(Config, frozen=True):
             return
         annotation = cls.model_fields["type"].annotation
         if get_origin(annotation) is Literal:
-            cls.members.update(dict.fromkeys(get_args(annotation), cls))
+            cls._join_family(get_args(annotation))
+
+    @classmethod
+    def _join_family(cls, tags: Iterable[str]) -> None:
+        for tag in tags:
+            owner = cls.members.get(tag, cls)
+            if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(
+                    f"{cls.__name__} would take the type '{tag}' from {owner.__name__}; give it a "
+                    "Literal of its own, or `type: str` to name it by its import path"
+                )
+            cls.members[tag] = cls
 
     @classmethod
     def is_family_root(cls) -> bool:
@@ -131,7 +143,7 @@ class TaggedConfig(Config, frozen=True):
         if not cls.is_family_root():
             return cls
         tag = data.get("type")
-        if tag in cls.members:
+        if isinstance(tag, str) and tag in cls.members:
             return cls.members[tag]
         known = ", ".join(cls.members)
         if tag is None:
@@ -261,6 +273,9 @@ def _import_class(tag: str, family: type[TaggedConfig]) -> type[TaggedConfig]:
         raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
     if not (isinstance(found, type) and issubclass(found, family)):
         raise ConfigError(f"'{tag}' must be a subclass of {family.__name__}, got {found!r}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"'{tag}' must define {missing}")
     return found
 
 

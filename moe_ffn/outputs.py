@@ -21,13 +21,21 @@ class TokenContext:
         mask: True where a token is real, False where it is padding; the leading shape of `x`. Padded
             tokens are never routed, counted or in a loss. None: every token is real.
         token_ids: vocabulary ids, the leading shape of `x`; None where nobody knows them.
-        sequence_length: S, once the leading axes are flattened (position of token t = t % S).
+        sequence_length: S, where `x` comes with its leading axes flattened already (position of
+            token t = t % S); None: the last of them.
 
     """
 
     mask: Tensor | None = None
     token_ids: Tensor | None = None
     sequence_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mask, Tensor) and self.mask.dtype != torch.bool:
+            raise ValueError(
+                f"TokenContext.mask must be bool, True for real tokens, but is {self.mask.dtype}; "
+                "use mask.bool()"
+            )
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
-        sequence_length=leading_shape[-1] if leading_shape else 1,
+        sequence_length=context.sequence_length or (leading_shape[-1] if leading_shape else 1),
     )
     return rearrange(x, "... d -> (...) d"), flat
 

@@ -6,10 +6,14 @@ from __future__ import annotations
 def gated_width(d_model: int, multiple_of: int = 8) -> int:
     """The hidden width at which a gated block has the parameters of a dense one of 4 * d_model.
 
-    Three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4),
-    rounded to the nearest multiple of `multiple_of`, and at least that.
+    Three matrices instead of two, so 2/3 of the width: 8/3 * d_model (Shazeer 2020, section 4).
     """
-    return max(multiple_of, round(8 * d_model / 3 / multiple_of) * multiple_of)
+    return round_width(8 * d_model / 3, multiple_of)
+
+
+def round_width(width: float, multiple_of: int = 8) -> int:
+    """The multiple of `multiple_of` nearest to `width`, and at least that: what products like."""
+    return max(multiple_of, round(width / multiple_of) * multiple_of)
 
 
 def linear_params(d_in: int, d_out: int, bias: bool) -> int:

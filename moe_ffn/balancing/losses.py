@@ -14,10 +14,10 @@ from moe_ffn.outputs import Routing, count_pairs
 def load_balancing_loss(routing: Routing) -> Tensor:
     """E * sum_i f_i P_i (Fedus et al. 2021, Switch Transformer, equation 4).
 
-    f_i is the share of the pairs that name expert i, counted before dropping and without padding; P_i is the mean
-    normalised score of expert i. The counts carry no gradient: it flows through P alone. A balanced
-    router scores 1 for every k and E (Switch's reference code counts tokens instead of pairs, and
-    scores k there).
+    f_i is the share of the pairs that name expert i, counted before dropping and without padding;
+    P_i is the mean normalised score of expert i. The counts carry no gradient: it flows through P
+    alone. A balanced router scores 1 for every k and E (Switch's reference code counts tokens
+    instead of pairs, and scores k there).
 
     Returns:
         a scalar; 0 where no token is real.
@@ -34,7 +34,7 @@ def router_z_loss(routing: Routing) -> Tensor:
 def share_per_expert(routing: Routing) -> Tensor:
     """(E,): the share of the real pairs that name each expert, before dropping; sums to 1."""
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
-    counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
+    counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)[:-1].to(routing.scores_TE.dtype)
     return counts_E / counts_E.sum().clamp(min=1)
 
 

@@ -151,7 +151,7 @@ class DataConfig(Config, frozen=True):
     seq_len: int = Field(default=256, ge=1)
     """Tokens per sequence."""
 
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)

@@ -9,23 +9,27 @@ from pydantic import Field
 
 from moe_ffn.activations import Activation, GatedType
 from moe_ffn.config import TaggedConfig
-from moe_ffn.sizes import gated_width, linear_flops, linear_params
+from moe_ffn.sizes import linear_flops, linear_params, round_width
 
 if TYPE_CHECKING:
     from moe_ffn.experts.base import Experts
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
-    """What one expert is; all E of a layer are alike."""
+    """What one expert is; all E of a layer are alike.
+
+    `active` is how many experts a token passes through on average: by default that many share the
+    width of the dense block, so that a layer costs what the dense block costs.
+    """
 
     @abstractmethod
-    def build(self, d_model: int, num_experts: int) -> Experts: ...
+    def build(self, d_model: int, num_experts: int, active: float) -> Experts: ...
 
     @abstractmethod
-    def params_per_expert(self, d_model: int) -> int: ...
+    def params_per_expert(self, d_model: int, active: float) -> int: ...
 
     @abstractmethod
-    def flops_per_pair(self, d_model: int) -> int:
+    def flops_per_pair(self, d_model: int, active: float) -> int:
         """Forward FLOPs of one expert on one token."""
 
 
@@ -33,7 +37,7 @@ class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
     d_ff: int | None = Field(default=None, ge=1)
-    """Hidden width of one expert; by default that of the dense block of the same kind."""
+    """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
     bias: bool = False
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -43,45 +47,45 @@ class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
 
 
 class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
-    """Plain experts: down(act(up x)). d_ff defaults to 4 * d_model."""
+    """Plain experts: down(act(up x)). The experts of a token share a width of 4 * d_model."""
 
     type: Literal["mlp"] = "mlp"
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
 
-    def width(self, d_model: int) -> int:
-        return self.d_ff or 4 * d_model
+    def width(self, d_model: int, active: float) -> int:
+        return self.d_ff or round_width(4 * d_model / active)
 
-    def params_per_expert(self, d_model: int) -> int:
-        width = self.width(d_model)
+    def params_per_expert(self, d_model: int, active: float) -> int:
+        width = self.width(d_model, active)
         return linear_params(d_model, width, self.bias) + linear_params(width, d_model, self.bias)
 
-    def flops_per_pair(self, d_model: int) -> int:
-        return 2 * linear_flops(d_model, self.width(d_model))
+    def flops_per_pair(self, d_model: int, active: float) -> int:
+        return 2 * linear_flops(d_model, self.width(d_model, active))
 
-    def build(self, d_model: int, num_experts: int) -> Experts:
+    def build(self, d_model: int, num_experts: int, active: float) -> Experts:
         from moe_ffn.experts.mlp import MLPExperts
 
-        return MLPExperts(self, d_model, num_experts)
+        return MLPExperts(self, d_model, num_experts, self.width(d_model, active))
 
 
 class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
-    """Gated experts: down(act(gate x) * up x). d_ff defaults to 8/3 * d_model, rounded."""
+    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
 
     type: GatedType = "swiglu"
 
-    def width(self, d_model: int) -> int:
-        return self.d_ff or gated_width(d_model)
+    def width(self, d_model: int, active: float) -> int:
+        return self.d_ff or round_width(8 * d_model / 3 / active)
 
-    def params_per_expert(self, d_model: int) -> int:
-        width = self.width(d_model)
+    def params_per_expert(self, d_model: int, active: float) -> int:
+        width = self.width(d_model, active)
         inner = linear_params(d_model, width, self.bias)
         return 2 * inner + linear_params(width, d_model, self.bias)
 
-    def flops_per_pair(self, d_model: int) -> int:
-        return 3 * linear_flops(d_model, self.width(d_model))
+    def flops_per_pair(self, d_model: int, active: float) -> int:
+        return 3 * linear_flops(d_model, self.width(d_model, active))
 
-    def build(self, d_model: int, num_experts: int) -> Experts:
+    def build(self, d_model: int, num_experts: int, active: float) -> Experts:
         from moe_ffn.experts.gated import GatedExperts
 
-        return GatedExperts(self, d_model, num_experts)
+        return GatedExperts(self, d_model, num_experts, self.width(d_model, active))

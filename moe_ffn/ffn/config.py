@@ -210,6 +210,11 @@ class MoEConfig(FFNConfig, frozen=True):
         return self
 
     @property
+    def active(self) -> float:
+        """Routed experts that a token passes through, on average."""
+        return self.router.pairs_per_token(self.num_experts)
+
+    @property
     def is_causal(self) -> bool:
         shared_is_causal = self.shared_expert is None or self.shared_expert.is_causal
         return self.router.causal and shared_is_causal
@@ -223,17 +228,15 @@ class MoEConfig(FFNConfig, frozen=True):
         return self._always_on_params(d_model) + self.num_experts * self._expert_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        pairs = self.router.pairs_per_token(self.num_experts)
-        return self._always_on_params(d_model) + round(pairs * self._expert_params(d_model))
+        return self._always_on_params(d_model) + round(self.active * self._expert_params(d_model))
 
     def flops_per_token(self, d_model: int) -> int:
-        pairs = self.router.pairs_per_token(self.num_experts)
-        routed = round(pairs * self.experts.flops_per_pair(d_model))
+        routed = round(self.active * self.experts.flops_per_pair(d_model, self.active))
         shared = self.shared_expert.flops_per_token(d_model) if self.shared_expert else 0
         return routed + shared + linear_flops(d_model, self.num_experts)
 
     def _expert_params(self, d_model: int) -> int:
-        return self.experts.params_per_expert(d_model)
+        return self.experts.params_per_expert(d_model, self.active)
 
     def _always_on_params(self, d_model: int) -> int:
         shared = self.shared_expert.num_params(d_model) if self.shared_expert else 0

@@ -1,12 +1,9 @@
-"""A feed-forward block that also sees neighbouring positions.
-
-B batch, S sequence, I in, O out, W window (kernel size)
-"""
+"""A feed-forward block that also sees neighbouring positions."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from moe_ffn.activations import activation_function
@@ -28,8 +25,8 @@ class ConvFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         mask = context.mask if context is not None else None
-        hidden = self.dropout(self.activation(self.up(x, mask)))
-        return FFNOutput(self.down(hidden, mask).to(x.dtype))
+        hidden = self.dropout(self.activation(self.up(torch.atleast_2d(x), mask)))
+        return FFNOutput(self.down(hidden, mask).view_as(x).to(x.dtype))
 
 
 class _PositionConv(nn.Module):
@@ -52,6 +49,7 @@ class _PositionConv(nn.Module):
             return self.linear(x)
         if mask is not None:  # a real token must not see what stands in the padding
             x = x.masked_fill(~mask.unsqueeze(-1), 0)
+        length = x.shape[-2]
         padded = F.pad(x, (0, 0, *self.padding))
-        windows = padded.unfold(-2, self.kernel_size, 1)
-        return self.linear(rearrange(windows, "... s i w -> ... s (w i)"))
+        windows = [padded.narrow(-2, first, length) for first in range(self.kernel_size)]
+        return self.linear(torch.cat(windows, dim=-1))

@@ -21,7 +21,7 @@ class MoEFFN(FFNBlock):
         super().__init__()
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_experts)
-        self.experts = config.experts.build(d_model, config.num_experts)
+        self.experts = config.experts.build(d_model, config.num_experts, config.active)
         shared = config.shared_expert
         self.shared_expert = None if shared is None else shared.build(d_model)
 

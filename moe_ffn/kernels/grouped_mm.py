@@ -48,7 +48,14 @@ def supports(x_TD: Tensor, weights: ExpertWeights) -> bool:
     dtype = compute_dtype(x_TD)
     rows = (weights.up_EFD.shape[-1], weights.down_EDF.shape[-1])
     aligned = all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows)
-    return dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
+    return dtype in supported_dtypes() and aligned
+
+
+def supported_dtypes() -> tuple[torch.dtype, ...]:
+    """What `F.grouped_mm` multiplies; torch.compile knows its shapes for bfloat16 alone."""
+    if torch.compiler.is_compiling():
+        return (torch.bfloat16,)
+    return (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -19,6 +19,14 @@ def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     An expert without tokens multiplies an empty slice: it costs nothing and keeps its gradient a
     zero instead of a missing one, on which DDP and FSDP would hang.
     """
+    if torch.compiler.is_compiling():
+        # Its shapes are the experts' loads: it would be compiled anew at every step. Said here and
+        # not as a decorator, which would load torch's compiler for everybody, in about a second.
+        return torch.compiler.disable(_loop)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
+    return _loop(x_TD, plan, weights)
+
+
+def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     sizes.append(plan.token_ids_N.shape[0] - ends[-1])  # the tail that nobody computes

@@ -24,9 +24,10 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         on_gpu = x_TD.device.type == "cuda"
         backend = "grouped_mm" if on_gpu and grouped.supports(x_TD, weights) else "loop"
     if backend == "grouped_mm" and not grouped.supports(x_TD, weights):
+        dtypes = ", ".join(str(dtype) for dtype in grouped.supported_dtypes())
         raise ValueError(
-            f"experts.backend 'grouped_mm' takes float32, bfloat16 or float16 and rows that are a "
-            f"multiple of {grouped.ROW_BYTES} bytes, but got {grouped.compute_dtype(x_TD)} with "
+            f"experts.backend 'grouped_mm' takes {dtypes} and rows that are a multiple of "
+            f"{grouped.ROW_BYTES} bytes, but got {grouped.compute_dtype(x_TD)} with "
             f"d_model {weights.up_EFD.shape[-1]} and d_ff {weights.down_EDF.shape[-1]}; use 'loop'"
         )
     return BACKENDS[backend](x_TD, plan, weights)

@@ -46,7 +46,8 @@ class RoutingMetrics(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """`load` (E,), and scalars: `max_violation`, `dropped_fraction`, `entropy` in nats,
-        `capacity_used` (nan when dropless), and the unweighted `load_balance` and `router_z`."""
+        `capacity_used` (nan when dropless), and the unweighted `load_balance` and `router_z`.
+        """
         load_E = self.load_E / self.num_batches
         means = dict(zip(_SCALARS, self.sums / self.num_batches, strict=True))
         return {"load": load_E, "max_violation": max_violation(load_E), **means}

@@ -49,8 +49,10 @@ class CausalSelfAttention(nn.Module):
 
 
 def causal_mask(mask_BS: Tensor) -> Tensor:
-    """bool (B, 1, S, S): who may attend to whom. Every token may attend to itself, so that the row
-    of a padded token is no softmax over nothing."""
+    """Who may attend to whom, bool (B, 1, S, S).
+
+    Every token may attend to itself, so that the row of a padded token is no softmax over nothing.
+    """
     length = mask_BS.shape[-1]
     ones = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
     allowed = (ones.tril() & mask_BS[:, None, :]) | torch.eye(

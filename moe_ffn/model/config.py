@@ -158,7 +158,7 @@ class DecoderConfig(Config, frozen=True):
     """Blocks of attention and feed-forward."""
     ffn: FFNConfig = MoEConfig()
     """The feed-forward block of every layer."""
-    ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = {}
+    ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = Field(default={})
     """Layers that differ, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last wins."""
     attention: AttentionConfig = AttentionConfig()
     """Causal self-attention."""

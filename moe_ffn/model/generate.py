@@ -34,15 +34,23 @@ def generate(
     was_training = model.training
     model.eval()
     token_ids = prompt_ids
-    for _ in range(num_tokens):
-        window = token_ids[-model.max_seq_len :]
-        logits = model(window[None]).logits[0, -1].float()
-        if temperature == 0:
-            chosen = logits.argmax(keepdim=True)
-        else:
-            if top_k is not None and top_k < logits.numel():
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        token_ids = torch.cat([token_ids, chosen])
-    model.train(was_training)
+    try:
+        for _ in range(num_tokens):
+            window = token_ids[-model.max_seq_len :]
+            logits = model(window[None]).logits[0, -1].float()
+            chosen = _choose(logits, temperature, top_k, generator)
+            token_ids = torch.cat([token_ids, chosen])
+    finally:
+        model.train(was_training)
     return token_ids[len(prompt_ids) :]
+
+
+def _choose(
+    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """int64 (1,): the next token."""
+    if temperature == 0:
+        return logits_V.argmax(keepdim=True)
+    if top_k is not None and top_k < logits_V.numel():
+        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(top_k).values[-1], -torch.inf)
+    return torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)

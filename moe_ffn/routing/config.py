@@ -51,8 +51,8 @@ class TopKRouterConfig(RouterConfig, frozen=True):
     def _keep_the_router_gradient(self) -> TopKRouterConfig:
         if self.k == 1 and self.renormalize:
             raise ValueError(
-                "router.renormalize (true) with router.k (1) makes every weight a constant 1, so the "
-                "router would never learn; set renormalize: false or k >= 2"
+                "renormalize (true) with k (1) makes every weight a constant 1, so the router would "
+                "never learn; set renormalize: false or k >= 2"
             )
         return self
 

@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.optim import Optimizer
 
 from moe_ffn.metrics.routing import RoutingMetrics
 from moe_ffn.outputs import Routing
+from moe_ffn.training.loaders import FILLER
 from moe_ffn.training.module import LoadedBatch, TrainStepOutput
 
 
@@ -26,12 +29,14 @@ class RoutingByLayer:
     def __init__(self) -> None:
         self.layers: dict[int, RoutingMetrics] = {}
 
-    def update(self, routings: Mapping[int, Routing]) -> None:
+    def update(self, routings: Mapping[int, Routing], counted: bool = True) -> None:
+        """Add a batch; one that is not `counted` makes the metrics known, so that ranks can meet."""
         for layer, routing in routings.items():
             if layer not in self.layers:
                 metrics = RoutingMetrics(routing.num_experts)
                 self.layers[layer] = metrics.to(routing.logits_TE.device)
-            self.layers[layer].update(routing)
+            if counted:
+                self.layers[layer].update(routing)
 
     def compute(self) -> dict[int, dict[str, Tensor]]:
         """The values of each layer since the last reset, on every rank."""
@@ -74,6 +79,7 @@ class StepLogger(Callback):
         self._routing = RoutingByLayer()
         self._window = _Window()
         self._started_at = 0.0
+        self._learning_rate = 0.0
         self._last_row_step = 0
 
     @property
@@ -88,6 +94,12 @@ class StepLogger(Callback):
     ) -> None:
         self._started_at = time.perf_counter()
 
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        # By the end of the batch the schedule has moved on to the rate of the next step.
+        self._learning_rate = optimizer.param_groups[0]["lr"]
+
     def on_train_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         trainer: Trainer,
@@ -96,28 +108,42 @@ class StepLogger(Callback):
         batch: LoadedBatch,
         batch_idx: int,
     ) -> None:
-        self._window.add(outputs, tokens=batch["input_ids"].numel() * trainer.world_size)
+        tokens = batch["input_ids"].numel() * trainer.world_size
+        self._window.add(outputs, tokens)
         self._routing.update(outputs["routings"])
-        seconds = time.perf_counter() - self._started_at
-        self._window.seconds += seconds
-        self.total_seconds += seconds
-        self.total_tokens += batch["input_ids"].numel() * trainer.world_size
         due = (
             trainer.global_step % self.every_n_steps == 0
             or trainer.global_step == trainer.max_steps
         )
         # Between the batches of one accumulation window the step stands still.
-        if due and trainer.global_step > self._last_row_step:
-            self._last_row_step = trainer.global_step
-            self._write_row(trainer, pl_module)
+        due = due and trainer.global_step > self._last_row_step
+        # Reading the values waits for the device, so it belongs to the time that was worked.
+        row = self._values(trainer, pl_module) if due else None
+        seconds = time.perf_counter() - self._started_at
+        self._window.seconds += seconds
+        self.total_seconds += seconds
+        self.total_tokens += tokens
+        if row is not None:
+            self._write(row, trainer)
 
-    def _write_row(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        row = self._window.means()
-        row["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
-        row["train/gradient_norm"] = float(pl_module.gradient_norm)  # pyright: ignore[reportArgumentType]
-        row |= flatten_routing(self._routing.compute(), prefix="train/")
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step > self._last_row_step:  # stopped early, between two rows
+            self._write(self._values(trainer, pl_module), trainer)
+
+    def _values(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        return {
+            **self._window.means(trainer),
+            "train/learning_rate": self._learning_rate,
+            "train/gradient_norm": float(pl_module.gradient_norm),  # pyright: ignore[reportArgumentType]
+            **flatten_routing(self._routing.compute(), prefix="train/"),
+        }
+
+    def _write(self, row: dict[str, float], trainer: Trainer) -> None:
+        if self._window.seconds:
+            row["train/tokens_per_second"] = self._window.tokens / self._window.seconds
         log_row(trainer, row)
         self.last_row = row
+        self._last_row_step = trainer.global_step
         self._routing.reset()
         self._window = _Window()
 
@@ -133,22 +159,20 @@ class _Window:
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
-        values = {
-            "loss": losses.cross_entropy,
-            "objective": losses.total,
-            "load_balance": losses.load_balance,
-            "router_z": losses.router_z,
-        }
+        values = {"loss": losses.cross_entropy, "objective": losses.total}
+        if outputs["routings"]:
+            values |= {"load_balance": losses.load_balance, "router_z": losses.router_z}
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.num_batches += 1
         self.tokens += tokens
 
-    def means(self) -> dict[str, float]:
-        row = {f"train/{key}": float(value) / self.num_batches for key, value in self.sums.items()}
-        if self.seconds:
-            row["train/tokens_per_second"] = self.tokens / self.seconds
-        return row
+    def means(self, trainer: Trainer) -> dict[str, float]:
+        """Over the batches, and over the ranks, each of which saw an equal part of every batch."""
+        means = torch.stack(list(self.sums.values())) / self.num_batches
+        means = trainer.strategy.reduce(means, reduce_op="mean")
+        assert isinstance(means, Tensor)
+        return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
 
 class ValidationLogger(Callback):
@@ -175,7 +199,7 @@ class ValidationLogger(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._routing.update(outputs["routings"])
+        self._routing.update(outputs["routings"], counted=batch["index"] != FILLER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.routing = self._routing.compute()

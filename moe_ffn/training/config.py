@@ -58,7 +58,7 @@ class WSDConfig(ScheduleConfig, frozen=True):
 class OptimizerConfig(Config, frozen=True):
     """AdamW; no weight decay on norms, biases and embeddings."""
 
-    learning_rate: float = Field(default=4e-3, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
     """The full rate, before the schedule."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running mean and of the running square."""
@@ -108,7 +108,6 @@ LIGHTNING_ARGUMENTS = frozenset(
         "max_time",
         "num_nodes",
         "num_sanity_val_steps",
-        "overfit_batches",
         "profiler",
         "strategy",
         "sync_batchnorm",
@@ -122,7 +121,7 @@ class TrainerConfig(Config, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
-    max_steps: int = Field(default=600, ge=1)
+    max_steps: int = Field(default=450, ge=1)
     """Optimizer steps."""
     accumulate_grad_batches: int = Field(default=1, ge=1)
     """Batches whose gradients make up one optimizer step."""
@@ -132,7 +131,7 @@ class TrainerConfig(Config, frozen=True):
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(default=200, ge=1)
+    validate_every_n_steps: int = Field(default=150, ge=1)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""

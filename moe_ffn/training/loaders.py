@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
 from moe_ffn.training.module import LoadedBatch
+from moe_ffn.training.objective import IGNORED_TARGET
 
 
 class TrainLoader:
@@ -15,9 +19,7 @@ class TrainLoader:
     counter kept here would include the batch an interrupted run had fetched but not trained on.
     """
 
-    def __init__(
-        self, batches: TrainBatches, num_batches: int, start: Callable[[], int]
-    ) -> None:
+    def __init__(self, batches: TrainBatches, num_batches: int, start: Callable[[], int]) -> None:
         self.batches = batches
         self.num_batches = num_batches
         self.start = start
@@ -29,20 +31,43 @@ class TrainLoader:
         for index in range(self.start(), self.num_batches):
             yield _loaded(index, self.batches[index])
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: by having the two methods a loader tells Lightning that it can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load: `start` knows the position."""
+
+
+FILLER = -1
+"""The index of a batch that counts for nothing."""
+
 
 class ValidationLoader:
-    """The same fixed batches every time; with several ranks, each takes every W-th."""
+    """The same fixed batches every time; with several ranks, each takes every W-th.
+
+    Ranks wait for each other in every forward pass, so all take part in equally many: where the batches
+    run out, a rank gets the first one again as a filler, all its targets ignored.
+    """
 
     def __init__(self, batches: ValidationBatches, rank: int = 0, world_size: int = 1) -> None:
         self.batches = batches
-        self.indices = range(rank, len(batches), world_size)
+        self.indices = range(rank, -(-len(batches) // world_size) * world_size, world_size)
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for index in self.indices:
-            yield _loaded(index, self.batches[index])
+            if index < len(self.batches):
+                yield _loaded(index, self.batches[index])
+            else:
+                yield _filler(self.batches[0])
+
+
+def _filler(batch: Batch) -> LoadedBatch:
+    ignored = torch.full_like(batch.target_ids, IGNORED_TARGET)
+    return _loaded(FILLER, Batch(batch.input_ids, ignored))
 
 
 def _loaded(index: int, batch: Batch) -> LoadedBatch:

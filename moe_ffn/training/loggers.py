@@ -48,6 +48,9 @@ def wandb_logger(
         return None, "wandb: off, metrics are in metrics.csv"
     from lightning.pytorch.loggers import WandbLogger
 
+    # Charts run over optimizer steps; wandb's own step counts rows, and starts anew when offline.
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step")
     if mode == "online":
         return WandbLogger(experiment=run), f"wandb: online, {run.url}"
     folder = _relative(Path(run.dir).parent)

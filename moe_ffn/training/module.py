@@ -116,8 +116,13 @@ class LanguageModel(LightningModule):
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()
         self.validation_metrics.reset()
-        # Only for the checkpoint and early-stopping callbacks to read.
-        self.log_dict({f"validation/{name}": value for name, value in values.items()}, logger=False)
+        # Only for the checkpoint and early-stopping callbacks to read. The values are the same on every
+        # rank already, but Lightning warns where nobody says so.
+        self.log_dict(
+            {f"validation/{name}": value for name, value in values.items()},
+            logger=False,
+            sync_dist=True,
+        )
 
     def configure_gradient_clipping(
         self,
@@ -127,6 +132,8 @@ class LanguageModel(LightningModule):
     ) -> None:
         # The norm is wanted for the log, also where nothing is clipped.
         if gradient_clip_algorithm not in (None, "norm"):
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            self.gradient_norm = torch.nn.utils.get_total_norm(gradients).detach()
             return super().configure_gradient_clipping(
                 optimizer, gradient_clip_val, gradient_clip_algorithm
             )

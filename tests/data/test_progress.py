@@ -13,7 +13,7 @@ from moe_ffn.data.prepare import prepare
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
     for index in range(40):
-        (tmp_path / f"{index}.txt").write_text(f"{index}\n" * 50_000)
+        (tmp_path / f"{index}.txt").write_text(f"{index}\n" * 1_000)
     return DataConfig(
         corpus=TextConfig(paths=(str(tmp_path),)),
         tokenizer=BPEConfig(vocab_size=512),
@@ -25,7 +25,7 @@ def test_without_a_terminal_one_line_where_there_is_something_to_do(
     config: DataConfig, capfd: pytest.CaptureFixture[str]
 ):
     prepare(config)
-    assert capfd.readouterr() == ("", "data: preparing 5.5 MB of text\n")
+    assert capfd.readouterr() == ("", "data: preparing 0.1 MB of text\n")
     prepare(config)
     assert capfd.readouterr() == ("", "")
 
@@ -45,7 +45,7 @@ def test_a_bar_on_a_terminal(
     output, shown = capfd.readouterr()
     assert output == ""
     assert "encoding" in shown
-    assert "5.5 MB" in shown
+    assert "110.0 kB" in shown
 
 
 def test_a_function_is_told_each_stage_from_start_to_end(config: DataConfig):
@@ -57,5 +57,5 @@ def test_a_function_is_told_each_stage_from_start_to_end(config: DataConfig):
         done = [report[1] for report in reports if report[0] == stage]
         totals = {report[2] for report in reports if report[0] == stage}
         assert all(before < after for before, after in pairwise(done))
-        assert done[-1] == 40 * 50_000 * 3 - 10 * 50_000  # two digits and a line end, one for 0..9
+        assert done[-1] == 40 * 1_000 * 3 - 10 * 1_000  # two digits and a line end, one for 0..9
         assert totals == ({None} if stage == "reading" else {done[-1]})

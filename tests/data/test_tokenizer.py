@@ -82,6 +82,13 @@ def test_restored_as_another_kind():
         BPETokenizer.from_dict(BytesTokenizer().to_dict())
 
 
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_ids_are_as_wide_as_the_vocabulary_needs(vocab_size: int, dtype: type[np.unsignedinteger]):
+    tokenizer = BytesTokenizer()
+    Tokenizer.__init__(tokenizer, [b"x"] * vocab_size, end_of_document=0)
+    assert tokenizer.dtype == dtype
+
+
 class TestBytes:
     def test_ids_are_the_bytes(self):
         tokenizer = BytesTokenizer()

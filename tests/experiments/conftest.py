@@ -1,0 +1,116 @@
+"""A corpus of a few kilobytes, the smallest model, and the program run on them in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from experiments.command_line import exit_on_bad_input
+from experiments.train import main
+
+TINY = """
+model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
+data: {corpus: {type: text, paths: [%(corpus)s]}, seq_len: 16, batch_size: 4, validation_tokens: 160}
+run: {output_dir: runs}
+logging: {every_n_steps: 2, wandb: {mode: disabled}}
+trainer: {max_steps: 6, precision: 32-true, validate_every_n_steps: 4, accelerator: cpu}
+sample: {num_tokens: 8}
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of the program left behind; `folder` is that of its only run."""
+
+    code: int
+    stdout: str
+    stderr: str
+    args: list[str]
+    where: Path
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = (self.where / "runs").iterdir()
+        return folder
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """`metrics.csv`, without the cells that a row leaves empty."""
+        with (self.folder / "metrics.csv").open() as file:
+            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+    @property
+    def columns(self) -> set[str]:
+        return {name for row in self.rows for name in row}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n"]
+    for number in range(12):
+        picked = [words[(number * place + place * place // 3) % 5] for place in range(60)]
+        (folder / f"{number}.txt").write_text("".join(picked))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_yaml(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY % {"corpus": corpus})
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """`run_train(folder, "--seed", "1")` runs the program in `folder`, as a command line would."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(where: Path, *options: str) -> Result:
+        args = ["--config", str(tiny_yaml), "--data.cache_dir", str(cache), *options]
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            patch.chdir(where)
+            patch.setenv("COLUMNS", "200")
+            patch.setattr(sys, "argv", ["train.py", *args])
+            code = exit_on_bad_input(main)
+        return Result(code, stdout.getvalue(), stderr.getvalue(), args, where)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, most of all where tests share the cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _stay_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test writes to the home folder, to the checkout, or under somebody's wandb account."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC":
+            monkeypatch.delenv(name)
+    yield
+    assert not list(home.iterdir()), "a test wrote to the home folder"

@@ -1,0 +1,501 @@
+"""Every mistake is answered by exit code 2 and a line that names what to mend; nothing is written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.command_line import exit_on_bad_input
+from experiments.train import main
+
+ROOT = Path(__file__).parents[2]
+KNOWN_BLOCKS = "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe"
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"a folder"
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def refuse(
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """Run the program with a mistake; returns its one line without `error: `."""
+
+    def run(*argv: str, lines: int = 1) -> str:
+        before = tree(tmp_path)
+        args = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache"), *argv]
+        monkeypatch.setattr(sys, "argv", ["train.py", *args])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        errors = [line for line in printed.err.splitlines() if not line.startswith("data: ")]
+        assert code == 2
+        assert len(errors) == lines <= 3, printed.err
+        assert all(line.startswith("error: ") for line in errors), printed.err
+        assert "Traceback" not in printed.err + printed.out
+        assert printed.out == "", "a run was announced that does not happen"
+        assert tree(tmp_path) == before, "something was written"
+        return "\n".join(line.removeprefix("error: ") for line in errors)
+
+    return run
+
+
+REFUSED = {
+    # -- keys
+    "unknown section": (
+        "--modle.d_model 3",
+        "modle: unknown; did you mean 'model'?",
+    ),
+    "unknown option": (
+        "--model.dmodel 3",
+        "model.dmodel: unknown; did you mean 'd_model'?",
+    ),
+    "unknown option of the block": (
+        "--model.ffn.num_expert 3",
+        "model.ffn.num_expert: unknown; did you mean 'num_experts'?",
+    ),
+    "unknown option of the router": (
+        "--model.ffn.router.kk 3",
+        "model.ffn.router.kk: unknown; did you mean 'k'?",
+    ),
+    "unknown option like no other": (
+        "--model.ffn.router.zzz 3",
+        "model.ffn.router.zzz: unknown; known: type, k, renormalize",
+    ),
+    "option of another type": (
+        "--model.ffn.type dense --model.ffn.num_experts 4",
+        "model.ffn.num_experts: unknown; known: type, d_ff, activation, bias, dropout",
+    ),
+    "unknown option in ffn_at": (
+        "--model.ffn_at {0:&{type:&dense,&dff:&3}}",
+        "model.ffn_at.0.dff: unknown; did you mean 'd_ff'?",
+    ),
+    "misspelt Lightning argument": (
+        "--trainer.limit_val_batch 1",
+        "trainer.limit_val_batch: unknown; did you mean 'limit_val_batches'?",
+    ),
+    "Lightning argument that would do nothing": (
+        "--trainer.overfit_batches 2",
+        re.compile(r"trainer\.overfit_batches: unknown"),
+    ),
+    # -- types
+    "unknown block": (
+        "--model.ffn.type swiglo",
+        f"model.ffn.type: unknown 'swiglo'; did you mean 'swiglu'?; known: {KNOWN_BLOCKS}",
+    ),
+    "unknown block, in short": (
+        "--model.ffn nothing",
+        f"model.ffn.type: unknown 'nothing'; known: {KNOWN_BLOCKS}",
+    ),
+    "module that does not exist": (
+        "--model.ffn.type no_such_module:Block",
+        "model.ffn.type: importing 'no_such_module' failed: ModuleNotFoundError: "
+        "No module named 'no_such_module'",
+    ),
+    "file that does not exist": (
+        "--model.ffn.type nowhere/block.py:Block",
+        re.compile(r"model\.ffn\.type: .*'?nowhere/block\.py'? .*No such file"),
+    ),
+    "class that does not exist": (
+        "--model.ffn.type moe_ffn.ffn.config:MoEConfg",
+        "model.ffn.type: 'moe_ffn.ffn.config' has no 'MoEConfg'; did you mean 'MoEConfig'?",
+    ),
+    "class of another family": (
+        "--model.ffn.type moe_ffn.routing.config:TopKRouterConfig",
+        "model.ffn.type: 'moe_ffn.routing.config:TopKRouterConfig' must be a subclass of FFNConfig, "
+        "got <class 'moe_ffn.routing.config.TopKRouterConfig'>",
+    ),
+    # -- values
+    "text for a number": (
+        "--model.d_model wide",
+        "model.d_model: must be a whole number, got 'wide'",
+    ),
+    "number in quotes": (
+        "--seed '3'",
+        "seed: must be a whole number, got '3'",
+    ),
+    "true for a number": (
+        "--model.num_layers true",
+        "model.num_layers: must be a whole number, got True",
+    ),
+    "fraction for a whole number": (
+        "--trainer.max_steps 1.5",
+        "trainer.max_steps: must be a whole number, got 1.5",
+    ),
+    "number for true or false": (
+        "--model.tie_embeddings 1",
+        "model.tie_embeddings: must be true or false, got 1",
+    ),
+    "not a number": (
+        "--optimizer.learning_rate .nan",
+        "optimizer.learning_rate: must be a finite number, got nan",
+    ),
+    "null for a number": (
+        "--seed null",
+        "seed: must be a whole number, got None",
+    ),
+    "value for a section": (
+        "--model 3",
+        "model: must be a mapping of options, got 3",
+    ),
+    "name for a section": (
+        "--model.attention four",
+        "model.attention: must be a mapping of options, got 'four'",
+    ),
+    "number for text": (
+        "--run.name 12",
+        "run.name: must be text (in YAML, put quotes around it), got 12",
+    ),
+    "too small": (
+        "--trainer.max_steps 0",
+        "trainer.max_steps: must be at least 1, got 0",
+    ),
+    "too large": (
+        "--model.dropout 1",
+        "model.dropout: must be less than 1.0, got 1",
+    ),
+    "none of the choices": (
+        "--trainer.precision bf16",
+        "trainer.precision: must be one of 'auto', '64-true', '32-true', 'bf16-mixed', 'bf16-true' "
+        "or '16-mixed', got 'bf16'",
+    ),
+    "beta out of range": (
+        "--optimizer.betas [0.9,1.0]",
+        "optimizer: betas must lie in [0, 1), got [0.9, 1.0]",
+    ),
+    "path as a run name": (
+        "--run.name a/b",
+        "run.name: must be the name of one folder, up to 200 characters, got 'a/b'",
+    ),
+    "parent as a run name": (
+        "--run.name ..",
+        "run.name: must be the name of one folder, up to 200 characters, got '..'",
+    ),
+    "control character in a run name": (
+        r'--run.name "a\0b"',
+        r"run.name: must be the name of one folder, up to 200 characters, got 'a\x00b'",
+    ),
+    # -- combinations
+    "k above num_experts": (
+        "--model.ffn.num_experts 4 --model.ffn.router.k 5",
+        "model.ffn: router.k (5) must not exceed num_experts (4); lower router.k or raise num_experts",
+    ),
+    "router that would not learn": (
+        "--model.ffn.router.k 1 --model.ffn.router.renormalize true",
+        "model.ffn.router: renormalize (true) with k (1) makes every weight a constant 1, so the "
+        "router would never learn; set renormalize: false or k >= 2",
+    ),
+    "heads that do not divide": (
+        "--model.attention.num_heads 3",
+        "model: attention.num_heads (3) must divide d_model (16)",
+    ),
+    "key-value heads that do not divide": (
+        "--model.attention.num_heads 4 --model.attention.num_kv_heads 3",
+        "model.attention: num_kv_heads (3) must divide num_heads (4)",
+    ),
+    "block that looks ahead": (
+        "--model.ffn {type:&conv,&causal:&false}",
+        "model: the 'conv' block of layer 0 lets later tokens change earlier outputs, which a causal "
+        "decoder refuses; for 'conv' set causal: true",
+    ),
+    "layer that is not there": (
+        "--model.ffn_at {5:&dense}",
+        "model: ffn_at '5' names none of the 2 layers (0 to 1)",
+    ),
+    "layer that is no slice": (
+        "--model.ffn_at {first:&dense}",
+        "model: ffn_at 'first' must be a layer or a Python slice, such as '0' or '1::2'",
+    ),
+    # -- the command line itself
+    "stray word": (
+        "--seed 1 swiglu",
+        "'swiglu': expected an option such as --model.ffn.type swiglu",
+    ),
+    "one dash": (
+        "-seed 1",
+        "'-seed': expected an option such as --model.ffn.type swiglu",
+    ),
+    "no value at the end": (
+        "--seed",
+        "--seed: needs a value, as in --seed VALUE",
+    ),
+    "no value before another option": (
+        "--run.name --seed 3",
+        "--run.name: needs a value, as in --run.name VALUE",
+    ),
+    "no file after --config": (
+        "--config",
+        "argument --config: expected at least one argument",
+    ),
+    "value that is no YAML": (
+        "--optimizer.betas [0.9,",
+        re.compile(r"--optimizer\.betas: is not valid YAML \(line 1\): .+"),
+    ),
+    "date that does not exist": (
+        "--run.name 2024-13-45",
+        "--run.name: is not valid YAML: month must be in 1..12",
+    ),
+    # -- Lightning
+    "accelerator that does not exist": (
+        "--trainer.accelerator abacus",
+        re.compile(
+            r"trainer: lightning\.Trainer refuses accelerator: abacus: .*Available names are: .*cpu"
+        ),
+    ),
+    "wrong type for Lightning": (
+        "--trainer.limit_val_batches few",
+        re.compile(r"trainer: lightning\.Trainer refuses .*limit_val_batches: few: .+"),
+    ),
+    "no validation at all": (
+        "--trainer.limit_val_batches 0",
+        "trainer.limit_val_batches (0): a run always ends with a validation; to have only that one, "
+        "set trainer.validate_every_n_steps to trainer.max_steps",
+    ),
+    "ranks that do not divide the batch": (
+        "--trainer.devices 3",
+        "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
+        "all ranks together",
+    ),
+    # -- data
+    "text that does not exist": (
+        "--data.corpus.paths [no/such.txt]",
+        re.compile(r"data\.corpus\.paths: 'no/such\.txt' does not exist .*; check the spelling"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("typed", "answer"), REFUSED.values(), ids=REFUSED)
+def test_mistake(refuse: Callable[..., str], typed: str, answer: str | re.Pattern[str]) -> None:
+    said = refuse(*(word.replace("&", " ") for word in typed.split()))
+
+    if isinstance(answer, str):
+        assert said == answer
+    else:
+        assert answer.match(said), said
+
+
+def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
+    said = refuse("--seed", "x", "--model.d_modl", "3", "--sample.top_k", "0", lines=3)
+
+    assert said.splitlines() == [
+        "seed: must be a whole number, got 'x'",
+        "model.d_modl: unknown; did you mean 'd_model'?",
+        "sample.top_k: must be at least 1, got 0",
+    ]
+
+
+# -- config files
+
+FILES = {
+    "not YAML": ("model: [1", r"is not valid YAML \(line 1\): .+"),
+    "tab": ("model:\n\td_model: 3", r"is not valid YAML \(line 2\): .+"),
+    "a list": ("- 1\n- 2", r"must hold a YAML mapping, got list$"),
+    "a word": ("moe", r"must hold a YAML mapping, got str$"),
+    "a key twice": ("seed: 1\nseed: 2", r"is not valid YAML \(line 2\): 'seed' is given twice$"),
+    "a key twice, deep": (
+        "model:\n  ffn:\n    type: moe\n    type: glu",
+        r"is not valid YAML \(line 4\): 'type' is given twice$",
+    ),
+    "a list as a key": ("? [1, 2]\n: 3", r"is not valid YAML.*: .+"),
+    "a Python object": ("seed: !!python/object:os.system {}", r"is not valid YAML \(line 1\): .+"),
+    "two documents": ("seed: 1\n---\nseed: 2", r"is not valid YAML \(line \d\): .+"),
+    "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
+    "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
+    "binary": (bytes(range(32)), r"is not valid YAML: .+"),
+}
+
+
+@pytest.mark.parametrize(("content", "answer"), FILES.values(), ids=FILES)
+def test_bad_config_file(
+    refuse: Callable[..., str], tmp_path: Path, content: str | bytes, answer: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    said = refuse("--config", str(path))
+
+    assert re.match(re.escape(f"--config {path}: ") + answer, said), said
+
+
+def test_config_file_with_an_unknown_key(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  ffn: {num_expert: 4}\n")
+
+    said = refuse("--config", "mine.yaml")
+
+    assert said == "model.ffn.num_expert: unknown; did you mean 'num_experts'?"
+
+
+def test_config_file_with_a_number_as_a_key(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("1: 2\n")
+
+    assert refuse("--config", "mine.yaml").startswith("1: unknown; known: seed, run, ")
+
+
+def test_config_file_that_is_missing_or_a_folder(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+
+    assert refuse("--config", "no.yaml") == "--config no.yaml: No such file or directory"
+    assert refuse("--config", "folder") == "--config folder: Is a directory"
+
+
+# -- a class of one's own
+
+OWN = {
+    "raises": ("1 / 0", "importing '{path}' failed: ZeroDivisionError: division by zero"),
+    "lacks a package": (
+        "import no_such_package",
+        "importing '{path}' failed: ModuleNotFoundError: No module named 'no_such_package'",
+    ),
+    "does not define the class": ("Blok = 3", "'{path}' has no 'Block'; did you mean 'Blok'?"),
+    "is no config": ("Block = dict", "'{path}:Block' must be a subclass of FFNConfig, got <class 'dict'>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "answer"), OWN.values(), ids=OWN)
+def test_own_class(refuse: Callable[..., str], tmp_path: Path, source: str, answer: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(source)
+
+    said = refuse("--model.ffn.type", f"{path}:Block")
+
+    assert said == "model.ffn.type: " + answer.format(path=path)
+
+
+# -- data
+
+
+def test_empty_text_file(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+
+    said = refuse("--data.corpus.paths", "empty.txt")
+
+    assert said == "data.corpus.paths: 'empty.txt' is empty; give a file with text in it"
+
+
+def test_text_file_that_is_not_text(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
+
+    said = refuse("--data.corpus.paths", "picture.png")
+
+    assert said == (
+        "data.corpus.paths: 'picture.png' is not UTF-8 text; convert it to UTF-8 or leave it out"
+    )
+
+
+def test_sequence_longer_than_the_corpus(run_train: Callable[..., Any], tmp_path: Path) -> None:
+    # Only the encoded text has a length, so the cache may exist afterwards; no run does.
+    result = run_train(tmp_path, "--data.seq_len", "100000")
+
+    said = [line for line in result.stderr.splitlines() if not line.startswith("data: ")]
+    assert (result.code, result.stdout, len(said)) == (2, "", 1)
+    assert re.fullmatch(
+        r"error: data\.seq_len \(100000\) must be shorter than the train split \(\d+ tokens\): lower "
+        r"data\.seq_len, give more text, or move data\.validation_percent between the splits",
+        said[0],
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+# -- where a run is written
+
+
+def test_a_file_in_the_place_of_the_output_folder(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+
+    assert refuse("--run.output_dir", "file") == "run.output_dir: 'file' is a file, not a folder"
+    assert (
+        refuse("--run.output_dir", "file/a/b") == "run.output_dir: 'file' is a file, not a folder"
+    )
+
+
+def test_an_output_folder_that_not_even_root_can_make(refuse: Callable[..., str]) -> None:
+    assert refuse("--run.output_dir", "/proc/moe_ffn/runs") == (
+        "run.output_dir: '/proc/moe_ffn/runs' cannot be written (No such file or directory); choose "
+        "another with --run.output_dir"
+    )
+
+
+def test_the_home_of_somebody_who_does_not_exist(refuse: Callable[..., str]) -> None:
+    said = refuse("--run.output_dir", "~nobody-of-this-name/runs")
+
+    assert said.startswith("run.output_dir: '~nobody-of-this-name/runs': ")
+
+
+@pytest.mark.parametrize("content", ["a finished run", None], ids=["with files", "empty"])
+def test_an_existing_run_is_never_overwritten(
+    refuse: Callable[..., str], tmp_path: Path, content: str | None
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    if content is not None:
+        (folder / "metrics.csv").write_text(content)
+
+    assert refuse("--run.name", "mine") == (
+        "run.name: 'runs/mine' exists and is never overwritten; choose another name or remove it"
+    )
+
+
+def test_an_existing_file_of_the_run_s_name_is_never_overwritten(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").write_text("a file")
+
+    assert refuse("--run.name", "mine").startswith("run.name: 'runs/mine' exists")
+
+
+# -- through a real process
+
+
+@pytest.mark.parametrize(
+    ("argv", "answer"),
+    [
+        (["--model.ffn.num_expert", "4"], "model.ffn.num_expert: unknown; did you mean 'num_experts'?"),
+        (["--config", "no.yaml"], "--config no.yaml: No such file or directory"),
+        (["--model.ffn.router.k", "9"], "model.ffn: router.k (9) must not exceed num_experts (8); "
+         "lower router.k or raise num_experts"),
+    ],
+    ids=["unknown key", "missing file", "impossible combination"],
+)  # fmt: skip
+def test_process_answers_within_a_second_and_without_torch(
+    argv: list[str], answer: str, tmp_path: Path
+) -> None:
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", *argv],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    after = os.times()
+
+    lines = done.stderr.splitlines()
+    imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, said) == (2, "", [f"error: {answer}"])
+    # Seconds of work, not of waiting: the machine may be busy with something else.
+    worked = after.children_user + after.children_system
+    assert worked - before.children_user - before.children_system < 1
+    assert "pydantic" in imported
+    assert not imported & {"torch", "lightning", "wandb", "numpy"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "home"]

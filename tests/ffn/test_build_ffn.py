@@ -1,0 +1,281 @@
+"""build_ffn: a block from a mapping, a name, a config or a class of one's own; and its refusals."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn import ConfigError, FFNConfig, build_ffn
+from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.ffn.moe import MoEFFN
+
+OWN_FFN = """
+from torch import Tensor, nn
+
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput
+
+
+class ScaleConfig(FFNConfig, frozen=True):
+    factor: float = 2.0
+
+    def build(self, d_model: int) -> FFNBlock:
+        return Scale(self.factor)
+
+    def num_params(self, d_model: int) -> int:
+        return 0
+
+    def flops_per_token(self, d_model: int) -> int:
+        return 0
+
+
+class Scale(FFNBlock):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor, context=None) -> FFNOutput:
+        return FFNOutput(self.factor * x)
+
+
+class Unfinished(FFNConfig, frozen=True):
+    def num_params(self, d_model: int) -> int:
+        return 0
+
+
+class NotAConfig:
+    pass
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    path = tmp_path / "own_blocks.py"
+    path.write_text(OWN_FFN)
+    return path
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["dense", {"type": "dense"}, DenseConfig(), {"type": "dense", "d_ff": 32}],
+    ids=["name", "mapping", "config", "with_options"],
+)
+def test_the_ways_to_name_a_block(config: Any) -> None:
+    ffn = build_ffn(config, d_model=8)
+    assert sum(parameter.numel() for parameter in ffn.parameters()) == 2 * 8 * 32
+
+
+def test_nested_options_reach_their_parts() -> None:
+    config = {
+        "type": "moe",
+        "num_experts": 3,
+        "router": {"type": "top_k", "k": 1},
+        "experts": {"type": "mlp", "d_ff": 5},
+        "capacity": {"factor": 1.25},
+        "shared_expert": "swiglu",
+    }
+    ffn = build_ffn(config, d_model=8)
+    assert isinstance(ffn, MoEFFN)
+    assert ffn.get_parameter("experts.up").shape == (3, 5, 8)
+    assert ffn.capacity.factor == 1.25
+    assert ffn(torch.zeros(2, 8)).routing is not None
+
+
+# ---------------------------------------------------------------------------- a class of one's own
+
+
+def test_own_class_by_path(own_file: Path) -> None:
+    ffn = build_ffn({"type": f"{own_file}:ScaleConfig", "factor": 3.0}, d_model=8)
+    assert ffn(torch.ones(2, 8)).hidden.tolist() == [[3.0] * 8] * 2
+    assert build_ffn(f"{own_file}:ScaleConfig", d_model=8)(torch.ones(8)).hidden.sum() == 16
+
+
+def test_own_class_by_module(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(own_file.parent)
+    try:
+        ffn = build_ffn({"type": "own_blocks:ScaleConfig"}, d_model=8)
+        assert ffn(torch.ones(8)).hidden.sum() == 16
+    finally:
+        sys.modules.pop("own_blocks", None)
+
+
+def test_own_class_as_a_shared_expert(own_file: Path) -> None:
+    own = {"type": f"{own_file}:ScaleConfig", "factor": 0.0}
+    ffn = build_ffn({"type": "moe", "shared_expert": own}, d_model=8)
+    assert ffn(torch.ones(2, 8)).hidden.shape == (2, 8)
+
+
+def test_own_class_goes_to_a_dict_and_back(own_file: Path) -> None:
+    config = FFNConfig.model_validate({"type": f"{own_file}:ScaleConfig", "factor": 3.0})
+    plain = config.to_dict()
+    assert plain == {"type": f"{own_file}:ScaleConfig", "factor": 3.0}
+    assert FFNConfig.model_validate(plain) == config
+
+
+def test_own_options_are_checked_too(own_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^facter: unknown; did you mean 'factor'\?$"):
+        build_ffn({"type": f"{own_file}:ScaleConfig", "facter": 3.0}, d_model=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ScaleConfg", "has no 'ScaleConfg'; did you mean 'ScaleConfig'?"),
+        ("NotAConfig", "must be a subclass of FFNConfig, got <class"),
+        ("Unfinished", ":Unfinished' must define build, flops_per_token"),
+    ],
+)
+def test_own_class_that_cannot_serve(own_file: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_ffn(f"{own_file}:{name}", d_model=8)
+
+
+def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(
+        ConfigError, match=r"^type: importing '.*broken\.py' failed: ZeroDivisionError"
+    ):
+        build_ffn(f"{path}:ScaleConfig", d_model=8)
+    path.write_text(textwrap.dedent(OWN_FFN) + "# longer, so that no cached bytecode is taken\n")
+    assert build_ffn(f"{path}:ScaleConfig", d_model=8)(torch.ones(8)).hidden.sum() == 16
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("missing.py:C", "type: importing 'missing.py' failed: FileNotFoundError"),
+        ("no_such_module:C", "type: importing 'no_such_module' failed: ModuleNotFoundError"),
+        ("math:pi", "type: 'math:pi' must be a subclass of FFNConfig, got 3.14"),
+        ("math:tau_config", "type: 'math' has no 'tau_config'"),
+        (":C", "type: importing '' failed: ValueError: Empty module name"),
+        ("moe_ffn.ffn.config:FFNConfig", "must define build, flops_per_token, num_params"),
+        (
+            "moe_ffn.routing.config:TopKRouterConfig",
+            "must be a subclass of FFNConfig, got <class 'moe_ffn.routing.config.TopKRouterConfig'>",
+        ),
+    ],
+)
+def test_import_paths_that_lead_nowhere(tag: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_ffn(tag, d_model=8)
+
+
+# --------------------------------------------------------------------------------- refusals
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "unknown_type": ("swigl", "type: unknown 'swigl'; did you mean 'swiglu'?; known: identity, "),
+    "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: identity, dense, "),
+    "missing_type": ({"d_ff": 8}, "type: missing; one of: identity, dense, "),
+    "type_is_a_number": ({"type": 3}, "type: unknown '3'; known: "),
+    "type_is_a_list": ({"type": ["moe"]}, "type: unknown '['moe']'; did you mean 'moe'?; known: "),
+    "unknown_key": (
+        {"type": "moe", "num_expert": 4},
+        "num_expert: unknown; did you mean 'num_experts'?",
+    ),
+    "unknown_key_far_off": (
+        {"type": "identity", "size": 4},
+        "size: unknown; known: type",
+    ),
+    "unknown_key_below": (
+        {"type": "moe", "experts": {"type": "swiglu", "dff": 3}},
+        "experts.dff: unknown; did you mean 'd_ff'?",
+    ),
+    "unknown_type_below": (
+        {"type": "moe", "experts": "mlpp"},
+        "experts.type: unknown 'mlpp'; did you mean 'mlp'?; known: mlp, swiglu",
+    ),
+    "not_a_mapping": (3, "must be a mapping of options, got 3"),
+    "nothing": (None, "must be a mapping of options, got None"),
+    "part_is_a_number": (
+        {"type": "moe", "capacity": 1.25},
+        "capacity: must be a mapping of options, got 1.25",
+    ),
+    "k_above_num_experts": (
+        {"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 9}},
+        "router.k (9) must not exceed num_experts (8); lower router.k or raise num_experts",
+    ),
+    "one_expert_with_the_default_k": (
+        {"type": "moe", "num_experts": 1},
+        "router.k (2) must not exceed num_experts (1)",
+    ),
+    "renormalized_k1": (
+        {"type": "moe", "router": {"type": "top_k", "k": 1, "renormalize": True}},
+        "router: renormalize (true) with k (1) makes every weight a constant 1",
+    ),
+    "sparse_shared_expert": (
+        {"type": "moe", "shared_expert": "moe"},
+        "shared_expert.type ('moe') must not be a sparse block: every token passes through",
+    ),
+    "no_experts": ({"type": "moe", "num_experts": 0}, "num_experts: must be at least 1, got 0"),
+    "d_ff_0": ({"type": "dense", "d_ff": 0}, "d_ff: must be at least 1, got 0"),
+    "d_ff_negative": ({"type": "swiglu", "d_ff": -8}, "d_ff: must be at least 1, got -8"),
+    "d_ff_not_whole": ({"type": "conv", "d_ff": 8.0}, "d_ff: must be a whole number, got 8.0"),
+    "expert_d_ff_0": (
+        {"type": "moe", "experts": {"type": "mlp", "d_ff": 0}},
+        "experts.d_ff: must be at least 1, got 0",
+    ),
+    "kernel_size_0": ({"type": "conv", "kernel_size": 0}, "kernel_size: must be at least 1, got 0"),
+    "multiple_of_0": (
+        {"type": "swiglu", "multiple_of": 0},
+        "multiple_of: must be at least 1, got 0",
+    ),
+    "capacity_0": (
+        {"type": "moe", "capacity": {"factor": 0.0}},
+        "capacity.factor: must be greater than 0.0, got 0.0",
+    ),
+    "eval_capacity_negative": (
+        {"type": "moe", "capacity": {"eval_factor": -1.0}},
+        "capacity.eval_factor: must be greater than 0.0, got -1.0",
+    ),
+    "capacity_nan": (
+        {"type": "moe", "capacity": {"factor": float("nan")}},
+        "capacity.factor: must be a finite number, got nan",
+    ),
+    "dropout_1": ({"type": "dense", "dropout": 1.0}, "dropout: must be less than 1.0, got 1.0"),
+    "dropout_negative": (
+        {"type": "dense", "dropout": -0.1},
+        "dropout: must be at least 0.0, got -0.1",
+    ),
+    "activation": (
+        {"type": "dense", "activation": "gelo"},
+        "activation: must be one of 'relu', 'gelu', 'silu', 'relu_squared', 'sigmoid' or 'identity', "
+        "got 'gelo'",
+    ),
+    "backend": (
+        {"type": "moe", "experts": {"type": "mlp", "backend": "triton"}},
+        "experts.backend: must be one of 'auto', 'loop' or 'grouped_mm', got 'triton'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(message)) as caught:
+        build_ffn(config, d_model=8)
+    assert "\n" not in str(caught.value)  # one mistake, one line
+
+
+@pytest.mark.parametrize("d_model", [0, -1])
+def test_d_model_must_be_positive(d_model: int) -> None:
+    with pytest.raises(ConfigError, match=f"d_model must be at least 1, got {d_model}"):
+        build_ffn("dense", d_model=d_model)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    config = {"type": "moe", "num_experts": 0, "experts": {"type": "mlp", "dff": 3}, "kk": 1}
+    with pytest.raises(ConfigError) as caught:
+        build_ffn({**config}, d_model=8)
+    assert str(caught.value).startswith("kk: unknown; known: type, num_experts")
+    del config["kk"]
+    with pytest.raises(ConfigError) as caught:
+        build_ffn(config, d_model=8)
+    assert str(caught.value).splitlines() == [
+        "num_experts: must be at least 1, got 0",
+        "experts.dff: unknown; did you mean 'd_ff'?",
+    ]

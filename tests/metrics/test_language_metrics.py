@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_ffn.metrics.language import LanguageMetrics
+
+
+def test_loss_and_bits_per_byte() -> None:
+    # Tokens of 1, 2, 2, 1 nats: 1.5 nats each. They stand for 3, 1, 0 and 4 bytes of text:
+    # 6 nats / ln 2 = 8.65617 bits over 8 bytes.
+    metrics = LanguageMetrics()
+    metrics.update(torch.tensor([1.0, 2.0, 2.0, 1.0]), torch.tensor([3, 1, 0, 4]))
+    values = metrics.compute()
+    assert values["loss"].item() == pytest.approx(1.5)
+    assert values["bits_per_byte"].item() == pytest.approx(1.0820213, abs=1e-6)
+
+
+def test_a_uniform_byte_model_costs_eight_bits() -> None:
+    metrics = LanguageMetrics()
+    metrics.update(torch.full((2, 3), math.log(256)), torch.ones(2, 3, dtype=torch.int64))
+    assert metrics.compute()["bits_per_byte"].item() == pytest.approx(8, abs=1e-6)
+
+
+def test_batches_count_by_their_tokens() -> None:
+    # (1 * 3 + 5 * 1) / 4 tokens; the mean of the batches' means would be 3.
+    metrics = LanguageMetrics()
+    metrics.update(torch.ones(3), torch.ones(3))
+    metrics.update(torch.full((1,), 5.0), torch.ones(1))
+    assert metrics.compute()["loss"].item() == 2
+
+
+def test_a_long_validation_keeps_its_digits() -> None:
+    # 2^25 + 1 added in float32 would be 2^25.
+    metrics = LanguageMetrics()
+    metrics.update(torch.tensor([2.0**25]), torch.tensor([1]))
+    metrics.update(torch.tensor([1.0]), torch.tensor([1]))
+    assert metrics.nats.item() == 2**25 + 1
+
+
+def test_bfloat16_nats_are_added_in_full() -> None:
+    # In bfloat16 a sum of ones stops growing at 256.
+    metrics = LanguageMetrics()
+    metrics.update(torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000))
+    assert metrics.compute()["loss"].item() == 1

@@ -1,0 +1,121 @@
+"""Attention against a triple loop, its masks and its shared heads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.model.attention import CausalSelfAttention, causal_mask
+from moe_ffn.model.config import AttentionConfig, RotaryConfig
+from moe_ffn.model.positions import Positions
+
+D_MODEL = 16
+
+
+def attention(seed: int = 0, **config: int | bool | float) -> CausalSelfAttention:
+    torch.manual_seed(seed)
+    return CausalSelfAttention(AttentionConfig.model_validate(config), D_MODEL).double()
+
+
+def tokens(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+def naive(
+    module: CausalSelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positions
+) -> Tensor:
+    """Head by head, token by token: a weighted mean of what each token may see."""
+    length, head_dim = len(x_SD), D_MODEL // module.num_heads
+
+    def heads(projected_SD: Tensor) -> Tensor:
+        return projected_SD.view(length, -1, head_dim).transpose(0, 1)
+
+    query = positions.rotate(heads(module.query(x_SD))[None])[0]
+    key = positions.rotate(heads(module.key(x_SD))[None])[0]
+    value = heads(module.value(x_SD))
+    group = module.num_heads // module.num_kv_heads
+    mixed = torch.zeros(length, module.num_heads, head_dim, dtype=x_SD.dtype)
+    for h in range(module.num_heads):
+        for s in range(length):
+            seen = [t for t in range(s + 1) if mask_S[t] or t == s]
+            scores = [query[h, s] @ key[h // group, t] / math.sqrt(head_dim) for t in seen]
+            weights = torch.stack(scores).softmax(0)
+            for weight, t in zip(weights, seen, strict=True):
+                mixed[s, h] += weight * value[h // group, t]
+    return module.output(mixed.flatten(1))
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rope"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_attention_equals_the_loops(num_kv_heads: int, bias: bool, rotated: bool) -> None:
+    module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
+    positions = RotaryConfig().build(D_MODEL, 4, 8) if rotated else Positions()
+    x = tokens(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    wanted = torch.stack([naive(module, x_SD, mask[0], positions) for x_SD in x])
+    # float64, apart from the float32 tables, which both use
+    torch.testing.assert_close(module(x, positions, None), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
+    mask[0, 4:] = False
+    mask[1, :2] = False
+    wanted = torch.stack([naive(module, *pair, positions) for pair in zip(x, mask, strict=True)])
+    torch.testing.assert_close(module(x, positions, mask), wanted, rtol=0, atol=1e-12)
+
+
+def test_grouped_heads_equal_full_attention_with_repeated_heads() -> None:
+    grouped, full = attention(num_heads=4, num_kv_heads=2), attention(1, num_heads=4)
+    with torch.no_grad():
+        for name in ("query", "output"):
+            getattr(full, name).weight.copy_(getattr(grouped, name).weight)
+        for name in ("key", "value"):
+            heads = getattr(grouped, name).weight.view(2, 4, D_MODEL)  # 2 heads of width 4
+            getattr(full, name).weight.copy_(heads.repeat_interleave(2, dim=0).flatten(0, 1))
+    x = tokens(2, 6)
+    torch.testing.assert_close(
+        grouped(x, Positions(), None), full(x, Positions(), None), rtol=0, atol=1e-12
+    )
+
+
+def test_causal_mask_by_hand() -> None:
+    # Token 1 is padding: nobody else sees it.
+    mask = causal_mask(torch.tensor([[True, False, True]]))
+    assert mask.shape == (1, 1, 3, 3)
+    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+
+
+def test_padding_only_is_finite() -> None:
+    module = attention(num_heads=2)
+    x = tokens(1, 4).requires_grad_()
+    output = module(x, Positions(), torch.zeros(1, 4, dtype=torch.bool))
+    output.sum().backward()
+    assert output.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_dropout_is_for_training_only() -> None:
+    module = attention(num_heads=2, dropout=0.5)
+    x = tokens(1, 6)
+    torch.manual_seed(2)
+    assert not torch.equal(module(x, Positions(), None), module(x, Positions(), None))
+    module.eval()
+    without = attention(num_heads=2)
+    assert torch.equal(module(x, Positions(), None), without(x, Positions(), None))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_num_params(num_kv_heads: int, bias: bool) -> None:
+    config = AttentionConfig(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
+    module = CausalSelfAttention(config, D_MODEL)
+    assert config.num_params(D_MODEL) == sum(p.numel() for p in module.parameters())
+
+
+def test_heads_must_divide() -> None:
+    with pytest.raises(ValueError, match=r"num_kv_heads \(3\) must divide num_heads \(4\)"):
+        AttentionConfig(num_heads=4, num_kv_heads=3)

@@ -1,0 +1,376 @@
+"""The whole decoder: causal for every block, blind to padding, and as large as its config says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ffn import Decoder, DecoderConfig, DecoderOutput, FFNConfig, TokenContext
+from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.model.config import NormConfig, PositionsConfig
+from moe_ffn.outputs import Routing
+
+VOCAB, MAX_LEN = 11, 12
+
+FFNS: dict[str, Any] = {
+    **{member: member for member in FFNConfig.members},
+    "moe-capacity": {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.75}},
+    "moe-shared_conv": {"type": "moe", "num_experts": 4, "shared_expert": "conv"},
+}
+
+
+def build(seed: int = 0, **config: Any) -> Decoder:
+    torch.manual_seed(seed)
+    small = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
+    parsed = DecoderConfig.model_validate({**small, **config})
+    return parsed.build(vocab_size=VOCAB, max_seq_len=MAX_LEN)
+
+
+def some_ids(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -------------------------------------------------------------------------------- the properties
+
+
+@pytest.mark.parametrize("positions", PositionsConfig.members)
+@pytest.mark.parametrize("ffn", FFNS.values(), ids=FFNS)
+def test_later_tokens_change_no_earlier_logits(ffn: Any, positions: str) -> None:
+    model = build(ffn=ffn, positions=positions, num_layers=3).double().train()
+    ids = some_ids(3, 10)
+    before = model(ids).logits
+    for position in (1, 5, 9):
+        altered = ids.clone()
+        altered[:, position:] = (ids[:, position:] + 1) % VOCAB
+        after = model(altered).logits
+        # float64: only the rounding of products of other shapes may differ.
+        torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-12)
+        assert (after[:, position:] - before[:, position:]).abs().amin(-1).max() > 0
+
+
+@pytest.mark.parametrize("ffn", FFNS.values(), ids=FFNS)
+def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
+    model = build(ffn=ffn).double().eval()
+    ids = some_ids(1, 8)
+    altered = ids.clone()
+    altered[:, 2] = (ids[:, 2] + 1) % VOCAB
+    changed = (model(altered).logits - model(ids).logits).abs().amax(-1)[0]
+    assert (changed[:2] < 1e-12).all()
+    assert (changed[2:] > 1e-9).all()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("positions", PositionsConfig.members)
+@pytest.mark.parametrize("ffn", FFNS.values(), ids=FFNS)
+def test_right_padding_changes_nothing_for_real_tokens(
+    ffn: Any, positions: str, training: bool
+) -> None:
+    model = build(ffn=ffn, positions=positions).double().train(training)
+    ids = some_ids(2, 6)
+    real = model(ids).logits
+    for seed in (2, 3):  # whatever stands in the padding
+        padded = torch.cat([ids, some_ids(2, 4, seed=seed)], dim=1)
+        mask = torch.arange(10).expand(2, 10) < 6
+        logits = model(padded, mask).logits
+        torch.testing.assert_close(logits[:, :6], real, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ffn", FFNS.values(), ids=FFNS)
+def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> None:
+    model = build(ffn=ffn, positions="rope").double().eval()
+    ids = some_ids(2, 6)
+    padded = torch.cat([some_ids(2, 3, seed=2), ids], dim=1)
+    mask = torch.arange(9).expand(2, 9) >= 3
+    logits = model(padded, mask).logits[:, 3:]
+    # The rotations are float32 tables: shifted products agree to their seven digits.
+    torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-6)
+
+
+def test_sequences_of_a_batch_do_not_meet_in_evaluation() -> None:
+    model = build(ffn="moe").double().eval()
+    ids = some_ids(3, 6)
+    alone = torch.cat([model(row[None]).logits for row in ids])
+    torch.testing.assert_close(model(ids).logits, alone, rtol=0, atol=1e-12)
+
+
+def test_a_mask_that_hides_nothing_changes_nothing() -> None:
+    model = build(ffn="moe").double()
+    ids = some_ids(2, 6)
+    masked = model(ids, torch.ones(2, 6, dtype=torch.bool)).logits
+    torch.testing.assert_close(masked, model(ids).logits, rtol=0, atol=1e-12)
+
+
+def test_an_integer_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mask must be bool.*use mask\.bool\(\)"):
+        build()(some_ids(2, 6), torch.ones(2, 6, dtype=torch.int64))
+
+
+def test_no_positions_no_order() -> None:
+    # Without positions attention sees a set; with any of them the order of the past matters.
+    ids = torch.tensor([[1, 2, 3, 4]])
+    swapped = torch.tensor([[2, 1, 3, 4]])
+    for positions in PositionsConfig.members:
+        model = build(ffn="dense", positions=positions, num_layers=1).double().eval()
+        difference = (model(ids).logits - model(swapped).logits)[0, 3].abs().max()
+        assert difference > 1e-6, positions
+
+
+# ---------------------------------------------------------------------------------- the output
+
+
+def test_routings_are_of_the_sparse_layers_alone() -> None:
+    model = build(ffn="dense", ffn_at={"1::2": "moe"}, num_layers=4)
+    output = model(some_ids(2, 5))
+    assert list(output.routings) == [1, 3]
+    for routing in output.routings.values():
+        assert isinstance(routing, Routing)
+        assert routing.num_tokens == 10
+        assert routing.sequence_length == 5
+    assert build(ffn="dense")(some_ids(2, 5)).routings == {}
+
+
+def test_the_mask_reaches_the_router() -> None:
+    mask = torch.tensor([[True, True, False]])
+    output = build(ffn="moe")(some_ids(1, 3), mask)
+    mask_T = output.routings[0].mask_T
+    assert mask_T is not None
+    assert mask_T.tolist() == [True, True, False]
+
+
+def test_output_is_a_pytree() -> None:
+    output = build(ffn="moe")(some_ids(2, 5))
+    leaves, structure = pytree.tree_flatten(output)
+    again = pytree.tree_unflatten(leaves, structure)
+    assert isinstance(again, DecoderOutput)
+    assert torch.equal(again.logits, output.logits)
+    assert again.routings.keys() == output.routings.keys()
+    detached = pytree.tree_map_only(Tensor, Tensor.detach, output)
+    assert not detached.logits.requires_grad
+    assert not detached.routings[0].weights_N.requires_grad
+
+
+def test_a_sequence_may_be_as_long_as_the_model_and_no_longer() -> None:
+    model = build()
+    assert model(some_ids(1, MAX_LEN)).logits.shape == (1, MAX_LEN, VOCAB)
+    message = r"the sequence has 13 tokens, but the model was built for max_seq_len \(12\)"
+    with pytest.raises(ValueError, match=message):
+        model(some_ids(1, MAX_LEN + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", NormConfig.members)
+@pytest.mark.parametrize("positions", PositionsConfig.members)
+def test_half_precision_models_run(positions: str, norm: str, dtype: torch.dtype) -> None:
+    model = build(ffn="moe", positions=positions, norm=norm).to(dtype)
+    output = model(some_ids(2, 5))
+    assert output.logits.dtype == dtype
+    assert output.routings[0].logits_TE.dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", NormConfig.members)
+def test_autocast_keeps_the_routers_in_float32(norm: str) -> None:
+    model = build(ffn="moe", norm=norm)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(some_ids(2, 5))
+    assert all(routing.logits_TE.dtype == torch.float32 for routing in output.routings.values())
+    output.logits.float().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ----------------------------------------------------------------------------------- the parts
+
+
+def a_block_and_its_input(**config: Any) -> tuple[Any, Any, Tensor]:
+    model = build(num_layers=1, **config).double()
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 5, 16, generator=generator, dtype=torch.float64)
+    return model.layers[0], model.positions, x
+
+
+@pytest.mark.parametrize("norm", NormConfig.members)
+def test_pre_norm_formula(norm: str) -> None:
+    block, positions, x = a_block_and_its_input(ffn="moe", norm=norm, norm_placement="pre")
+    output = block(x, positions, TokenContext())
+    stream = x + block.attention(block.attention_norm(x), positions, None)
+    stream = stream + block.ffn(block.ffn_norm(stream)).hidden
+    torch.testing.assert_close(output.hidden, stream, rtol=0, atol=1e-12)
+    assert output.routing is not None
+
+
+@pytest.mark.parametrize("norm", NormConfig.members)
+def test_post_norm_formula(norm: str) -> None:
+    block, positions, x = a_block_and_its_input(ffn="moe", norm=norm, norm_placement="post")
+    output = block(x, positions, TokenContext())
+    stream = block.attention_norm(x + block.attention(x, positions, None))
+    stream = block.ffn_norm(stream + block.ffn(stream).hidden)
+    torch.testing.assert_close(output.hidden, stream, rtol=0, atol=1e-12)
+    assert output.routing is not None
+
+
+def test_norm_formulas_by_hand() -> None:
+    # x = (3, 4): mean square 12.5, so 3 / 3.5355 = 0.848528 and 4 / 3.5355 = 1.131371.
+    # Layer norm: mean 3.5, deviation 0.5: -1 and 1. The default eps change the fifth digit at most.
+    x = torch.tensor([3.0, 4.0])
+    rms = NormConfig.model_validate("rms_norm").build(2)(x)
+    layer = NormConfig.model_validate("layer_norm").build(2)(x)
+    assert rms.tolist() == pytest.approx([0.848528, 1.131371], abs=1e-4)
+    assert layer.tolist() == pytest.approx([-1, 1], abs=1e-4)
+
+
+def test_an_identity_block_leaves_the_stream_of_attention() -> None:
+    block, positions, x = a_block_and_its_input(ffn="identity")
+    output = block(x, positions, TokenContext()).hidden
+    attended = x + block.attention(block.attention_norm(x), positions, None)
+    assert torch.equal(output, attended)
+
+
+def test_decoder_is_its_parts_in_order() -> None:
+    for placement in ("pre", "post"):
+        model: Any = build(ffn="dense", positions="learned", norm_placement=placement).double()
+        ids = some_ids(2, 5)
+        x = model.positions.embed(model.embedding(ids))
+        for layer in model.layers:
+            x = layer(x, model.positions, TokenContext()).hidden
+        if placement == "pre":
+            x = model.final_norm(x)
+        logits = x @ model.unembedding.weight.T
+        torch.testing.assert_close(model(ids).logits, logits, rtol=0, atol=1e-12)
+
+
+def test_tied_embeddings_are_one_matrix() -> None:
+    tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
+    assert tied.unembedding.weight is tied.embedding.weight
+    assert untied.unembedding.weight is not untied.embedding.weight
+    assert len(list(untied.parameters())) == len(list(tied.parameters())) + 1
+
+
+def test_scaled_embeddings_are_multiplied_by_the_root_of_d_model() -> None:
+    plain: Any = build(num_layers=1, ffn="identity", scale_embeddings=False)
+    scaled: Any = build(num_layers=1, ffn="identity", scale_embeddings=True)
+    with torch.no_grad():
+        plain.embedding.weight.mul_(math.sqrt(16))
+    seen = []
+    for model in (plain, scaled):
+        model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        model(some_ids(1, 3))
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_dropout_is_for_training_only() -> None:
+    model, without = build(ffn="dense", dropout=0.5), build(ffn="dense")
+    ids = some_ids(2, 5)
+    torch.manual_seed(2)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(model.eval()(ids).logits, without.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_checkpointing_a_block_changes_nothing(placement: str) -> None:
+    ffn = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.75}}
+    block, positions, x = a_block_and_its_input(ffn=ffn, norm_placement=placement)
+
+    def run(through: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
+        block.zero_grad()
+        inputs = x.clone().requires_grad_()
+        output = through(inputs)
+        (output.hidden.square().sum() + output.routing.logits_TE.square().sum()).backward()
+        assert inputs.grad is not None
+        gradients = {name: p.grad.clone() for name, p in block.named_parameters()}
+        return inputs.grad, gradients, output.routing
+
+    plain = run(lambda inputs: block(inputs, positions, TokenContext()))
+    again = run(
+        lambda inputs: checkpoint(block, inputs, positions, TokenContext(), use_reentrant=False)
+    )
+    torch.testing.assert_close(again[0], plain[0], rtol=0, atol=0)
+    torch.testing.assert_close(again[1], plain[1], rtol=0, atol=0)
+    # Counts are returned, so they are not doubled by the second forward pass.
+    assert again[2].expert_ids_N.shape == plain[2].expert_ids_N.shape
+    assert torch.equal(again[2].dropped_N, plain[2].dropped_N)
+
+
+# ------------------------------------------------------------------------------- what it costs
+
+SIZES = list(
+    itertools.product(
+        ["dense", "moe"],
+        PositionsConfig.members,
+        NormConfig.members,
+        ["pre", "post"],
+        [True, False],
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("ffn", "positions", "norm", "placement", "tied"),
+    SIZES,
+    ids=["-".join(str(part) for part in size[:-1]) + "-tied" * size[-1] for size in SIZES],
+)
+def test_num_params(ffn: str, positions: str, norm: str, placement: str, tied: bool) -> None:
+    sparse = {"type": "moe", "num_experts": 8, "experts": {"type": "swiglu", "d_ff": 40}}
+    model = build(
+        ffn=sparse if ffn == "moe" else ffn,
+        ffn_at={"0": {"type": "swiglu", "bias": True}},
+        positions=positions,
+        norm=norm,
+        norm_placement=placement,
+        tie_embeddings=tied,
+        attention={"num_heads": 4, "num_kv_heads": 2, "bias": tied},
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert model.config.num_params(VOCAB, MAX_LEN) == total
+    # Of 8 experts 2 are active and 6 are not, each of three matrices: 3 * 16 * 40 = 1920 parameters.
+    idle = 6 * 1920 if ffn == "moe" else 0
+    assert model.config.num_active_params(VOCAB, MAX_LEN) == total - idle
+
+
+@pytest.mark.parametrize("ffn", ["dense", "swiglu", "conv", "moe"])
+def test_flops_per_token(ffn: str) -> None:
+    model = build(ffn=ffn, attention={"num_heads": 4, "num_kv_heads": 2})
+    # The fused attention of a CPU is not counted, its separate products are.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(some_ids(2, 10))
+    # The counter takes all of a causal S * S square, 2 products of 2 * D * S for each of S tokens;
+    # the config takes the (S + 1) / 2 that a token sees on average.
+    whole = 2 * 2 * 16 * 10
+    seen = 2 * 2 * 16 * (10 + 1) // 2
+    expected = model.config.flops_per_token(VOCAB, seq_len=10) + 2 * (whole - seen)
+    assert counter.get_total_flops() == 2 * 10 * expected
+
+
+@pytest.mark.parametrize("d_model", [64, 512, 4096])
+def test_the_ffn_is_two_thirds_of_a_standard_block(d_model: int) -> None:
+    # Attention: 4 d^2. FFN: 2 * d * 4d = 8 d^2. 8 / 12 = 2 / 3, the two norms aside.
+    config = DecoderConfig(d_model=d_model, num_layers=1, ffn=DenseConfig())
+    ffn = config.ffn.num_params(d_model)
+    attention = config.attention.num_params(d_model)
+    assert ffn == 8 * d_model**2
+    assert attention == 4 * d_model**2
+    block = ffn + attention + 2 * config.norm.num_params(d_model)
+    # 2d of norms in 12d^2: one part in 6d.
+    assert ffn / block == pytest.approx(2 / 3, rel=1 / (6 * d_model))
+    gated = DecoderConfig(d_model=d_model, num_layers=1, ffn=FFNConfig.model_validate("swiglu"))
+    share = gated.ffn.num_params(d_model) / (gated.ffn.num_params(d_model) + attention)
+    assert share == pytest.approx(2 / 3, rel=0.01)
+
+
+def test_state_dict_restores_the_model() -> None:
+    model, other = build(ffn="moe"), build(seed=5, ffn="moe")
+    other.load_state_dict(model.state_dict())
+    ids = some_ids(2, 5)
+    assert torch.equal(model(ids).logits, other(ids).logits)
+
+
+def test_the_same_seed_builds_the_same_model() -> None:
+    first, second = build(seed=3).state_dict(), build(seed=3).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)

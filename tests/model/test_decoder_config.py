@@ -1,0 +1,123 @@
+"""Which block stands in which layer, and what a causal decoder refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from moe_ffn import DecoderConfig
+from moe_ffn.config import explain
+
+
+def types(ffn_at: dict[Any, Any], num_layers: int = 5) -> str:
+    config = DecoderConfig.model_validate(
+        {"num_layers": num_layers, "ffn": "dense", "ffn_at": ffn_at}
+    )
+    short = {"dense": "d", "moe": "M", "swiglu": "s", "identity": "i"}
+    return "".join(short[ffn.type] for ffn in config.layer_ffns())
+
+
+@pytest.mark.parametrize(
+    ("ffn_at", "layers"),
+    [
+        ({}, "ddddd"),
+        ({"0": "moe"}, "Mdddd"),
+        ({"-1": "moe"}, "ddddM"),
+        ({"-5": "moe"}, "Mdddd"),
+        ({"1::2": "moe"}, "dMdMd"),
+        ({"::2": "moe"}, "MdMdM"),
+        ({":2": "moe"}, "MMddd"),
+        ({"2:": "moe"}, "ddMMM"),
+        ({"-2:": "moe"}, "dddMM"),
+        ({":": "moe"}, "MMMMM"),
+        ({"1:100": "moe"}, "dMMMM"),
+        ({" 1 : 3 ": "moe"}, "dMMdd"),
+        ({"::-2": "moe"}, "MdMdM"),
+        ({0: "moe", -1: "swiglu"}, "Mddds"),
+        ({"1:": "moe", "2": "swiglu"}, "dMsMM"),
+        ({"2": "swiglu", "1:": "moe"}, "dMMMM"),
+        ({":": "moe", "0": "dense", "-1": {"type": "identity"}}, "dMMMi"),
+    ],
+    ids=str,
+)
+def test_layers_by_slice_and_the_last_wins(ffn_at: dict[Any, Any], layers: str) -> None:
+    assert types(ffn_at) == layers
+
+
+@pytest.mark.parametrize(
+    "where", ["one", "", "1.5", "0:1:0", "0:1:2:3", "a:b", "1,2", "None"], ids=repr
+)
+def test_bad_slices(where: str) -> None:
+    message = f"ffn_at '{where}' must be a layer or a Python slice, such as '0' or '1::2'"
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        types({where: "moe"})
+
+
+@pytest.mark.parametrize("where", ["5", "-6", "3:2", "7:"], ids=repr)
+def test_slices_that_name_no_layer(where: str) -> None:
+    message = f"ffn_at '{where}' names none of the 5 layers (0 to 4)"
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        types({where: "moe"})
+
+
+def test_options_of_a_layer_are_checked_under_their_path() -> None:
+    with pytest.raises(ValidationError) as caught:
+        types({"1::2": {"type": "moe", "num_expert": 4}})
+    assert explain(caught.value) == ["ffn_at.1::2.num_expert: unknown; did you mean 'num_experts'?"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"ffn": {"type": "conv", "causal": False}},
+            "the 'conv' block of layer 0 lets later tokens change earlier outputs, which a causal "
+            "decoder refuses; for 'conv' set causal: true",
+        ),
+        (
+            {"ffn_at": {"-1": {"type": "conv", "causal": False}}},
+            "the 'conv' block of layer 3 lets later tokens change earlier outputs",
+        ),
+        (
+            {"ffn": {"type": "moe", "shared_expert": {"type": "conv", "causal": False}}},
+            "the 'moe' block of layer 0 lets later tokens change earlier outputs",
+        ),
+        ({"d_model": 130}, "attention.num_heads (4) must divide d_model (130)"),
+        (
+            {"attention": {"num_heads": 4, "num_kv_heads": 3}},
+            "attention: num_kv_heads (3) must divide num_heads (4)",
+        ),
+        ({"num_layers": 0}, "num_layers: must be at least 1, got 0"),
+        ({"d_model": 0}, "d_model: must be at least 1, got 0"),
+        ({"dropout": 1.0}, "dropout: must be less than 1.0, got 1.0"),
+        ({"norm_placement": "mid"}, "norm_placement: must be one of 'pre' or 'post', got 'mid'"),
+        ({"positions": {"type": "rope", "base": 1.0}}, "positions.base: must be greater than 1.0"),
+        ({"norm": {"type": "rmsnorm"}}, "norm.type: unknown 'rmsnorm'; did you mean 'rms_norm'?"),
+        ({"ffn_at": ["moe"]}, "ffn_at: must be a mapping, got ['moe']"),
+        (
+            {"ffn": {"type": "moe", "router": {"type": "top_k", "k": 9}}},
+            "ffn: router.k (9) must not exceed num_experts (8)",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value)[:60],
+)
+def test_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        DecoderConfig.model_validate(config)
+    (line,) = explain(caught.value)
+    assert line.startswith(message)
+
+
+def test_a_centred_window_of_one_position_is_causal() -> None:
+    ffn = {"type": "conv", "causal": False, "kernel_size": 1}
+    assert DecoderConfig.model_validate({"ffn": ffn}).ffn.is_causal
+
+
+def test_yaml_layers_go_to_a_dict_and_back() -> None:
+    config = DecoderConfig.model_validate({"ffn_at": {0: {"type": "dense", "d_ff": 8}}})
+    plain = config.to_dict()
+    assert plain["ffn_at"]["0"]["d_ff"] == 8
+    assert DecoderConfig.model_validate(plain) == config

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_ffn import Decoder, DecoderConfig, DecoderOutput
+from moe_ffn.model.generate import generate
+
+VOCAB, MAX_LEN = 7, 6
+
+
+def decoder(**config: Any) -> Decoder:
+    torch.manual_seed(0)
+    small = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, **config}
+    model = DecoderConfig.model_validate(small).build(VOCAB, MAX_LEN)
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)  # decided, so that tokens do not tie
+    return model
+
+
+class Fixed(nn.Module):
+    """Answers with given logits, and notes what it was shown."""
+
+    max_seq_len = 4
+
+    def __init__(self, logits_V: list[float]) -> None:
+        super().__init__()
+        self.logits_V = torch.tensor(logits_V)
+        self.shown: list[list[int]] = []
+
+    def forward(self, ids_BS: Tensor) -> DecoderOutput:
+        assert not self.training
+        self.shown.append(ids_BS[0].tolist())
+        return DecoderOutput(self.logits_V.expand(*ids_BS.shape, -1), {})
+
+
+def sample(model: Any, num_tokens: int = 400, seed: int = 0, **options: Any) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = generate(model, torch.tensor([0]), num_tokens, generator=generator, **options)
+    return ids.tolist()
+
+
+def test_greedy_takes_the_most_probable_token_each_time() -> None:
+    model = decoder()
+    prompt = torch.tensor([1, 2, 3])
+    got = generate(model, prompt, 8, temperature=0)
+    assert got.shape == (8,)
+    assert got.dtype == torch.int64
+    ids = prompt
+    model.eval()
+    for _ in range(8):
+        best = model(ids[None, -MAX_LEN:]).logits[0, -1].argmax()
+        ids = torch.cat([ids, best[None]])
+    assert got.tolist() == ids[3:].tolist()
+    assert generate(model, prompt, 8, temperature=0).tolist() == got.tolist()
+
+
+def test_the_model_sees_the_last_max_seq_len_tokens() -> None:
+    model: Any = Fixed([0, 0, 5, 0])
+    assert generate(model, torch.tensor([0, 1]), 4, temperature=0).tolist() == [2, 2, 2, 2]
+    assert model.shown == [[0, 1], [0, 1, 2], [0, 1, 2, 2], [1, 2, 2, 2]]
+
+
+def test_a_seed_makes_samples_repeatable() -> None:
+    model = Fixed([0.0, 0.1, 0.2, 0.3])
+    assert sample(model, seed=1) == sample(model, seed=1)
+    assert sample(model, seed=1) != sample(model, seed=2)
+
+
+def test_top_k_chooses_among_the_k_best() -> None:
+    model = Fixed([1.0, 3.0, 2.0, 0.0])
+    assert set(sample(model, temperature=1.0, top_k=2)) == {1, 2}
+    assert set(sample(model, temperature=1.0, top_k=1)) == {1}
+    assert set(sample(model, temperature=2.0, top_k=None)) == {0, 1, 2, 3}
+    assert set(sample(model, temperature=2.0, top_k=99)) == {0, 1, 2, 3}
+
+
+def test_temperature_divides_the_logits() -> None:
+    # Logits (0, ln 3): probabilities 1/4 and 3/4. At temperature 0.5, (0, 2 ln 3): 1/10 and 9/10.
+    model = Fixed([0.0, 1.0986123])
+    for temperature, expected in ((1.0, 0.75), (0.5, 0.9)):
+        drawn = sample(model, num_tokens=2000, temperature=temperature, top_k=None)
+        # Deviation of a mean of 2000 draws: sqrt(.75 * .25 / 2000) = 0.0097; four of them.
+        assert sum(drawn) / 2000 == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_the_mode_is_as_before(training: bool) -> None:
+    model = decoder(dropout=0.5).train(training)
+    generate(model, torch.tensor([1]), 2)
+    assert model.training == training
+    assert all(module.training == training for module in model.modules())
+
+
+def test_the_mode_is_restored_after_a_failure() -> None:
+    model = decoder().train()
+    with pytest.raises(IndexError):
+        generate(model, torch.tensor([VOCAB]), 2)
+    assert model.training
+
+
+def test_evaluation_is_dropless_however_long_the_text() -> None:
+    ffn = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.1}}
+    model = decoder(ffn=ffn)
+    whole = generate(model, torch.tensor([1, 2]), 4, temperature=0)
+    assert whole.tolist() == generate(model, torch.tensor([1, 2]), 4, temperature=0).tolist()
+
+
+def test_no_tokens_to_write() -> None:
+    assert generate(decoder(), torch.tensor([1]), 0).shape == (0,)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 3), ()], ids=str)
+def test_an_empty_prompt_or_a_batch_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"prompt_ids must be \(S,\) with S >= 1, got \("):
+        generate(decoder(), torch.zeros(shape, dtype=torch.int64), 2)
+
+
+def test_nothing_of_the_graph_is_kept() -> None:
+    model = decoder()
+    generate(model, torch.tensor([1]), 2)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()

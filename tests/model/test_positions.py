@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from math import cos, sin
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn import ConfigError
+from moe_ffn.model.config import (
+    DecoderConfig,
+    LearnedConfig,
+    PositionsConfig,
+    RotaryConfig,
+    SinusoidalConfig,
+)
+
+# The tables are float32 of size one; a sum over a head's few units keeps about six digits.
+FLOAT32 = 1e-5
+
+
+def rotate(x: torch.Tensor, position: int, base: float = 10_000.0) -> torch.Tensor:
+    """A head's units (d,) as if they stood at `position`."""
+    rotary = RotaryConfig(base=base).build(d_model=0, head_dim=x.shape[-1], max_seq_len=64)
+    return rotary.rotate(x.expand(1, 1, 64, -1))[0, 0, position]
+
+
+def test_rope_angles_by_hand() -> None:
+    # Head width 4, base 10000: frequencies 1 and 10000^(-2/4) = 0.01. Llama pairs unit 0 with 2 and
+    # unit 1 with 3. At position 3 the angles are 3 and 0.03.
+    one, two = torch.tensor([1.0, 0, 0, 0]), torch.tensor([0, 1.0, 0, 0])
+    assert rotate(one, 3).tolist() == pytest.approx([cos(3), 0, sin(3), 0], abs=FLOAT32)
+    assert rotate(two, 3).tolist() == pytest.approx([0, cos(0.03), 0, sin(0.03)], abs=FLOAT32)
+    # and the second of a pair turns to (-sin, cos)
+    assert rotate(one.roll(2), 3).tolist() == pytest.approx([-sin(3), 0, cos(3), 0], abs=FLOAT32)
+
+
+def test_rope_base() -> None:
+    # base 100: 100^(-2/4) = 0.1
+    turned = rotate(torch.tensor([0, 1.0, 0, 0]), 5, base=100.0)
+    assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
+
+
+def test_rope_leaves_the_first_position_and_every_length() -> None:
+    x = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rotate(x, 0), x)
+    assert rotate(x, 50).norm().item() == pytest.approx(x.norm().item(), rel=FLOAT32)
+
+
+def test_rope_products_depend_on_the_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 16, generator=generator)
+    for distance in (0, 1, 7):
+        products = [(rotate(query, s + distance) @ rotate(key, s)).item() for s in (0, 1, 13, 40)]
+        assert products == pytest.approx([products[0]] * 4, abs=10 * FLOAT32)
+    assert (rotate(query, 9) @ rotate(key, 2)).item() != pytest.approx(
+        (rotate(query, 8) @ rotate(key, 2)).item(), abs=1e-2
+    )
+
+
+def test_sinusoidal_values_by_hand() -> None:
+    # D = 4: frequencies 1 and 10000^(-2/4) = 0.01, sines and cosines interleaved.
+    positions = SinusoidalConfig().build(d_model=4, head_dim=4, max_seq_len=8)
+    table = positions.embed(torch.zeros(1, 6, 4))[0]
+    assert table[0].tolist() == [0, 1, 0, 1]
+    assert table[2].tolist() == pytest.approx([sin(2), cos(2), sin(0.02), cos(0.02)], abs=1e-6)
+    assert table[5].tolist() == pytest.approx([sin(5), cos(5), sin(0.05), cos(0.05)], abs=1e-6)
+
+
+def test_learned_positions_are_added_and_learn() -> None:
+    torch.manual_seed(0)
+    positions: Any = LearnedConfig().build(d_model=4, head_dim=4, max_seq_len=8)
+    x = torch.ones(2, 3, 4)
+    embedded = positions.embed(x)
+    assert torch.equal(embedded, 1 + positions.table.weight[:3].expand(2, 3, 4))
+    embedded.sum().backward()
+    # Two sequences of three: gradient 2 for the positions used and 0 beyond.
+    assert positions.table.weight.grad[:, 0].tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("member", PositionsConfig.members)
+def test_one_place_each(member: str) -> None:
+    torch.manual_seed(0)
+    positions = PositionsConfig.model_validate(member).build(8, 8, 16)
+    x = torch.randn(2, 3, 8)
+    heads = torch.randn(2, 1, 3, 8)
+    embeds = not torch.equal(positions.embed(x), x)
+    rotates = not torch.equal(positions.rotate(heads), heads)
+    assert embeds != rotates
+    assert positions.rotate(heads.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("member", PositionsConfig.members)
+def test_tables_are_in_no_checkpoint(member: str) -> None:
+    config = PositionsConfig.model_validate(member)
+    positions = config.build(8, 8, 16)
+    saved = sum(value.numel() for value in positions.state_dict().values())
+    assert saved == config.num_params(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"d_model": 12, "attention": {"num_heads": 4}},
+            r"positions\.type 'rope' needs an even head width, but d_model \(12\) / "
+            r"attention\.num_heads \(4\) is 3",
+        ),
+        (
+            {"d_model": 9, "attention": {"num_heads": 1}, "positions": "sinusoidal"},
+            r"positions\.type 'sinusoidal' needs an even d_model, got 9",
+        ),
+    ],
+    ids=["rope", "sinusoidal"],
+)
+def test_odd_widths_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.model_validate(config)
+
+
+def test_config_error_is_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)

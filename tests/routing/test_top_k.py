@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moe_ffn import ConfigError, TokenContext, build_ffn
+from moe_ffn.config import explain
+from moe_ffn.routing.base import RouterLinear
+from moe_ffn.routing.config import TopKRouterConfig
+
+
+def test_hand_worked_scores_and_choice(route_logits: Any) -> None:
+    # softmax of (ln 1, ln 2, ln 5) is (1, 2, 5) / 8: experts 2 and 1, weights 0.625 and 0.25.
+    routing = route_logits(torch.tensor([[1.0, 2.0, 5.0]]).log(), k=2)
+    assert routing.expert_ids_N.tolist() == [2, 1]
+    torch.testing.assert_close(routing.weights_N, torch.tensor([0.625, 0.25]))
+    torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
+
+
+def test_renormalized_weights_add_up_to_one(route_logits: Any) -> None:
+    # (5, 2) / 7
+    routing = route_logits(torch.tensor([[1.0, 2.0, 5.0]]).log(), k=2, renormalize=True)
+    torch.testing.assert_close(routing.weights_N, torch.tensor([5 / 7, 2 / 7]))
+    # The scores that the losses see are those before.
+    torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
+
+
+# published_losses.json, megatron probs_row0_{pre,post}_softmax_k2 (softmax before or after top-k; the
+# latter equals renormalising the former) and deepspeed topk2 gates_token0. Printed to six digits.
+@pytest.mark.parametrize(
+    ("renormalize", "weights"),
+    [(False, [0.368572, 0.288633]), (True, [0.560818, 0.439182])],
+    ids=["pre_softmax", "post_softmax"],
+)
+def test_published_weights_of_the_first_token(
+    route_logits: Any, published_logits_LTE: Tensor, renormalize: bool, weights: list[float]
+) -> None:
+    routing = route_logits(published_logits_LTE[0], k=2, renormalize=renormalize)
+    assert routing.expert_ids_N[:2].tolist() == [1, 2]
+    assert routing.weights_N[:2].tolist() == pytest.approx(weights, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("k", "counts"),
+    [
+        (1, [4, 3, 0, 1, 1, 0, 1, 2]),  # deepspeed top1_counts
+        (2, [4, 3, 4, 3, 2, 4, 2, 2]),  # deepspeed top2_counts, megatron cf1.0_before
+    ],
+)
+def test_published_counts(
+    route_logits: Any, published_logits_LTE: Tensor, k: int, counts: list[int]
+) -> None:
+    routing = route_logits(published_logits_LTE[0], k=k)
+    assert routing.expert_ids_N.bincount(minlength=8).tolist() == counts
+
+
+def test_pairs_are_token_major_with_the_favourite_first(route_logits: Any) -> None:
+    routing = route_logits(torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), k=3)
+    assert routing.token_ids_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    weights = routing.weights_N.view(5, 3)
+    assert (weights.diff(dim=-1) <= 0).all()
+    assert all(len(set(row)) == 3 for row in routing.expert_ids_N.view(5, 3).tolist())
+    assert not routing.dropped_N.any()
+    assert routing.capacity is None
+
+
+def test_padded_tokens_stay_in_the_list_but_are_not_computed(route_logits: Any) -> None:
+    mask = torch.tensor([True, False, True])
+    routing = route_logits(torch.eye(3), k=2, mask=mask)
+    assert routing.num_tokens == 3
+    assert len(routing.token_ids_N) == 6
+    assert routing.real_N.tolist() == [True, True, False, False, True, True]
+    assert routing.computed_N.tolist() == routing.real_N.tolist()
+
+
+@pytest.mark.parametrize(
+    ("k", "renormalize"), [(1, False), (2, False), (2, True)], ids=["k1", "k2", "k2_renormalized"]
+)
+def test_the_router_learns_from_the_output_alone(k: int, renormalize: bool) -> None:
+    torch.manual_seed(0)
+    router = {"type": "top_k", "k": k, "renormalize": renormalize}
+    layer = build_ffn({"type": "moe", "num_experts": 4, "router": router}, d_model=8)
+    output = layer(torch.randn(6, 8))
+    output.hidden.square().sum().backward()
+    gradient = layer.get_parameter("router.projection.weight").grad
+    assert gradient is not None
+    assert gradient.norm() > 1e-4
+
+
+def test_one_expert_of_one_has_weight_one() -> None:
+    router = TopKRouterConfig(k=1).build(4, 1)
+    routing = router(torch.randn(3, 4), TokenContext())
+    assert routing.weights_N.tolist() == [1, 1, 1]
+
+
+def test_projection_is_float32_under_autocast_and_in_a_bfloat16_layer() -> None:
+    torch.manual_seed(0)
+    projection = RouterLinear(16, 4)
+    x = torch.randn(3, 16)
+    expected = projection(x)
+    torch.testing.assert_close(expected, x @ projection.weight.T)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(projection(x), expected)
+    projection.bfloat16()
+    logits = projection(x.bfloat16())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(
+        logits, x.bfloat16().float() @ projection.weight.float().T, rtol=0, atol=0
+    )
+    assert projection.double()(x.double()).dtype == torch.float64
+
+
+def test_projection_starts_as_nn_linear_does() -> None:
+    torch.manual_seed(0)
+    weight = RouterLinear(100, 1000).weight
+    # U(-1/sqrt(100), 1/sqrt(100)): bound 0.1, deviation 0.1 / sqrt(3) = 0.0577.
+    assert weight.abs().max().item() == pytest.approx(0.1, rel=1e-3)
+    assert weight.std().item() == pytest.approx(0.0577, rel=1e-2)
+
+
+def test_renormalizing_one_weight_is_refused() -> None:
+    message = (
+        "renormalize (true) with k (1) makes every weight a constant 1, so the router would never "
+        "learn; set renormalize: false or k >= 2"
+    )
+    with pytest.raises(ValidationError) as caught:
+        TopKRouterConfig(k=1, renormalize=True)
+    assert explain(caught.value) == [message]
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"type": "top_k", "k": 9}, "router.k (9) must not exceed num_experts (8)"),
+        ({"type": "top_k", "k": 0}, "router.k: must be at least 1, got 0"),
+        ({"type": "top_k", "k": 2.0}, "router.k: must be a whole number, got 2.0"),
+        ({"type": "top_k", "renormalise": True}, "unknown; did you mean 'renormalize'?"),
+    ],
+    ids=["k_above_experts", "k_zero", "k_not_whole", "misspelt"],
+)
+def test_refused_routers(router: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_ffn({"type": "moe", "num_experts": 8, "router": router}, d_model=8)
+
+
+def test_sizes() -> None:
+    config = TopKRouterConfig(k=2)
+    assert config.pairs_per_token(8) == 2
+    assert config.num_params(16, 8) == sum(p.numel() for p in config.build(16, 8).parameters())
+    assert config.causal

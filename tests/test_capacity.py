@@ -1,0 +1,247 @@
+"""How many pairs an expert takes: who is dropped, why, and what an earlier token may know of it."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn import TokenContext, build_ffn
+from moe_ffn.capacity import limit_by_position, place_in_queue
+from moe_ffn.outputs import Routing, flatten_tokens
+
+
+def capacity_of(routing: Routing) -> int:
+    assert routing.capacity is not None
+    assert routing.capacity.dtype == torch.int64
+    assert routing.capacity.shape == ()
+    return int(routing.capacity)
+
+
+def dropped(routing: Routing) -> list[int]:
+    return routing.dropped_N.nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("factor", "num_tokens", "num_experts", "capacity"),
+    [
+        (1.0, 8, 4, 2),  # 8 / 4
+        (1.0, 9, 4, 3),  # 9 / 4 = 2.25
+        (1.25, 8, 4, 3),  # 10 / 4 = 2.5
+        (0.5, 8, 4, 1),
+        (0.01, 8, 4, 1),  # 0.02
+        (100.0, 8, 4, 200),
+        (1.25, 24, 8, 4),  # 3.75; Megatron's get_capacity(24, 8, 1.25) says 4
+        (1.0, 24, 8, 3),  # Megatron's cf1.0_capacity and DeepSpeed's top2_capacity_cf1
+        (1.0, 12, 8, 2),  # DeepSpeed's top1_capacity_cf1
+    ],
+)
+def test_capacity_is_the_ceiling_of_factor_times_pairs_over_experts(
+    make_routing: Any, factor: float, num_tokens: int, num_experts: int, capacity: int
+) -> None:
+    routing = limit_by_position(make_routing([[0]] * num_tokens, num_experts), factor)
+    assert capacity_of(routing) == capacity
+    assert dropped(routing) == list(range(capacity, num_tokens))
+
+
+@pytest.mark.parametrize("factor", ["0.1", "0.3", "0.7", "1.1", "1.25", "1.3", "2.2", "3.3"])
+def test_capacity_has_no_rounding_error(make_routing: Any, factor: str) -> None:
+    # 0.3 * 50 is 15.000000596 in float32 and 1.1 * 50 is 55.00000000000001 in float64: either way
+    # one place too many.
+    for num_experts in (1, 3, 8):
+        for num_tokens in range(1, 120):
+            routing = limit_by_position(
+                make_routing([[0]] * num_tokens, num_experts), float(factor)
+            )
+            exact = math.ceil(Fraction(factor) * num_tokens / num_experts)
+            assert capacity_of(routing) == exact, (num_tokens, num_experts)
+
+
+def test_k_is_inside_the_number_of_pairs(make_routing: Any) -> None:
+    # 3 tokens * 2 experts = 6 pairs over 3 experts: 2 places each.
+    routing = limit_by_position(make_routing([[0, 1], [0, 1], [0, 2]], 3), 1.0)
+    assert capacity_of(routing) == 2
+    # Expert 0 is named by pairs 0, 2 and 4; the third finds it full.
+    assert dropped(routing) == [4]
+
+
+def test_no_factor_is_dropless(make_routing: Any) -> None:
+    routing = make_routing([[0], [0], [0]], 3)
+    limited = limit_by_position(routing, None)
+    assert limited is routing
+    assert limited.capacity is None
+
+
+def test_earlier_positions_are_served_first_across_the_batch(make_routing: Any) -> None:
+    # Two sequences of three tokens, all for expert 0 of two: C = ceil(1 * 6 / 2) = 3.
+    # position  0  1  2
+    # seq 0     t0 t1 t2
+    # seq 1     t3 t4 t5
+    # Served: t0, t3 (position 0), then t1 (position 1, first sequence). Token-major order would
+    # have served t0, t1, t2, and let the end of one sequence displace the start of the other.
+    routing = make_routing([[0]] * 6, 2, sequence_length=3)
+    assert place_in_queue(routing).tolist() == [0, 2, 4, 1, 3, 5]
+    assert dropped(limit_by_position(routing, 1.0)) == [2, 4, 5]
+
+
+def test_queues_are_one_per_expert(make_routing: Any) -> None:
+    # seq 0: e0 e1 e0 ; seq 1: e0 e0 e1. Queue of e0: t0, t3, t4, t2. Queue of e1: t1, t5.
+    routing = make_routing([[0], [1], [0], [0], [0], [1]], 2, sequence_length=3)
+    assert place_in_queue(routing).tolist() == [0, 0, 3, 1, 2, 1]
+
+
+def test_a_token_naming_an_expert_twice_takes_two_places(make_routing: Any) -> None:
+    routing = make_routing([[0, 0], [0, 1]], 2)
+    assert place_in_queue(routing).tolist() == [0, 1, 2, 0]
+
+
+def test_padding_takes_nobodys_place_and_is_not_dropped(make_routing: Any) -> None:
+    # Token 0 is padding. Of 3 real pairs, C = ceil(3 / 2) = 2 at expert 0: tokens 1 and 2.
+    mask = torch.tensor([False, True, True, True])
+    routing = limit_by_position(make_routing([[0]] * 4, 2, mask_T=mask), 1.0)
+    assert capacity_of(routing) == 2
+    assert dropped(routing) == [3]
+    assert routing.computed_N.tolist() == [False, True, True, False]
+
+
+def test_padding_only_has_no_capacity_and_drops_nothing(make_routing: Any) -> None:
+    mask = torch.zeros(3, dtype=torch.bool)
+    routing = limit_by_position(make_routing([[0]] * 3, 2, mask_T=mask), 1.0)
+    assert capacity_of(routing) == 0
+    assert dropped(routing) == []
+
+
+def test_survivors_keep_their_weight(make_routing: Any) -> None:
+    weights = torch.tensor([0.7, 0.3, 0.6, 0.4])
+    routing = make_routing([[0, 1], [0, 1]], 4, weights_N=weights)
+    limited = limit_by_position(routing, 1.0)  # C = ceil(4 / 4) = 1
+    assert dropped(limited) == [2, 3]
+    assert limited.weights_N is weights
+
+
+def test_published_counts_after_dropping(route_logits: Any, published_logits_LTE: Any) -> None:
+    # published_losses.json: megatron cf1.0_before and cf1.0_probs_policy_kept_per_expert_k2,
+    # deepspeed top2_kept. Which pairs are kept differs, how many cannot.
+    routing = route_logits(published_logits_LTE[0], k=2)
+    assert routing.expert_ids_N.bincount(minlength=8).tolist() == [4, 3, 4, 3, 2, 4, 2, 2]
+    limited = limit_by_position(routing, 1.0)
+    kept = limited.expert_ids_N[limited.computed_N]
+    assert kept.bincount(minlength=8).tolist() == [3, 3, 3, 3, 2, 3, 2, 2]
+    assert len(kept) == 21
+
+
+# ---------------------------------------------------------------------------- inside the layer
+
+
+def capacity_layer(**capacity: float) -> Any:
+    torch.manual_seed(0)
+    config = {"type": "moe", "num_experts": 4, "capacity": capacity}
+    return build_ffn(config, d_model=8).double()
+
+
+def test_training_and_evaluation_have_factors_of_their_own() -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    layer = capacity_layer(factor=1.0, eval_factor=2.0)
+    # 2 * 8 tokens * k 2 = 32 pairs over 4 experts: 8 places, and 16.
+    assert capacity_of(layer(x).routing) == 8
+    assert capacity_of(layer.eval()(x).routing) == 16
+
+
+def test_evaluation_is_dropless_by_default() -> None:
+    x = torch.ones(2, 8, 8, dtype=torch.float64)  # alike, so all go to the same two experts
+    layer = capacity_layer(factor=1.0)
+    assert layer(x).routing.dropped_N.any()
+    evaluated = layer.eval()(x).routing
+    assert evaluated.capacity is None
+    assert not evaluated.dropped_N.any()
+
+
+def test_a_token_with_every_pair_dropped_gets_exactly_zero() -> None:
+    x = torch.ones(1, 8, 8, dtype=torch.float64)
+    hidden = capacity_layer(factor=1.0)(x).hidden  # C = ceil(16 / 4) = 4: tokens 0 to 3
+    assert (hidden[0, :4] != 0).any(dim=-1).all()
+    assert hidden[0, 4:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_later_positions_never_change_earlier_outputs(k: int, padded: bool) -> None:
+    # Whole numbers everywhere but in the combining weights, so that no order of summation and no
+    # block size of a matrix product can hide behind rounding: equal means equal to the last bit.
+    generator = torch.Generator().manual_seed(5)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).double()
+
+    config = {
+        "type": "moe",
+        "num_experts": 4,
+        "router": {"type": "top_k", "k": k},
+        "experts": {"type": "mlp", "activation": "relu", "d_ff": 8},
+        "capacity": {"factor": 0.75},
+    }
+    layer = build_ffn(config, d_model=8).double().train()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(whole(*parameter.shape))
+    mask = torch.ones(3, 10, dtype=torch.bool)
+    if padded:
+        mask[1, 8:] = False
+        mask[2, :2] = False
+    context = TokenContext(mask=mask)
+    x = whole(3, 10, 8)
+    before = layer(x, context)
+    displaced = 0
+    for position in range(1, 10):
+        altered = x.clone()
+        # The most attractive tokens there are: copies of those already waiting.
+        altered[:, position:] = whole(1, 1, 8)
+        after = layer(altered, context)
+        torch.testing.assert_close(
+            after.hidden[:, :position], before.hidden[:, :position], rtol=0, atol=0
+        )
+        assert before.routing is not None
+        assert after.routing is not None
+        flags = [output.dropped_N.view(3, 10, k) for output in (before.routing, after.routing)]
+        assert torch.equal(flags[0][:, :position], flags[1][:, :position])
+        displaced += int((flags[0] != flags[1]).sum())
+    assert displaced > 0  # the alterations did reach the queues
+    assert before.routing is not None
+    assert before.routing.dropped_N.any()
+
+
+def test_tokens_flattened_by_the_caller_keep_their_positions() -> None:
+    # Someone who calls the layer with (T, D) says how long a sequence is.
+    x = torch.ones(2, 4, 8, dtype=torch.float64)
+    layer = capacity_layer(factor=1.0)
+    whole = layer(x).routing
+    flat = layer(x.view(8, 8), TokenContext(sequence_length=4)).routing
+    assert flat.sequence_length == 4
+    assert torch.equal(flat.dropped_N, whole.dropped_N)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"), [((2, 3, 8), 3), ((6, 8), 6), ((8,), 1), ((2, 2, 3, 8), 3)], ids=str
+)
+def test_the_last_leading_axis_is_the_sequence(shape: tuple[int, ...], length: int) -> None:
+    x_TD, context = flatten_tokens(torch.zeros(shape), None)
+    assert x_TD.shape == (math.prod(shape[:-1]), 8)
+    assert context.sequence_length == length
+
+
+@pytest.mark.parametrize("name", ["mask", "token_ids"])
+def test_a_context_of_another_shape_is_refused(name: str) -> None:
+    wrong = torch.ones(3, 2, dtype=torch.bool if name == "mask" else torch.int64)
+    message = rf"TokenContext\.{name} must have the leading shape of x, \(2, 3\), but has \(3, 2\)"
+    context = TokenContext(mask=wrong) if name == "mask" else TokenContext(token_ids=wrong)
+    with pytest.raises(ValueError, match=message):
+        build_ffn("moe", d_model=8)(torch.zeros(2, 3, 8), context)
+
+
+def test_a_mask_of_numbers_is_refused() -> None:
+    # Hugging Face tokenizers return int64 masks.
+    with pytest.raises(ValueError, match=r"mask must be bool.*is torch\.int64; use mask\.bool\(\)"):
+        TokenContext(mask=torch.ones(2, 3, dtype=torch.int64))

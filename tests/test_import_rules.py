@@ -1,0 +1,203 @@
+"""Who may import whom, and what `import moe_ffn` costs: read from the source and from subprocesses."""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moe_ffn
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "moe_ffn"
+
+# What stands below every room: values and arithmetic that know no FFN.
+FOUNDATION = {"config", "outputs", "activations", "sizes", "initialization"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    # The foundation itself: each alone.
+    "config": set(),
+    "outputs": set(),
+    "activations": set(),
+    "sizes": set(),
+    "initialization": set(),
+    # The five independent parts. Routing, dispatch and experts never import each other, with one
+    # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
+    # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).
+    "routing": FOUNDATION,
+    "capacity": FOUNDATION,
+    "dispatch": FOUNDATION,
+    "kernels": FOUNDATION | {"dispatch"},
+    "experts": FOUNDATION | {"dispatch", "kernels"},
+    "balancing": FOUNDATION,
+    # Where the parts meet. It does not know the model around it.
+    "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts"},
+    # Sees FFNBlock and its configs, not what stands behind them.
+    "model": FOUNDATION | {"ffn"},
+    "metrics": FOUNDATION | {"balancing"},
+    "data": FOUNDATION,
+    "training": FOUNDATION | {"balancing", "metrics", "model", "data"},
+    # The public names.
+    "__init__": FOUNDATION | {"balancing", "ffn", "model"},
+}
+"""Room or file of the package -> what it may import of the package."""
+
+ONLY_PLACES = {
+    "lightning": {"moe_ffn/training", "experiments"},
+    "wandb": {"moe_ffn/training/loggers.py", "experiments"},
+    "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "experiments"},
+    "yaml": {"moe_ffn/data", "moe_ffn/training", "experiments"},
+    "tokenizers": {"moe_ffn/data"},
+    "datasets": {"moe_ffn/data"},
+}
+"""A library of the `train` extra -> the only places that may import it."""
+
+
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every (module, names) that a file imports anywhere, inside functions and for types too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or "", [alias.name for alias in node.names]
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", sources("moe_ffn"), ids=name_of)
+def test_rooms_import_only_what_stands_below_them(path: Path) -> None:
+    room = room_of(path)
+    assert room in MAY_IMPORT, f"say in MAY_IMPORT what the new room '{room}' may import"
+    for module, names in imports(path):
+        if module.split(".")[0] != "moe_ffn":
+            assert module.split(".")[0] != "experiments", f"{module}: experiments stand on top"
+            continue
+        targets = [module.split(".")[1]] if "." in module else names
+        for target in targets:
+            allowed = target == room or target in MAY_IMPORT[room]
+            assert allowed, f"{name_of(path)} ({room}) must not import moe_ffn.{target}"
+
+
+@pytest.mark.parametrize("room", ["experts", "kernels"])
+def test_of_dispatch_the_experts_see_the_plan_alone(room: str) -> None:
+    seen = {
+        (module, name)
+        for path in sources(f"moe_ffn/{room}")
+        for module, names in imports(path)
+        for name in names
+        if module.startswith("moe_ffn.dispatch")
+    }
+    assert seen == {("moe_ffn.dispatch.plan", "Plan")}
+
+
+def test_the_rooms_form_no_circle() -> None:
+    finished: set[str] = set()
+
+    def visit(room: str, above: tuple[str, ...]) -> None:
+        assert room not in above, f"circle: {' -> '.join([*above, room])}"
+        for below in MAY_IMPORT[room] - finished:
+            visit(below, (*above, room))
+        finished.add(room)
+
+    for room in MAY_IMPORT:
+        visit(room, ())
+
+
+@pytest.mark.parametrize("library", ONLY_PLACES)
+def test_libraries_stay_in_their_rooms(library: str) -> None:
+    for path in [*sources("moe_ffn"), *sources("experiments")]:
+        if any(module.split(".")[0] == library for module, _ in imports(path)):
+            place = name_of(path)
+            allowed = [home for home in ONLY_PLACES[library] if place.startswith(home)]
+            assert allowed, f"{place} must not import {library}"
+
+
+# --------------------------------------------------------------------------------- subprocesses
+
+RESOLVE_ALL = "import moe_ffn; [getattr(moe_ffn, name) for name in moe_ffn.__all__]"
+
+
+def run(code: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def loaded_by(code: str) -> set[str]:
+    return set(json.loads(run(f"{code}\nimport json, sys; print(json.dumps(list(sys.modules)))")))
+
+
+def test_importing_the_package_loads_nothing_but_torch_einops_and_pydantic() -> None:
+    build = "moe_ffn.build_ffn({'type': 'moe', 'shared_expert': 'conv'}, d_model=8)"
+    extra = loaded_by(f"{RESOLVE_ALL}; {build}") - loaded_by("import torch, einops, pydantic")
+    # `_sysconfigdata_...`, named after the platform, belongs to the standard library too.
+    libraries = {name.split(".")[0] for name in extra if not name.startswith("_sysconfigdata")}
+    libraries -= set(sys.stdlib_module_names)
+    ours = {"moe_ffn", "torch", "einops", "pydantic", "pydantic_core"}
+    assert libraries <= ours | {"annotated_types", "typing_extensions", "typing_inspection"}
+
+
+def test_importing_the_package_alone_loads_no_torch() -> None:
+    assert "torch" not in loaded_by("import moe_ffn")
+
+
+def test_configs_load_no_torch() -> None:
+    """A misspelt key is answered before torch would have been loaded."""
+    modules = [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for path in sources("moe_ffn")
+        if path.name.endswith("config.py")
+    ]
+    assert "moe_ffn.ffn.config" in modules
+    code = "\n".join(f"import {module}" for module in modules)
+    code += "\nfrom moe_ffn.model.config import DecoderConfig"
+    code += "\nfrom moe_ffn.config import json_schema"
+    code += "\nDecoderConfig.model_validate({'ffn': 'moe'}).num_params(100, 10)"
+    code += "\njson_schema(DecoderConfig)"
+    loaded = {name.split(".")[0] for name in loaded_by(code)}
+    assert not loaded & {"torch", "numpy", "lightning", "wandb", "einops", "yaml", "tokenizers"}
+
+
+def test_importing_everything_public_is_quick() -> None:
+    # Processor time, which other work on the machine disturbs less than the clock; without torch,
+    # einops and pydantic, which everybody who uses the package has loaded.
+    code = (
+        "import time, torch, einops, pydantic, pydantic.json_schema\n"
+        "class Warm(pydantic.BaseModel): x: int = 1\n"  # pydantic imports half of itself here
+        f"start = time.process_time()\n{RESOLVE_ALL}\nprint(time.process_time() - start)"
+    )
+    assert statistics.median(float(run(code)) for _ in range(3)) < 0.3
+
+
+# --------------------------------------------------------------------------------- public names
+
+
+def test_public_names() -> None:
+    assert moe_ffn.__all__ == sorted(moe_ffn.__all__)
+    assert dir(moe_ffn) == moe_ffn.__all__
+    for name in moe_ffn.__all__:
+        assert getattr(moe_ffn, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'moe_ffn' has no attribute 'build_fnn'"):
+        _ = moe_ffn.build_fnn

@@ -1,0 +1,72 @@
+"""A run of a few steps in this process: config, data, model, and a logger that remembers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData, prepare
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_lightning() -> None:
+    warnings.filterwarnings("ignore", message="`isinstance\\(treespec, LeafSpec\\)` is deprecated")
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+
+
+@pytest.fixture(scope="session")
+def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainConfig]:
+    """`make_config(model=..., trainer=...)`: a tiny run with these options laid over it."""
+    folder = tmp_path_factory.mktemp("training")
+    texts = folder / "texts"
+    texts.mkdir()
+    letters = np.random.default_rng(0).choice(list("abcde \n"), size=(10, 200))
+    for number, text in enumerate(letters):
+        (texts / f"{number}.txt").write_text("".join(text))
+
+    def make(**sections: dict[str, Any]) -> TrainConfig:
+        options: dict[str, Any] = {
+            "model": {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}},
+            "data": {
+                "corpus": {"type": "text", "paths": str(texts)},
+                "cache_dir": str(folder / "cache"),
+                "seq_len": 16,
+                "batch_size": 4,
+                "validation_tokens": 96,
+                "validation_percent": 20,
+            },
+            "trainer": {"max_steps": 12, "validate_every_n_steps": 4, "precision": "32-true"},
+        }
+        for name, section in sections.items():
+            options[name] = {**options.get(name, {}), **section}
+        return TrainConfig.model_validate(options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prepared(make_config: Callable[..., TrainConfig]) -> PreparedData:
+    return prepare(make_config().data, progress=False)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder

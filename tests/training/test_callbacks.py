@@ -1,0 +1,316 @@
+"""What the loggers are handed, in a real fit of a few steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from experiments.config import TrainConfig
+from experiments.training_run import build_module, build_trainer, make_token_data, make_watchers
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training import callbacks
+from moe_ffn.training.callbacks import flatten_routing
+from moe_ffn.training.data_module import validation_batches
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+
+
+class MemoryLogger(Logger):
+    """Keeps every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def named(self, prefix: str) -> list[tuple[int, dict[str, float]]]:
+        return [row for row in self.rows if f"{prefix}/loss" in row[1]]
+
+
+class Spy(Callback):
+    """Every batch's objective and routing, every step's gradient as the optimizer saw it."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.clipped_norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.outputs.append(outputs)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if gradients:
+            self.clipped_norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+class Fitted:
+    """A finished fit, as the program makes it, and what was seen of it."""
+
+    def __init__(self, config: TrainConfig, data: PreparedData, folder: Path) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.data = config, data
+        self.module: LanguageModel = build_module(config, data)
+        self.start = {k: v.clone() for k, v in self.module.state_dict().items()}
+        self.logger, self.spy = MemoryLogger(), Spy()
+        self.watchers = make_watchers(config, folder)
+        self.trainer = build_trainer(config, folder, "32-true", [self.logger], self.watchers)
+        self.trainer.callbacks.append(self.spy)  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.fit(self.module, datamodule=make_token_data(config, data))
+
+
+@pytest.fixture
+def fit(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> Callable[..., Fitted]:
+    def run(**sections: dict[str, Any]) -> Fitted:
+        sections["trainer"] = {
+            "max_steps": 6,
+            "validate_every_n_steps": 3,
+            "accelerator": "cpu",
+            **sections.get("trainer", {}),
+        }
+        return Fitted(make_config(**sections), prepared, tmp_path)
+
+    return run
+
+
+MOE = {"ffn": {"type": "moe", "num_experts": 4}}
+
+
+# -- rows of training
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["plain", "accumulating 2"])
+def test_a_row_is_the_mean_of_all_steps_since_the_last(
+    fit: Callable[..., Fitted], accumulate: int
+) -> None:
+    fitted = fit(
+        model=MOE,
+        logging={"every_n_steps": 4},
+        trainer={"accumulate_grad_batches": accumulate},
+    )
+
+    rows = fitted.logger.named("train")
+    assert [step for step, _ in rows] == [4, 6]
+    assert all(row["trainer/global_step"] == step for step, row in rows)
+    assert len(fitted.spy.outputs) == 6 * accumulate
+    parts = fitted.spy.outputs[: 4 * accumulate], fitted.spy.outputs[4 * accumulate :]
+    for (_, row), part in zip(rows, parts, strict=True):
+        losses = [output["objective"] for output in part]
+        for name, field in (
+            ("loss", "cross_entropy"),
+            ("objective", "total"),
+            ("load_balance", "load_balance"),
+            ("router_z", "router_z"),
+        ):
+            mean = torch.stack([getattr(loss, field) for loss in losses]).mean()
+            assert row[f"train/{name}"] == pytest.approx(mean.item(), rel=1e-6), name
+
+
+def test_the_load_of_a_row_covers_the_same_steps(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 4})
+
+    (_, first), (_, second) = fitted.logger.named("train")
+    for row, outputs in ((first, fitted.spy.outputs[:4]), (second, fitted.spy.outputs[4:])):
+        for layer in (0, 1):
+            ids = torch.cat([output["routings"][layer].expert_ids_N for output in outputs])
+            shares = torch.bincount(ids, minlength=4) / len(ids)
+            for expert in range(4):
+                key = f"train/routing/layer_{layer:02d}/load/expert_{expert:02d}"
+                assert row[key] == pytest.approx(shares[expert].item(), abs=1e-6)
+
+
+def test_one_row_at_the_end_where_rows_are_rare(fit: Callable[..., Fitted]) -> None:
+    assert [step for step, _ in fit(logging={"every_n_steps": 100}).logger.named("train")] == [6]
+
+
+def test_the_learning_rate_is_that_of_the_step(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(logging={"every_n_steps": 1})
+
+    rates = [row["train/learning_rate"] for _, row in fitted.logger.named("train")]
+    assert rates == fitted.spy.rates
+    assert len(set(rates)) == 6
+
+
+def test_tokens_per_second_leaves_validations_out(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A clock that is a second further at every look: a batch lasts one, whatever happens between.
+    monkeypatch.setattr(callbacks.time, "perf_counter", itertools.count().__next__)
+
+    fitted = fit(logging={"every_n_steps": 2}, trainer={"accumulate_grad_batches": 2})
+
+    # 4 sequences x 16 tokens in a second
+    assert [row["train/tokens_per_second"] for _, row in fitted.logger.named("train")] == [64] * 3
+    assert fitted.watchers.steps.tokens_per_second == 64
+
+
+def test_what_callbacks_see_holds_no_graph(fit: Callable[..., Fitted]) -> None:
+    output = fit(model=MOE).spy.outputs[0]
+
+    assert not output["objective"].total.requires_grad
+    for routing in output["routings"].values():
+        assert not routing.scores_TE.requires_grad
+        assert not routing.weights_N.requires_grad
+
+
+# -- the gradient norm
+
+
+def first_gradient_norm(fitted: Fitted) -> float:
+    """Of the first batch under the initial weights, computed by hand."""
+    module = build_module(fitted.config, fitted.data)
+    module.load_state_dict(fitted.start)
+    data = make_token_data(fitted.config, fitted.data)
+    data.trainer = fitted.trainer
+    batch = data.train_dataloader().batches[0]
+    loaded = LoadedBatch(index=0, input_ids=batch.input_ids, target_ids=batch.target_ids)
+    module.training_step(loaded, 0)["loss"].backward()
+    squares = [p.grad.square().sum() for p in module.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("clip", [0.0, 1e-3], ids=["unclipped", "clipped"])
+def test_gradient_norm_is_the_one_before_clipping(
+    fit: Callable[..., Fitted], algorithm: str, clip: float
+) -> None:
+    fitted = fit(
+        logging={"every_n_steps": 1},
+        trainer={"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm},
+    )
+
+    logged = fitted.logger.named("train")[0][1]["train/gradient_norm"]
+    assert logged == pytest.approx(first_gradient_norm(fitted), rel=1e-5)
+    seen = fitted.spy.clipped_norms[0]
+    if clip == 0:
+        assert seen == pytest.approx(logged)
+    elif algorithm == "norm":
+        assert seen == pytest.approx(clip, rel=1e-2)
+    else:
+        assert seen < logged
+
+
+# -- validation
+
+
+def test_validation_rows_and_the_last_one_kept(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE)
+
+    rows = fitted.logger.named("validation")
+    assert [step for step, _ in rows] == [3, 6]
+    assert all(row["trainer/global_step"] == step for step, row in rows)
+    watcher = fitted.watchers.validation
+    assert watcher.last_step == 6
+    assert watcher.last == {
+        name: rows[-1][1][f"validation/{name}"] for name in ("loss", "bits_per_byte")
+    }
+    assert list(watcher.routing) == [0, 1]
+
+
+def test_validation_is_the_model_s_loss_and_load_on_every_batch(
+    fit: Callable[..., Fitted],
+) -> None:
+    fitted = fit(model=MOE)
+    model = fitted.module.decoder.eval()
+    nats: list[Tensor] = []
+    shares: list[Tensor] = []
+    with torch.no_grad():
+        for batch in validation_batches(fitted.config.data, fitted.data):
+            output = model(batch.input_ids)
+            log_p = output.logits.log_softmax(-1)
+            nats.append(-log_p.gather(-1, batch.target_ids[..., None]).flatten())
+            ids = output.routings[1].expert_ids_N
+            shares.append(torch.bincount(ids, minlength=4) / len(ids))
+
+    found = fitted.watchers.validation
+    assert found.last["loss"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
+    torch.testing.assert_close(found.routing[1]["load"], torch.stack(shares).mean(0))
+
+
+def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) -> None:
+    often = fit(trainer={"validate_every_n_steps": 1}).watchers.validation.last
+    once = fit(trainer={"validate_every_n_steps": 6}).watchers.validation.last
+
+    assert often == once
+
+
+# -- names
+
+
+def test_flatten_routing() -> None:
+    values = {
+        3: {"entropy": torch.tensor(0.5), "load": torch.tensor([0.25, 0.75])},
+        12: {"capacity_used": torch.tensor(torch.nan)},
+    }
+
+    assert flatten_routing(values, prefix="train/") == {
+        "train/routing/layer_03/entropy": 0.5,
+        "train/routing/layer_03/load/expert_00": 0.25,
+        "train/routing/layer_03/load/expert_01": 0.75,
+    }
+
+
+# -- randomness
+
+
+def draws(module: LanguageModel, index: int) -> Tensor:
+    torch.rand(7)  # whatever came before
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    module.on_train_batch_start(LoadedBatch(index=index, input_ids=ids, target_ids=ids), 0)
+    return torch.rand(3)
+
+
+def test_randomness_depends_on_seed_and_batch_and_on_nothing_before(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    module = build_module(make_config(), prepared)
+    other = build_module(make_config().model_copy(update={"seed": 1}), prepared)
+
+    assert torch.equal(draws(module, 5), draws(module, 5))
+    assert not torch.equal(draws(module, 5), draws(module, 6))
+    assert not torch.equal(draws(module, 5), draws(other, 5))
+
+
+def test_randomness_differs_between_ranks(
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = build_module(make_config(), prepared)
+    rank_0 = draws(module, 5)
+    monkeypatch.setattr(LanguageModel, "global_rank", 1)
+
+    assert not torch.equal(draws(module, 5), rank_0)

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from experiments.config import TrainConfig
+from moe_ffn.data.batches import TrainBatches, ValidationBatches
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.data_module import TokenData, validation_batches
+from moe_ffn.training.loaders import FILLER, TrainLoader, ValidationLoader
+from moe_ffn.training.objective import IGNORED_TARGET
+
+
+@pytest.fixture
+def batches(prepared: PreparedData) -> TrainBatches:
+    return TrainBatches(prepared.train, seq_len=16, batch_size=4, seed=0)
+
+
+@pytest.fixture
+def validation(prepared: PreparedData) -> ValidationBatches:
+    # 5 sequences of 16 tokens, two to a batch: 2 + 2 + 1.
+    return ValidationBatches(prepared.validation, seq_len=16, batch_size=2, num_tokens=80)
+
+
+def test_train_loader_begins_where_start_says(batches: TrainBatches) -> None:
+    position = 0
+    loader = TrainLoader(batches, num_batches=5, start=lambda: position)
+
+    assert [batch["index"] for batch in loader] == [0, 1, 2, 3, 4]
+    position = 3
+    assert [batch["index"] for batch in loader] == [3, 4]
+    position = 5
+    assert list(loader) == []
+
+
+def test_the_length_is_that_of_the_run_wherever_it_begins(batches: TrainBatches) -> None:
+    assert len(TrainLoader(batches, num_batches=5, start=lambda: 3)) == 5
+
+
+def test_a_batch_that_was_fetched_and_not_trained_on_comes_again(batches: TrainBatches) -> None:
+    loader = TrainLoader(batches, num_batches=5, start=lambda: 2)
+
+    first = next(iter(loader))
+
+    again = next(iter(loader))
+    assert first["index"] == again["index"] == 2
+    assert torch.equal(first["input_ids"], again["input_ids"])
+
+
+def test_train_loader_hands_over_its_batches(batches: TrainBatches) -> None:
+    for index, batch in enumerate(TrainLoader(batches, num_batches=3, start=lambda: 0)):
+        assert torch.equal(batch["input_ids"], batches[index].input_ids)
+        assert torch.equal(batch["target_ids"], batches[index].target_ids)
+
+
+def test_train_loader_keeps_no_state(batches: TrainBatches) -> None:
+    loader = TrainLoader(batches, num_batches=3, start=lambda: 0)
+    next(iter(loader))
+
+    assert loader.state_dict() == {}
+    loader.load_state_dict({})
+    assert [batch["index"] for batch in loader] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_each_validation_batch_is_seen_once_and_all_ranks_take_part_equally_often(
+    validation: ValidationBatches, world_size: int
+) -> None:
+    loaders = [ValidationLoader(validation, rank, world_size) for rank in range(world_size)]
+    seen = [[batch["index"] for batch in loader] for loader in loaders]
+
+    assert len({len(loader) for loader in loaders}) == 1
+    assert [len(indices) for indices in seen] == [len(loader) for loader in loaders]
+    assert sorted(i for indices in seen for i in indices if i != FILLER) == [0, 1, 2]
+    assert all(indices[0] != FILLER or rank >= 3 for rank, indices in enumerate(seen))
+
+
+def test_a_filler_has_nothing_to_predict(validation: ValidationBatches) -> None:
+    first, filler = ValidationLoader(validation, rank=1, world_size=2)
+
+    assert (first["index"], filler["index"]) == (1, FILLER)
+    assert (filler["target_ids"] == IGNORED_TARGET).all()
+    assert torch.equal(filler["input_ids"], validation[0].input_ids)
+    assert (validation[0].target_ids != IGNORED_TARGET).all(), "the batch itself was changed"
+
+
+def test_validation_is_the_same_every_time(validation: ValidationBatches) -> None:
+    loader = ValidationLoader(validation)
+
+    for one, other in zip(loader, loader, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["target_ids"], other["target_ids"])
+
+
+def test_the_data_module_needs_a_trainer(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    data = TokenData(make_config().data, prepared, num_batches=3, seed=0)
+
+    for loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(RuntimeError, match=r"pass it as datamodule="):
+            loader()
+
+
+def test_validation_batches_follow_the_config(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    found = validation_batches(make_config().data, prepared)
+
+    # 96 tokens in sequences of 16, four to a batch
+    assert [len(found[i].input_ids) for i in range(len(found))] == [4, 2]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing
+from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.training.objective import IGNORED_TARGET, objective
+
+LOG_3 = 1.0986123
+
+
+def routing(expert_ids: list[int], scores_TE: Tensor, logits_TE: Tensor) -> Routing:
+    """Each token to one expert."""
+    num_tokens = len(expert_ids)
+    return Routing(
+        token_ids_N=torch.arange(num_tokens),
+        expert_ids_N=torch.tensor(expert_ids),
+        weights_N=torch.ones(num_tokens),
+        dropped_N=torch.zeros(num_tokens, dtype=torch.bool),
+        logits_TE=logits_TE,
+        scores_TE=scores_TE,
+        mask_T=None,
+        sequence_length=num_tokens,
+    )
+
+
+@pytest.fixture
+def lopsided() -> Routing:
+    # load: shares (1, 0), mean scores (0.625, 0.375): 2 * (1 * 0.625) = 1.25
+    # z: logsumexp (log 4, log 2), their squares 1.9218121 and 0.4804530, the mean 1.2011325
+    scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    return routing([0, 0], scores, torch.tensor([[LOG_3, 0.0], [0.0, 0.0]]))
+
+
+@pytest.fixture
+def balanced() -> Routing:
+    # load: 2 * (0.5 * 0.5 + 0.5 * 0.5) = 1; z: (log 2)^2 = 0.4804530
+    return routing([0, 1], torch.full((2, 2), 0.5), torch.zeros(2, 2))
+
+
+@pytest.fixture
+def logits_BSV() -> Tensor:
+    # With targets 0 and 1: log 2 = 0.6931472, and -log(3/4) = 0.2876821; the mean is 0.4904146.
+    return torch.tensor([[[0.0, 0.0], [0.0, LOG_3]]])
+
+
+def test_every_part_by_hand(logits_BSV: Tensor, lopsided: Routing, balanced: Routing) -> None:
+    weights = ObjectiveConfig(load_balance=0.1, router_z=0.01)
+
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided, 3: balanced}, weights)
+
+    assert found.cross_entropy.item() == pytest.approx(0.4904146)
+    # (1.25 + 1) / 2
+    assert found.load_balance.item() == pytest.approx(1.125)
+    # (1.2011325 + 0.4804530) / 2
+    assert found.router_z.item() == pytest.approx(0.8407928)
+    # 0.4904146 + 0.1 * 1.125 + 0.01 * 0.8407928
+    assert found.total.item() == pytest.approx(0.6113225)
+
+
+def test_weights_of_zero_leave_the_values_and_not_the_total(
+    logits_BSV: Tensor, lopsided: Routing
+) -> None:
+    weights = ObjectiveConfig(load_balance=0.0, router_z=0.0)
+
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided}, weights)
+
+    assert found.total == found.cross_entropy
+    assert found.load_balance.item() == pytest.approx(1.25)
+    assert found.router_z.item() == pytest.approx(1.2011325)
+
+
+def test_the_mean_over_layers_does_not_depend_on_the_depth(
+    logits_BSV: Tensor, lopsided: Routing
+) -> None:
+    targets, weights = torch.tensor([[0, 1]]), ObjectiveConfig()
+
+    one = objective(logits_BSV, targets, {0: lopsided}, weights)
+    six = objective(logits_BSV, targets, dict.fromkeys(range(6), lopsided), weights)
+
+    torch.testing.assert_close(six.total, one.total)
+
+
+def test_layers_collapsed_onto_opposite_experts_do_not_cancel(logits_BSV: Tensor) -> None:
+    # Each layer: 2 * (1 * 1) = 2. The tokens of both together would look balanced, and score 1.
+    sure = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    layers = {0: routing([0, 0], sure, sure), 1: routing([1, 1], sure.flip(-1), sure.flip(-1))}
+
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), layers, ObjectiveConfig())
+
+    assert found.load_balance.item() == 2
+
+
+def test_ignored_targets_are_in_no_loss(logits_BSV: Tensor) -> None:
+    targets = torch.tensor([[0, IGNORED_TARGET]])
+
+    found = objective(logits_BSV, targets, {}, ObjectiveConfig())
+
+    # log 2, of the first position alone
+    assert found.cross_entropy.item() == pytest.approx(0.6931472)
+
+
+def test_a_dense_model_has_no_balancing_losses(logits_BSV: Tensor) -> None:
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {}, ObjectiveConfig())
+
+    assert (found.load_balance.item(), found.router_z.item()) == (0, 0)
+    assert found.total == found.cross_entropy
+
+
+def test_gradients_reach_logits_and_scores_and_detaching_cuts_them(
+    logits_BSV: Tensor, balanced: Routing
+) -> None:
+    logits_BSV.requires_grad_()
+    balanced.scores_TE.requires_grad_()
+    balanced.logits_TE.requires_grad_()
+
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: balanced}, ObjectiveConfig())
+    found.total.backward()
+
+    assert logits_BSV.grad is not None
+    assert balanced.scores_TE.grad is not None
+    assert balanced.logits_TE.grad is not None
+    assert not any(
+        getattr(found.detach(), name).requires_grad
+        for name in ("total", "cross_entropy", "load_balance", "router_z")
+    )
+
+
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
+    # 1000 equal logits: log 1000 = 6.9077553, which bfloat16 would round to 6.90625.
+    logits = torch.zeros(1, 2, 1000, dtype=torch.bfloat16)
+
+    found = objective(logits, torch.tensor([[0, 1]]), {}, ObjectiveConfig())
+
+    assert found.total.dtype == torch.float32
+    assert found.total.item() == pytest.approx(6.9077553)

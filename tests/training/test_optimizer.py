@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ffn.model.config import DecoderConfig
+from moe_ffn.training.config import CosineConfig, OptimizerConfig, ScheduleConfig, WSDConfig
+from moe_ffn.training.optimizer import build_optimizer, build_schedule, split_by_decay
+
+
+def build(**options: Any) -> nn.Module:
+    config = DecoderConfig.model_validate(
+        {"d_model": 8, "num_layers": 1, "attention": {"num_heads": 2}, **options}
+    )
+    return config.build(vocab_size=11, max_seq_len=5)
+
+
+def groups(**options: Any) -> tuple[set[str], set[str]]:
+    decayed, kept = split_by_decay(build(**options))
+    return set(decayed), set(kept)
+
+
+ATTENTION = {f"layers.0.attention.{name}.weight" for name in ("query", "key", "value", "output")}
+NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "final_norm.weight"}
+
+
+# -- what decays
+
+
+def test_matrices_decay_stacked_experts_and_router_too() -> None:
+    decayed, kept = groups(ffn={"type": "moe", "num_experts": 4})
+
+    ffn = {f"layers.0.ffn.experts.{name}" for name in ("gate", "up", "down")}
+    assert decayed == ATTENTION | ffn | {"layers.0.ffn.router.projection.weight"}
+    assert kept == NORMS | {"embedding.weight"}
+
+
+def test_biases_do_not_decay_stacked_ones_neither() -> None:
+    decayed, kept = groups(
+        ffn={"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "bias": True}},
+        attention={"num_heads": 2, "bias": True},
+        norm="layer_norm",
+    )
+
+    assert not [name for name in decayed if "bias" in name]
+    assert {f"layers.0.ffn.experts.{name}_bias" for name in ("gate", "up", "down")} <= kept
+    assert {name.replace("weight", "bias") for name in ATTENTION | NORMS} <= kept
+
+
+def test_tied_embeddings_stand_once_and_do_not_decay() -> None:
+    decayed, kept = groups(tie_embeddings=True)
+
+    assert "embedding.weight" in kept
+    assert not [name for name in decayed | kept if "unembedding" in name]
+
+
+def test_an_untied_output_matrix_decays() -> None:
+    decayed, kept = groups(tie_embeddings=False)
+
+    assert "unembedding.weight" in decayed
+    assert "embedding.weight" in kept
+
+
+def test_learned_positions_do_not_decay() -> None:
+    _, kept = groups(positions="learned")
+
+    assert "positions.table.weight" in kept
+
+
+def test_convolution_kernels_decay() -> None:
+    decayed, kept = groups(ffn={"type": "conv", "bias": True})
+
+    def of_the_block(names: set[str]) -> list[str]:
+        return sorted(name.rpartition(".")[2] for name in names if ".ffn." in name)
+
+    assert of_the_block(decayed) == ["weight", "weight"]
+    assert of_the_block(kept) == ["bias", "bias"]
+
+
+@pytest.mark.parametrize("block", ["identity", "dense", "swiglu", "conv", "moe"])
+def test_every_parameter_is_in_one_group(block: str) -> None:
+    model = build(ffn=block)
+    optimizer = build_optimizer(model, OptimizerConfig())
+
+    stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(stepped) == sorted(id(p) for p in model.parameters())
+
+
+def test_options_reach_adamw() -> None:
+    config = OptimizerConfig(learning_rate=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
+
+    decayed, kept = build_optimizer(build(), config).param_groups
+
+    for group in (decayed, kept):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.125, 0.0)
+
+
+def test_a_step_without_gradient_moves_what_decays_and_nothing_else() -> None:
+    model = build(ffn={"type": "moe", "num_experts": 2, "experts": {"type": "mlp", "bias": True}})
+    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.5))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    optimizer.step()
+
+    decayed, _ = split_by_decay(model)
+    for name, parameter in model.named_parameters():
+        # AdamW multiplies by 1 - lr * decay = 1 - 0.5 * 0.5.
+        factor = 0.75 if name in decayed else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, msg=name)
+
+
+# -- schedules
+
+COSINE = CosineConfig(warmup_fraction=0.1, final_fraction=0.1)
+WSD = WSDConfig(warmup_fraction=0.1, final_fraction=0.1, decay_fraction=0.2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        # Warm-up takes 10 of 100 steps: (step + 1) / 11, so that no step is made at rate 0.
+        pytest.param(COSINE, 0, 1 / 11, id="cosine starts"),
+        pytest.param(COSINE, 9, 10 / 11, id="cosine ends its warm-up"),
+        pytest.param(COSINE, 10, 1.0, id="cosine at its full rate"),
+        # A quarter of the 90 steps left is 22.5; a third is 30: 0.1 + 0.9 * (1 + cos(pi/3)) / 2
+        # = 0.1 + 0.9 * 0.75
+        pytest.param(COSINE, 40, 0.775, id="cosine after a third"),
+        # 0.1 + 0.9 * (1 + cos(pi/2)) / 2 = 0.1 + 0.45
+        pytest.param(COSINE, 55, 0.55, id="cosine in the middle"),
+        pytest.param(COSINE, 100, 0.1, id="cosine at its end"),
+        pytest.param(COSINE, 130, 0.1, id="cosine beyond its end"),
+        pytest.param(WSD, 0, 1 / 11, id="wsd starts"),
+        pytest.param(WSD, 9, 10 / 11, id="wsd ends its warm-up"),
+        pytest.param(WSD, 10, 1.0, id="wsd at its full rate"),
+        pytest.param(WSD, 55, 1.0, id="wsd in the middle"),
+        # The last fifth of the 90 steps begins at 10 + 72 = 82, and is half over at 91.
+        pytest.param(WSD, 82, 1.0, id="wsd before its fall"),
+        pytest.param(WSD, 91, 0.55, id="wsd half fallen"),
+        pytest.param(WSD, 100, 0.1, id="wsd at its end"),
+        pytest.param(WSD, 130, 0.1, id="wsd beyond its end"),
+        pytest.param(CosineConfig(warmup_fraction=0.0), 0, 1.0, id="no warm-up"),
+        pytest.param(CosineConfig(final_fraction=1.0), 100, 1.0, id="constant"),
+        pytest.param(WSDConfig(warmup_fraction=0.0, decay_fraction=1.0), 50, 0.55, id="only falls"),
+    ],
+)
+def test_multiplier(schedule: ScheduleConfig, step: int, expected: float) -> None:
+    assert schedule.multiplier(step, max_steps=100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", [CosineConfig(), WSDConfig()], ids=["cosine", "wsd"])
+@pytest.mark.parametrize("max_steps", [1, 2, 7, 600])
+def test_multiplier_never_leaves_its_range(schedule: ScheduleConfig, max_steps: int) -> None:
+    rates = [schedule.multiplier(step, max_steps) for step in range(max_steps + 1)]
+
+    assert all(0 < rate <= 1 for rate in rates)
+    assert rates[-1] == pytest.approx(0.1)
+    peak = rates.index(max(rates))
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_the_optimizer_follows_the_schedule_in_every_group() -> None:
+    config = OptimizerConfig(learning_rate=2.0, schedule=COSINE)
+    optimizer = build_optimizer(build(), config)
+    schedule = build_schedule(optimizer, config, max_steps=100)
+
+    seen = []
+    for _ in range(12):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates[0] == rates[1]
+        seen.append(rates[0])
+        optimizer.step()
+        schedule.step()
+
+    assert (seen[0], seen[9], seen[10]) == pytest.approx((2 / 11, 20 / 11, 2.0))
+    assert seen[11] < 2.0

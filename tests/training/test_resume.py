@@ -1,0 +1,177 @@
+"""A run that was killed and resumed is the unbroken run, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from experiments.config import TrainConfig
+from experiments.training_run import build_module, build_trainer, make_token_data, make_watchers
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import PreparedData
+
+MODELS = {
+    "dense with dropout": {"ffn": {"type": "dense", "dropout": 0.1}, "dropout": 0.1},
+    "moe with capacity": {
+        "ffn": {
+            "type": "moe",
+            "num_experts": 4,
+            "experts": {"type": "swiglu", "dropout": 0.1},
+            "capacity": {"factor": 1.0},
+        }
+    },
+}
+
+
+VALIDATE_EVERY = 4
+
+
+class Killed(Exception):  # noqa: N818 - not an error of the program
+    pass
+
+
+class Recorder(Callback):
+    """Keeps what the run computed; saves and kills it at step `stop_at`.
+
+    After the validation of that step if there is one, where the program saves its checkpoints too;
+    otherwise after the step.
+    """
+
+    def __init__(self, checkpoint: Path | None = None, stop_at: int | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.stop_at = stop_at
+        self.losses: dict[int, Tensor] = {}
+        self.gradient_norms: dict[int, Tensor] = {}
+        self.validations: dict[int, Tensor] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses[batch["index"]] = outputs["objective"].total
+        if trainer.fit_loop._should_accumulate():
+            return
+        self.gradient_norms[trainer.global_step] = pl_module.gradient_norm  # pyright: ignore[reportArgumentType]
+        if trainer.global_step % VALIDATE_EVERY:
+            self._maybe_stop(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validations[trainer.global_step] = trainer.callback_metrics["validation/loss"]
+        self._maybe_stop(trainer)
+
+    def _maybe_stop(self, trainer: Trainer) -> None:
+        if self.checkpoint is not None and trainer.global_step == self.stop_at:
+            trainer.save_checkpoint(self.checkpoint)
+            raise Killed
+
+
+def run(
+    config: TrainConfig,
+    data: PreparedData,
+    folder: Path,
+    recorder: Recorder,
+    resume_from: Path | None = None,
+) -> tuple[dict[str, Any], Any]:
+    """Fit as the program does; returns weights and the optimizer's state."""
+    # A fresh process has seen other random numbers, and its fresh weights are to be overwritten.
+    torch.manual_seed(config.seed if resume_from is None else 999)
+    module = build_module(config, data)
+    folder.mkdir(exist_ok=True)
+    trainer = build_trainer(config, folder, "32-true", [], make_watchers(config, folder))
+    trainer.callbacks.append(recorder)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
+    return module.state_dict(), trainer.optimizers[0].state_dict()
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Equal to the bit, however deep."""
+    assert type(one) is type(other), where
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            assert_same(*pair, f"{where}/{place}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("cut", [4, 5], ids=["cut after a validation", "cut between validations"])
+@pytest.mark.parametrize("accumulate", [1, 3], ids=["plain", "accumulating 3"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_resuming_is_exact(
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    tmp_path: Path,
+    model: dict[str, Any],
+    accumulate: int,
+    cut: int,
+) -> None:
+    config = make_config(
+        model={"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}, **model},
+        data={**make_config().data.to_dict(), "batch_size": 24},
+        trainer={
+            "max_steps": 12,
+            "validate_every_n_steps": VALIDATE_EVERY,
+            "precision": "32-true",
+            "accumulate_grad_batches": accumulate,
+            "accelerator": "cpu",
+        },
+    )
+    _assert_epochs_end_on_both_sides(config, prepared, cut * accumulate, 12 * accumulate)
+    unbroken, first, second = Recorder(), Recorder(tmp_path / "cut.ckpt", cut), Recorder()
+
+    weights, optimizer = run(config, prepared, tmp_path / "unbroken", unbroken)
+    with pytest.raises(Killed):
+        run(config, prepared, tmp_path / "first", first)
+    resumed_weights, resumed_optimizer = run(
+        config, prepared, tmp_path / "first", second, resume_from=tmp_path / "cut.ckpt"
+    )
+
+    assert list(unbroken.losses) == list(range(12 * accumulate))
+    assert list(second.losses) == list(range(cut * accumulate, 12 * accumulate))
+    assert_same(first.losses | second.losses, unbroken.losses, "losses")
+    assert_same(first.gradient_norms | second.gradient_norms, unbroken.gradient_norms, "norms")
+    assert list(unbroken.validations) == [4, 8, 12]
+    assert list(second.validations) == [8, 12]
+    assert_same(first.validations | second.validations, unbroken.validations, "validations")
+    assert_same(resumed_weights, weights, "weights")
+    assert_same(resumed_optimizer, optimizer, "optimizer")
+
+
+def _assert_epochs_end_on_both_sides(
+    config: TrainConfig, data: PreparedData, cut: int, end: int
+) -> None:
+    """A pass over the data ends within a batch before the cut, and another one after it."""
+    batches = TrainBatches(data.train, seq_len=16, batch_size=config.data.batch_size, seed=0)
+    per_epoch = batches.windows_per_epoch / config.data.batch_size
+    assert per_epoch % 1
+    assert 0 < per_epoch < cut
+    assert per_epoch * (cut // per_epoch + 1) < end
+
+
+def test_resuming_a_finished_run_makes_no_step(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    config = make_config(trainer={"max_steps": 2})
+    torch.manual_seed(0)
+    module = build_module(config, prepared)
+    trainer = build_trainer(config, tmp_path, "32-true", [], make_watchers(config, tmp_path))
+    trainer.fit(module, datamodule=make_token_data(config, prepared))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    again = Recorder()
+    weights, _ = run(config, prepared, tmp_path, again, tmp_path / "end.ckpt")
+
+    assert not again.losses
+    assert_same(weights, module.state_dict())
