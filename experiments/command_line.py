@@ -93,7 +93,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
             value = remaining.pop(0)
-        overrides.append((path.split("."), _parse_yaml(value, where=f"--{path}")))
+        overrides.append((path.split("."), _parse_value(value, where=f"--{path}")))
     options: dict[str, Any] = {}
     for keys, override in sorted(overrides, key=lambda item: len(item[0])):
         for key in reversed(keys):
@@ -152,6 +152,20 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
 
 
+def _parse_value(text: str, where: str) -> Any:
+    """A flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
+
+    `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
+    """
+    if text.lstrip()[:1] in ("{", "[", '"', "'"):
+        return _parse_yaml(text, where)
+    try:
+        value = _parse_yaml(text, where)
+    except ConfigError:
+        return text
+    return text if isinstance(value, str | dict | list) else value
+
+
 def _parse_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
@@ -165,7 +179,10 @@ def _parse_yaml(text: str, where: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it: `1e-3` is a number, and a key given twice is a mistake."""
+    """YAML 1.1 as people expect it.
+
+    `1e-3` is a number, a run may be called `2026-11-21`, and a key given twice is a mistake.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -179,6 +196,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),

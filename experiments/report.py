@@ -44,6 +44,8 @@ class Report:
             f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per "
             f"byte (unigram model: {self.unigram_loss:.4f}); {self.tokens_per_second:,.0f} tokens/s"
         )
+        if not math.isfinite(self.loss):
+            say("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
         if self.routing:
             console.print()
             console.print(load_table(self.routing))
@@ -107,9 +109,9 @@ def _plain_printer(console: Console):
 
 
 def _without_nan(value):
-    """NaN says that a value does not exist; JSON's word for that is null."""
+    """NaN says that a value does not exist; JSON's word for that is null, and for infinity too."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

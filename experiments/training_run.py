@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import warnings
 from dataclasses import dataclass
@@ -258,24 +259,30 @@ def make_report(
     unigram: float,
     folder: Path,
 ) -> Report:
-    sample = config.sample
+    loss = watchers.validation.last["loss"]
     return Report(
         folder=folder,
-        loss=watchers.validation.last["loss"],
+        loss=loss,
         bits_per_byte=watchers.validation.last["bits_per_byte"],
         unigram_loss=unigram,
         tokens_per_second=watchers.steps.tokens_per_second,
         routing=watchers.validation.routing,
-        sample=sample_text(
-            module.decoder,
-            data.tokenizer,
-            sample.prompt,
-            num_tokens=sample.num_tokens,
-            temperature=sample.temperature,
-            top_k=sample.top_k,
-            seed=config.seed,
-        ),
-        sample_prompt=sample.prompt,
+        # A model that has diverged has no probabilities to draw from.
+        sample=write_sample(config, data, module) if math.isfinite(loss) else "",
+        sample_prompt=config.sample.prompt,
+    )
+
+
+def write_sample(config: TrainConfig, data: PreparedData, module: LanguageModel) -> str:
+    options = config.sample
+    return sample_text(
+        module.decoder,
+        data.tokenizer,
+        options.prompt,
+        num_tokens=options.num_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=config.seed,
     )
 
 

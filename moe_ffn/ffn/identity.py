@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from moe_ffn.ffn.base import FFNBlock
@@ -13,4 +12,5 @@ class IdentityFFN(FFNBlock):
     """Contributes zero, so that around a residual connection the sublayer is the identity."""
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        return FFNOutput(torch.zeros_like(x))
+        # Times zero and not zeros: without a gradient, even a zero one, DDP would miss the norm's.
+        return FFNOutput(x * 0)

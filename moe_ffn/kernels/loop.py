@@ -30,7 +30,7 @@ def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     sizes.append(plan.token_ids_N.shape[0] - ends[-1])  # the tail that nobody computes
-    *inputs, tail = x_TD[plan.token_ids_N].split(sizes)
+    *inputs, tail = x_TD.index_select(0, plan.token_ids_N).split(sizes)
     up_E = _linear_per_expert(inputs, weights.up_EFD, weights.up_bias_EF)
     gate_E: list[Tensor] | list[None] = [None] * weights.num_experts
     if weights.gate_EFD is not None:

@@ -47,7 +47,9 @@ class RoutingByLayer:
             metrics.reset()
 
 
-def flatten_routing(values: Mapping[int, Mapping[str, Tensor]], prefix: str) -> dict[str, float]:
+def flatten_routing(
+    values: Mapping[int, Mapping[str, Tensor]], prefix: str = ""
+) -> dict[str, float]:
     """`{3: {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load/expert_00`.
 
     nan, which says that a value does not exist (the capacity of a dropless layer), is left out.
@@ -78,7 +80,7 @@ class StepLogger(Callback):
         self.total_seconds = 0.0
         self._routing = RoutingByLayer()
         self._window = _Window()
-        self._started_at = 0.0
+        self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
 
@@ -88,11 +90,10 @@ class StepLogger(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_row_step = trainer.global_step
+        self._clock = time.perf_counter()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: LoadedBatch, batch_idx: int
-    ) -> None:
-        self._started_at = time.perf_counter()
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = time.perf_counter()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -119,7 +120,8 @@ class StepLogger(Callback):
         due = due and trainer.global_step > self._last_row_step
         # Reading the values waits for the device, so it belongs to the time that was worked.
         row = self._values(trainer, pl_module) if due else None
-        seconds = time.perf_counter() - self._started_at
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         self._window.seconds += seconds
         self.total_seconds += seconds
         self.total_tokens += tokens
@@ -135,7 +137,7 @@ class StepLogger(Callback):
             **self._window.means(trainer),
             "train/learning_rate": self._learning_rate,
             "train/gradient_norm": float(pl_module.gradient_norm),  # pyright: ignore[reportArgumentType]
-            **flatten_routing(self._routing.compute(), prefix="train/"),
+            **flatten_routing(self._routing.compute()),
         }
 
     def _write(self, row: dict[str, float], trainer: Trainer) -> None:

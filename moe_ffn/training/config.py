@@ -121,7 +121,7 @@ class TrainerConfig(Config, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
-    max_steps: int = Field(default=450, ge=1)
+    max_steps: int = Field(default=400, ge=1)
     """Optimizer steps."""
     accumulate_grad_batches: int = Field(default=1, ge=1)
     """Batches whose gradients make up one optimizer step."""
@@ -131,7 +131,7 @@ class TrainerConfig(Config, frozen=True):
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(default=150, ge=1)
+    validate_every_n_steps: int = Field(default=100, ge=1)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""

@@ -17,6 +17,16 @@ from moe_ffn.training.config import WandbConfig
 
 INIT_TIMEOUT_SECONDS = 8
 
+_MODES = {
+    "online": "online",
+    "offline": "offline",
+    "disabled": "disabled",
+    "shared": "shared",
+    "run": "online",
+    "dryrun": "offline",
+}
+"""What WANDB_MODE may say, and what it means."""
+
 
 def csv_logger(run_dir: Path) -> CSVLogger:
     """Writes `metrics.csv` in the run's folder, row by row."""
@@ -67,13 +77,14 @@ def close(loggers: Iterable[Logger]) -> None:
 
 
 def _requested_mode(config: WandbConfig) -> str:
-    """What the option says, or else WANDB_MODE; the empty string, which wandb refuses, is unset."""
-    environment = os.environ.get("WANDB_MODE")
-    if environment == "":
-        del os.environ["WANDB_MODE"]
-    if config.mode != "auto" or not environment:
-        return config.mode
-    return {"dryrun": "offline", "run": "online"}.get(environment, environment)
+    """What the option says, or else WANDB_MODE, unset where it is empty or wandb would refuse it."""
+    environment = os.environ.get("WANDB_MODE", "")
+    if environment not in _MODES:
+        os.environ.pop("WANDB_MODE", None)
+        if environment:
+            known = ", ".join(_MODES)
+            print(f"wandb: WANDB_MODE '{environment}' is ignored; known: {known}", file=sys.stderr)
+    return _MODES.get(environment, "auto") if config.mode == "auto" else config.mode
 
 
 def _import_wandb() -> Any:

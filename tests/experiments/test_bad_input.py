@@ -244,10 +244,6 @@ REFUSED = {
         "--optimizer.betas [0.9,",
         re.compile(r"--optimizer\.betas: is not valid YAML \(line 1\): .+"),
     ),
-    "date that does not exist": (
-        "--run.name 2024-13-45",
-        "--run.name: is not valid YAML: month must be in 1..12",
-    ),
     # -- Lightning
     "accelerator that does not exist": (
         "--trainer.accelerator abacus",

@@ -167,6 +167,9 @@ def test_a_flag_given_twice_the_last_wins() -> None:
         ("swiglu", "swiglu"),
         ("1e-3x", "1e-3x"),
         ("a=b", "a=b"),
+        ("def f(x): ", "def f(x): "),
+        ("- x", "- x"),
+        ("2026-11-21", "2026-11-21"),
     ],
     ids=str,
 )

@@ -92,8 +92,8 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
         *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
         *("validation/loss", "validation/bits_per_byte"),
         *(
-            f"{split}/routing/layer_{layer:02d}/{name}"
-            for split in ("train", "validation")
+            f"{split}routing/layer_{layer:02d}/{name}"
+            for split in ("", "validation/")
             for layer in range(2)
             for name in per_layer
         ),
@@ -102,9 +102,9 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
 
 def test_load_sums_to_one_and_agrees_with_the_other_measures(moe_run: Any) -> None:
     for row in moe_run.rows:
-        split = "train" if "train/loss" in row else "validation"
+        split = "" if "train/loss" in row else "validation/"
         for layer in ("layer_00", "layer_01"):
-            prefix = f"{split}/routing/{layer}/"
+            prefix = f"{split}routing/{layer}/"
             load = [float(row[f"{prefix}load/expert_{expert:02d}"]) for expert in range(4)]
             dropped = float(row[f"{prefix}dropped_fraction"])
             assert sum(load) == pytest.approx(1)
@@ -123,7 +123,7 @@ def test_objective_is_the_loss_and_the_weighted_balancing_losses(moe_run: Any) -
         expected = value["loss"] + 0.01 * value["load_balance"] + 0.001 * value["router_z"]
         assert float(row["train/objective"]) == pytest.approx(expected, rel=1e-6)
         for name in ("load_balance", "router_z"):
-            layers = [float(row[f"train/routing/layer_{layer:02d}/{name}"]) for layer in range(2)]
+            layers = [float(row[f"routing/layer_{layer:02d}/{name}"]) for layer in range(2)]
             assert value[name] == pytest.approx(sum(layers) / 2, rel=1e-5)
 
 
@@ -368,6 +368,24 @@ def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(
     assert texts[0] == texts[1]
 
 
+def test_a_run_that_diverges_is_reported_and_not_a_crash(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    run = run_train(
+        tmp_path,
+        "--optimizer", "{learning_rate: 1e+9, schedule: {warmup_fraction: 0.0}}",
+        "--trainer.gradient_clip_val", "0",
+        "--model.norm_placement", "post",
+    )  # fmt: skip
+
+    assert run.code == 0, run.stderr
+    assert "validation loss nan" in run.stdout
+    assert "training has diverged: lower optimizer.learning_rate" in run.stdout
+    summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["validation_loss"] is None
+    assert (run.folder / "checkpoints/last.ckpt").exists()
+
+
 def test_automatic_names_never_collide(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path)}})
 
@@ -462,12 +480,12 @@ def test_wandb_without_key_network_or_terminal_keeps_the_run_offline(
         "train/tokens_per_second",
         "train/learning_rate",
         "train/gradient_norm",
-        "train/routing/layer_01/load/expert_03",
-        "train/routing/layer_00/dropped_fraction",
-        "train/routing/layer_00/entropy",
-        "train/routing/layer_00/max_violation",
-        "train/routing/layer_00/load_balance",
-        "train/routing/layer_00/router_z",
+        "routing/layer_01/load/expert_03",
+        "routing/layer_00/dropped_fraction",
+        "routing/layer_00/entropy",
+        "routing/layer_00/max_violation",
+        "routing/layer_00/load_balance",
+        "routing/layer_00/router_z",
     }
     assert rows[2].keys() >= {
         "validation/loss",

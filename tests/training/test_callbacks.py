@@ -148,7 +148,7 @@ def test_the_load_of_a_row_covers_the_same_steps(fit: Callable[..., Fitted]) -> 
             ids = torch.cat([output["routings"][layer].expert_ids_N for output in outputs])
             shares = torch.bincount(ids, minlength=4) / len(ids)
             for expert in range(4):
-                key = f"train/routing/layer_{layer:02d}/load/expert_{expert:02d}"
+                key = f"routing/layer_{layer:02d}/load/expert_{expert:02d}"
                 assert row[key] == pytest.approx(shares[expert].item(), abs=1e-6)
 
 
@@ -276,10 +276,10 @@ def test_flatten_routing() -> None:
         12: {"capacity_used": torch.tensor(torch.nan)},
     }
 
-    assert flatten_routing(values, prefix="train/") == {
-        "train/routing/layer_03/entropy": 0.5,
-        "train/routing/layer_03/load/expert_00": 0.25,
-        "train/routing/layer_03/load/expert_01": 0.75,
+    assert flatten_routing(values, prefix="validation/") == {
+        "validation/routing/layer_03/entropy": 0.5,
+        "validation/routing/layer_03/load/expert_00": 0.25,
+        "validation/routing/layer_03/load/expert_01": 0.75,
     }
 
 

@@ -136,6 +136,19 @@ def test_auto_follows_the_environment_and_empty_is_unset(
     assert os.environ.get("WANDB_MODE") != "", "wandb itself refuses the empty string"
 
 
+def test_an_environment_that_wandb_would_refuse_is_ignored_aloud(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+
+    assert start(FakeWandb(has_key=False))[2] == ["offline"]
+    assert "WANDB_MODE" not in os.environ
+    assert capsys.readouterr().err == (
+        "wandb: WANDB_MODE 'sometimes' is ignored; known: online, offline, disabled, shared, run, "
+        "dryrun\n"
+    )
+
+
 def test_a_malformed_key_counts_as_none(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setattr(fake, "login", lambda **_: (_ for _ in ()).throw(ValueError("40 chars")))
