@@ -201,3 +201,22 @@ def test_public_names() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'moe_ffn' has no attribute 'build_fnn'"):
         _ = moe_ffn.build_fnn
+
+
+def test_programs_without_their_packages_say_what_to_install() -> None:
+    hide_yaml = (
+        "import importlib.util, runpy, sys; real = importlib.util.find_spec;"
+        "importlib.util.find_spec = lambda n, *a: None if n == 'yaml' else real(n, *a);"
+        "runpy.run_module('experiments.train', run_name='__main__')"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", hide_yaml],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+
+    assert run.returncode == 2
+    assert run.stderr == ("error: experiments needs yaml; install with: pip install '.[train]'\n")

@@ -85,7 +85,7 @@ def _import_datasets() -> Any:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "data.corpus.type: 'hf_dataset' needs the datasets package: pip install 'moe_ffn[hf]'"
+            "data.corpus.type: 'hf_dataset' needs the datasets package: pip install datasets"
         ) from error
     return datasets
 
