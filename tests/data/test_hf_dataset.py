@@ -197,6 +197,6 @@ def test_asked_to_stay_offline_without_an_earlier_download(monkeypatch: pytest.M
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = r"data\.corpus\.type: 'hf_dataset' needs .*: pip install 'moe_ffn\[hf\]'"
+    message = r"data\.corpus\.type: 'hf_dataset' needs .*: pip install datasets"
     with pytest.raises(ConfigError, match=message):
         read("someone/stories")
