@@ -19,23 +19,20 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one run.
-
-    Attributes:
-        loss: of the final weights on the validation split, nats per token.
-        bits_per_byte: the same, per byte of text, so that tokenizers compare.
-        unigram_loss: what a model that knows only the frequencies scores there, nats per token.
-        routing: for each sparse layer, its `RoutingMetrics` on the validation split.
-        sample: what the model made of `sample_prompt`.
-    """
+    """The results of one run."""
 
     folder: Path
     loss: float
+    """Of the final weights on the validation split, in nats per token."""
     bits_per_byte: float
+    """The same per byte of text, so that tokenizers compare."""
     unigram_loss: float
+    """What a model that knows only the frequencies scores there, in nats per token."""
     tokens_per_second: float
     routing: Mapping[int, Mapping[str, Tensor]]
+    """For each sparse layer, its `RoutingMetrics` on the validation split."""
     sample: str
+    """What the model made of `sample_prompt`."""
     sample_prompt: str
 
     def print(self, console: Console) -> None:

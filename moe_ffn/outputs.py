@@ -15,20 +15,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenContext:
-    """What some blocks need to know of the tokens beside their vectors.
-
-    Attributes:
-        mask: True where a token is real, False where it is padding; the leading shape of `x`. Padded
-            tokens are never routed, counted or in a loss. None: every token is real.
-        token_ids: vocabulary ids, the leading shape of `x`; None where nobody knows them.
-        sequence_length: S, where `x` comes with its leading axes flattened already (position of
-            token t = t % S); None: the last of them.
-
-    """
+    """What some blocks need to know of the tokens beside their vectors."""
 
     mask: Tensor | None = None
+    """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
+    tokens are never routed, counted or in a loss. None: every token is real."""
+
     token_ids: Tensor | None = None
+    """Vocabulary ids, the leading shape of `x`; None where nobody knows them."""
+
     sequence_length: int | None = None
+    """S, where `x` comes with its leading axes flattened already (the position of token t is t % S);
+    None: the last of them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.mask, Tensor) and self.mask.dtype != torch.bool:
@@ -43,30 +41,35 @@ class Routing:
     """Who goes where: N (token, expert, weight) pairs and the scores they came from.
 
     Pairs stand in token-major order. Only `weights_N`, `logits_TE` and `scores_TE` carry gradients.
-
-    Attributes:
-        token_ids_N: int64, the token of each pair, in [0, T).
-        expert_ids_N: int64, the expert of each pair, in [0, E).
-        weights_N: float32 (or wider), what the expert's output is multiplied by.
-        dropped_N: bool, True where the expert's capacity was full, so the pair is not computed.
-        logits_TE: float32, the router's scores before any normalisation.
-        scores_TE: float32, after normalisation; each row is non-negative.
-        mask_T: True where a token is real; None when all are. Pairs of padded tokens are in the
-            list, so that shapes don't depend on data, but are neither computed nor counted.
-        sequence_length: S; the position of token t in its sequence is t % S.
-        capacity: int64 scalar, the pairs one expert may take; None when dropless.
-
     """
 
     token_ids_N: Tensor
+    """int64, the token of each pair, in [0, T)."""
+
     expert_ids_N: Tensor
+    """int64, the expert of each pair, in [0, E)."""
+
     weights_N: Tensor
+    """float32 (or wider), what the expert's output is multiplied by."""
+
     dropped_N: Tensor
+    """bool, True where the expert's capacity was full, so that the pair is not computed."""
+
     logits_TE: Tensor
+    """float32 (or wider), the router's scores before any normalisation."""
+
     scores_TE: Tensor
+    """float32 (or wider), after normalisation; each row is non-negative."""
+
     mask_T: Tensor | None
+    """bool, True where a token is real; None when all are. Pairs of padded tokens are in the list, so
+    that shapes don't depend on data, but they are neither computed nor counted."""
+
     sequence_length: int
+    """S; the position of token t in its sequence is t % S."""
+
     capacity: Tensor | None = None
+    """int64 scalar, the pairs one expert may take; None when dropless."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,16 +104,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class FFNOutput:
-    """What every feed-forward block returns.
-
-    Attributes:
-        hidden: the shape and dtype of the block's input.
-        routing: where the tokens went, or None where nothing was routed.
-
-    """
+    """What every feed-forward block returns."""
 
     hidden: Tensor
+    """The shape and dtype of the block's input."""
+
     routing: Routing | None = None
+    """Where the tokens went; None where nothing was routed."""
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:

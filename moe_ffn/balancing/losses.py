@@ -5,6 +5,8 @@ T tokens, E experts, N (token, expert) pairs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,13 @@ def load_balancing_loss(routing: Routing) -> Tensor:
 def router_z_loss(routing: Routing) -> Tensor:
     """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small."""
     return mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing)
+
+
+BALANCING_LOSSES: dict[str, Callable[[Routing], Tensor]] = {
+    "load_balance": load_balancing_loss,
+    "router_z": router_z_loss,
+}
+"""Every balancing loss under the name of its weight in the objective and of its metric."""
 
 
 def share_per_expert(routing: Routing) -> Tensor:

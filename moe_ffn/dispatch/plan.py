@@ -19,17 +19,16 @@ class Plan:
 
     Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
     with weight 0, so that shapes don't depend on data.
-
-    Attributes:
-        token_ids_N: int64, the row of `x_TD` each pair reads and adds to.
-        weights_N: what each result is multiplied by; carries the router's gradient.
-        offsets_E: int32, where each expert's pairs end.
-
     """
 
     token_ids_N: Tensor
+    """int64, the row of `x_TD` each pair reads and adds to."""
+
     weights_N: Tensor
+    """What each result is multiplied by; carries the router's gradient."""
+
     offsets_E: Tensor
+    """int32, where each expert's pairs end."""
 
 
 torch.export.register_dataclass(Plan)

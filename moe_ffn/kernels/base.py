@@ -21,10 +21,6 @@ class ExpertWeights:
     """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) where there is a gate.
 
     Matrices are laid out as in `nn.Linear`, (out, in). Absent biases are None.
-
-    Attributes:
-        dropout: probability of zeroing an activated hidden unit; 0 in evaluation.
-
     """
 
     activation: Activation
@@ -35,6 +31,7 @@ class ExpertWeights:
     gate_bias_EF: Tensor | None = None
     down_bias_ED: Tensor | None = None
     dropout: float = 0.0
+    """Probability of zeroing an activated hidden unit; 0 in evaluation."""
 
     @property
     def num_experts(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.functional import (
     capacity_used,
     dropped_fraction,
@@ -57,6 +57,5 @@ _SCALARS = {
     "dropped_fraction": dropped_fraction,
     "entropy": routing_entropy,
     "capacity_used": capacity_used,
-    "load_balance": load_balancing_loss,
-    "router_z": router_z_loss,
+    **BALANCING_LOSSES,
 }

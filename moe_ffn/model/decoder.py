@@ -18,13 +18,13 @@ from moe_ffn.outputs import Routing, TokenContext
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """Attributes:
-    logits: (B, S, V), scores of the next token at each position.
-    routings: for each sparse layer, by its index, where the tokens went.
-    """
+    """What the decoder predicts, and where its tokens went."""
 
     logits: Tensor
+    """(B, S, V), scores of the next token at each position."""
+
     routings: dict[int, Routing]
+    """For each sparse layer, by its index, where the tokens went."""
 
 
 torch.export.register_dataclass(DecoderOutput)

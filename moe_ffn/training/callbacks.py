@@ -66,16 +66,12 @@ def flatten_routing(
 
 
 class StepLogger(Callback):
-    """Hands the loggers one row every `every_n_steps` optimizer steps, covering all of them.
-
-    Attributes:
-        last_row: the newest row, for the progress display.
-        tokens_per_second: over the whole run so far, validations left out.
-    """
+    """Hands the loggers one row every `every_n_steps` optimizer steps, covering all of them."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = every_n_steps
         self.last_row: dict[str, float] = {}
+        """The newest row, for the progress display."""
         self.total_tokens = 0
         self.total_seconds = 0.0
         self._routing = RoutingByLayer()
@@ -86,6 +82,7 @@ class StepLogger(Callback):
 
     @property
     def tokens_per_second(self) -> float:
+        """Over the whole run so far, validations left out."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,9 +158,7 @@ class _Window:
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
-        values = {"loss": losses.cross_entropy, "objective": losses.total}
-        if outputs["routings"]:
-            values |= {"load_balance": losses.load_balance, "router_z": losses.router_z}
+        values = {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.num_batches += 1
@@ -178,18 +173,15 @@ class _Window:
 
 
 class ValidationLogger(Callback):
-    """Adds each validation to the loggers, and keeps the last one.
-
-    Attributes:
-        last: `loss` and `bits_per_byte` of the newest validation.
-        last_step: the optimizer step it was made at; -1 before the first.
-        routing: for each sparse layer, `RoutingMetrics` over the newest validation.
-    """
+    """Adds each validation to the loggers, and keeps the last one."""
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
+        """`loss` and `bits_per_byte` of the newest validation."""
         self.last_step = -1
+        """The optimizer step it was made at; -1 before the first."""
         self.routing: dict[int, dict[str, Tensor]] = {}
+        """For each sparse layer, `RoutingMetrics` over the newest validation."""
         self._routing = RoutingByLayer()
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]

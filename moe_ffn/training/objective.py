@@ -6,13 +6,13 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig
 
@@ -22,20 +22,21 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True)
 class Objective:
-    """Attributes:
-    total: scalar, what is differentiated.
-    cross_entropy: scalar, nats per token.
-    load_balance, router_z: scalars, unweighted means over the sparse layers; 0 without any.
-    """
+    """What a step minimises, and its parts."""
 
     total: Tensor
+    """Scalar, what is differentiated."""
+
     cross_entropy: Tensor
-    load_balance: Tensor
-    router_z: Tensor
+    """Scalar, nats per token."""
+
+    balancing: dict[str, Tensor]
+    """Each of `BALANCING_LOSSES`, unweighted, as a mean over the sparse layers; empty without any."""
 
     def detach(self) -> Objective:
         """The same values cut from the graph."""
-        return Objective(*(getattr(self, field.name).detach() for field in fields(self)))
+        balancing = {name: value.detach() for name, value in self.balancing.items()}
+        return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
 
 
 def objective(
@@ -44,18 +45,22 @@ def objective(
     routings: Mapping[int, Routing],
     weights: ObjectiveConfig,
 ) -> Objective:
-    """cross_entropy + weights.load_balance * load_balance + weights.router_z * router_z.
+    """The cross-entropy plus each balancing loss times its weight.
 
     The balancing losses are computed per layer and averaged: pooling the layers' tokens first would
-    let two layers collapse onto opposite experts unseen, and a sum would change the meaning of a
+    let two layers collapse onto opposite halves unseen, and a sum would change the meaning of a
     weight with the depth.
     """
     cross_entropy = F.cross_entropy(
         logits_BSV.flatten(0, 1).float(), target_ids_BS.flatten(), ignore_index=IGNORED_TARGET
     )
-    zero = cross_entropy.new_zeros(())
     layers = list(routings.values())
-    load_balance = torch.stack([load_balancing_loss(r) for r in layers]).mean() if layers else zero
-    router_z = torch.stack([router_z_loss(r) for r in layers]).mean() if layers else zero
-    total = cross_entropy + weights.load_balance * load_balance + weights.router_z * router_z
-    return Objective(total, cross_entropy, load_balance, router_z)
+    balancing = {
+        name: torch.stack([loss(routing) for routing in layers]).mean()
+        for name, loss in BALANCING_LOSSES.items()
+        if layers
+    }
+    total = cross_entropy
+    for name, value in balancing.items():
+        total = total + getattr(weights, name) * value
+    return Objective(total, cross_entropy, balancing)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig
 from moe_ffn.training.objective import IGNORED_TARGET, objective
@@ -53,9 +54,9 @@ def test_every_part_by_hand(logits_BSV: Tensor, lopsided: Routing, balanced: Rou
 
     assert found.cross_entropy.item() == pytest.approx(0.4904146)
     # (1.25 + 1) / 2
-    assert found.load_balance.item() == pytest.approx(1.125)
+    assert found.balancing["load_balance"].item() == pytest.approx(1.125)
     # (1.2011325 + 0.4804530) / 2
-    assert found.router_z.item() == pytest.approx(0.8407928)
+    assert found.balancing["router_z"].item() == pytest.approx(0.8407928)
     # 0.4904146 + 0.1 * 1.125 + 0.01 * 0.8407928
     assert found.total.item() == pytest.approx(0.6113225)
 
@@ -68,8 +69,8 @@ def test_weights_of_zero_leave_the_values_and_not_the_total(
     found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided}, weights)
 
     assert found.total == found.cross_entropy
-    assert found.load_balance.item() == pytest.approx(1.25)
-    assert found.router_z.item() == pytest.approx(1.2011325)
+    assert found.balancing["load_balance"].item() == pytest.approx(1.25)
+    assert found.balancing["router_z"].item() == pytest.approx(1.2011325)
 
 
 def test_the_mean_over_layers_does_not_depend_on_the_depth(
@@ -90,7 +91,7 @@ def test_layers_collapsed_onto_opposite_experts_do_not_cancel(logits_BSV: Tensor
 
     found = objective(logits_BSV, torch.tensor([[0, 1]]), layers, ObjectiveConfig())
 
-    assert found.load_balance.item() == 2
+    assert found.balancing["load_balance"].item() == 2
 
 
 def test_ignored_targets_are_in_no_loss(logits_BSV: Tensor) -> None:
@@ -105,7 +106,7 @@ def test_ignored_targets_are_in_no_loss(logits_BSV: Tensor) -> None:
 def test_a_dense_model_has_no_balancing_losses(logits_BSV: Tensor) -> None:
     found = objective(logits_BSV, torch.tensor([[0, 1]]), {}, ObjectiveConfig())
 
-    assert (found.load_balance.item(), found.router_z.item()) == (0, 0)
+    assert found.balancing == {}
     assert found.total == found.cross_entropy
 
 
@@ -122,10 +123,10 @@ def test_gradients_reach_logits_and_scores_and_detaching_cuts_them(
     assert logits_BSV.grad is not None
     assert balanced.scores_TE.grad is not None
     assert balanced.logits_TE.grad is not None
-    assert not any(
-        getattr(found.detach(), name).requires_grad
-        for name in ("total", "cross_entropy", "load_balance", "router_z")
-    )
+    cut = found.detach()
+    parts = [cut.total, cut.cross_entropy, *cut.balancing.values()]
+    assert len(parts) == 4
+    assert not any(part.requires_grad for part in parts)
 
 
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
@@ -136,3 +137,7 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
 
     assert found.total.dtype == torch.float32
     assert found.total.item() == pytest.approx(6.9077553)
+
+
+def test_every_balancing_loss_has_a_weight() -> None:
+    assert set(ObjectiveConfig.model_fields) == set(BALANCING_LOSSES)
