@@ -18,7 +18,9 @@ import yaml
 from pydantic import ValidationError
 
 from experiments.option_help import print_help
-from moe_ffn.config import Config, ConfigError, explain, json_schema
+from moe_ffn.config import Config
+from moe_ffn.config_schema import json_schema
+from moe_ffn.errors import ConfigError, explain
 
 EXIT_BAD_INPUT = 2
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.command_line import exit_on_bad_input
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from moe_ffn.config import Config, ConfigError, TaggedConfig, explain
+from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.errors import ConfigError, explain
 
 USAGE = """\
 usage: {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]
@@ -91,7 +92,7 @@ def _config_class(annotation: Any, value: Any) -> type[Config] | None:
             if not _is_root(candidate):
                 return candidate
             value = {"type": value} if isinstance(value, str) else value
-            return candidate._class_for(value) if isinstance(value, Mapping) else None
+            return candidate.class_for(value) if isinstance(value, Mapping) else None
     return None
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from experiments.config import TrainConfig
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
 TOKENIZER_FILE = "tokenizer.json"

@@ -11,8 +11,8 @@ import torch
 from experiments.command_line import read_yaml, validate
 from experiments.config import TrainConfig
 from experiments.run_folder import BEST_CHECKPOINT, CONFIG_FILE, TOKENIZER_FILE
-from moe_ffn.config import ConfigError
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Decoder
 
 _PREFIX = "decoder."

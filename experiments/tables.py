@@ -12,6 +12,7 @@ from torch import Tensor
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn.config import FFNConfig
+from moe_ffn.sizes import linear_flops
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
@@ -29,42 +30,41 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
         table.add_column(name, justify="right")
     embeddings = vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
     tied = "tied" if model.tie_embeddings else "untied"
+    output_flops = linear_flops(model.d_model, vocab_size)  # looking an embedding up costs none
     table.add_row(
-        "embeddings, output", f"{vocab_size} x {model.d_model}, {tied}", *_counts(embeddings)
+        "embeddings, output",
+        f"{vocab_size} x {model.d_model}, {tied}",
+        *_counts(embeddings, embeddings, output_flops),
     )
     attention = model.attention.num_params(model.d_model)
     heads = f"{model.attention.num_heads} heads, {model.attention.kv_heads} key-value"
     attention_flops = model.attention.flops_per_token(model.d_model, seq_len)
     table.add_row(
         f"attention x {model.num_layers}",
-        f"{heads}, {model.positions.type}",
-        *_counts(model.num_layers * attention, flops=model.num_layers * attention_flops),
+        heads,
+        *_counts(
+            model.num_layers * attention,
+            model.num_layers * attention,
+            model.num_layers * attention_flops,
+        ),
     )
     for ffn, layers in _runs(model.layer_ffns()):
         table.add_row(
-            f"ffn {layers}",
-            describe_ffn(ffn),
+            f"ffn {_span(layers)}",
+            ffn.describe(),
             *_counts(
                 len(layers) * ffn.num_params(model.d_model),
                 len(layers) * ffn.num_active_params(model.d_model),
                 len(layers) * ffn.flops_per_token(model.d_model),
             ),
         )
+    rest = model.num_norm_params() + model.positions.num_params(model.d_model, seq_len)
+    table.add_row(
+        "norms, positions", f"{model.norm.type}, {model.positions.type}", *_counts(rest, rest, 0)
+    )
     table.add_section()
     table.add_row("total", f"{tokens:,} tokens per step", *_counts(total, active, flops))
     return table
-
-
-def describe_ffn(ffn: FFNConfig) -> str:
-    """`moe, 8 experts (swiglu), top_k k=2`; for other types their name."""
-    options = ffn.to_dict()
-    if not ffn.sparse or "num_experts" not in options:
-        return ffn.type
-    router = options["router"]
-    k = f" k={router['k']}" if "k" in router else ""
-    return f"{ffn.type}, {options['num_experts']} experts ({options['experts']['type']}), " + (
-        f"{router['type']}{k}"
-    )
 
 
 def describe_data(data: PreparedData) -> str:
@@ -112,12 +112,8 @@ def _shade(share: float, fair: float) -> Text:
     return Text(f"{100 * share:.1f}", style=style)
 
 
-def _counts(total: int, active: int | None = None, flops: int | None = None) -> list[str]:
-    return [
-        _short(total),
-        _short(total if active is None else active),
-        _short(2 * total if flops is None else flops),
-    ]
+def _counts(total: int, active: int, flops: int) -> list[str]:
+    return [_short(total), _short(active), _short(flops)]
 
 
 def _short(count: float) -> str:
@@ -127,15 +123,12 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
-class _Layers(list[int]):
-    """Consecutive layers, printed as `0-3`."""
-
-    def __str__(self) -> str:
-        return str(self[0]) if len(self) == 1 else f"{self[0]}-{self[-1]}"
+def _span(layers: list[int]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
-def _runs(ffns: list[FFNConfig]) -> list[tuple[FFNConfig, _Layers]]:
+def _runs(ffns: list[FFNConfig]) -> list[tuple[FFNConfig, list[int]]]:
     """Neighbouring layers with the same block, together."""
     groups = groupby(enumerate(ffns), key=lambda item: item[1].to_dict())
     runs = [list(items) for _, items in groups]
-    return [(items[0][1], _Layers(layer for layer, _ in items)) for items in runs]
+    return [(items[0][1], [layer for layer, _ in items]) for items in runs]

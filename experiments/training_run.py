@@ -33,9 +33,9 @@ from experiments.run_folder import (
 )
 from experiments.sampling import sample_text
 from experiments.tables import describe_data, model_table
-from moe_ffn.config import ConfigError
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
+from moe_ffn.errors import ConfigError
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.data_module import TokenData, validation_batches
 from moe_ffn.training.loggers import close, csv_logger, wandb_logger

@@ -12,7 +12,9 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from moe_ffn import DecoderConfig, FFNConfig
-from moe_ffn.config import Config, TaggedConfig, did_you_mean, explain, json_schema
+from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config_schema import json_schema
+from moe_ffn.errors import did_you_mean, explain
 from moe_ffn.experts.config import ExpertsConfig
 from moe_ffn.ffn.config import DenseConfig
 from moe_ffn.model.config import NormConfig, PositionsConfig

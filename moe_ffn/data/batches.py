@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.windows import epoch_starts, require_window, spread_starts, windows_per_epoch
+from moe_ffn.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)

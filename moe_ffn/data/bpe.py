@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.tokenizer import Tokenizer, require_kind
+from moe_ffn.errors import ConfigError
 
 _END = "<|endoftext|>"
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how `surrogateescape` shows bytes that are not UTF-8

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 _META = "meta.json"
 

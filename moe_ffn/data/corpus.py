@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 BLOCK_BYTES = 1 << 16
 """The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""

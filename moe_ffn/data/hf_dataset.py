@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config import ConfigError, did_you_mean
 from moe_ffn.data.corpus import Document, Split, blocks
+from moe_ffn.errors import ConfigError, did_you_mean
 
 _READERS = {
     ".json": "json",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing_to
 from moe_ffn.data.config import DataConfig
 from moe_ffn.data.encode import SplitSize, encode_splits
@@ -20,6 +19,7 @@ from moe_ffn.data.progress import Report, showing, watched
 from moe_ffn.data.split import Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.data.windows import require_window
+from moe_ffn.errors import ConfigError
 
 _FORMAT = 1
 """Part of the cache key: raise it when the same corpus and config would give other files."""

@@ -10,8 +10,8 @@ from typing import get_args
 
 import numpy as np
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.corpus import Document, Split, text_boundary
+from moe_ffn.errors import ConfigError
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 
 class Tokenizer(ABC):

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 
 def require_window(seq_len: int, num_tokens: int, of: str) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moe_ffn.activations import Activation, GatedType
 from moe_ffn.config import TaggedConfig
-from moe_ffn.sizes import linear_flops, linear_params, round_width
+from moe_ffn.sizes import gated_params, gated_width, linear_flops, mlp_params, round_width
 
 if TYPE_CHECKING:
     from moe_ffn.experts.base import Experts
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 class ExpertsConfig(TaggedConfig, frozen=True):
     """What one expert is; all E of a layer are alike.
 
-    `active` is how many experts a token passes through on average: by default that many share the
-    width of the dense block, so that a layer costs what the dense block costs.
+    By default the `experts_per_token` experts of a token share the width of the dense block, so that
+    a layer costs what the dense block costs.
     """
 
     @abstractmethod
-    def build(self, d_model: int, num_experts: int, active: float) -> Experts: ...
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
 
     @abstractmethod
-    def params_per_expert(self, d_model: int, active: float) -> int: ...
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int: ...
 
     @abstractmethod
-    def flops_per_pair(self, d_model: int, active: float) -> int:
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         """Forward FLOPs of one expert on one token."""
 
 
@@ -53,20 +53,19 @@ class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
 
-    def width(self, d_model: int, active: float) -> int:
-        return self.d_ff or round_width(4 * d_model / active)
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or round_width(4 * d_model / experts_per_token)
 
-    def params_per_expert(self, d_model: int, active: float) -> int:
-        width = self.width(d_model, active)
-        return linear_params(d_model, width, self.bias) + linear_params(width, d_model, self.bias)
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return mlp_params(d_model, self.width(d_model, experts_per_token), self.bias)
 
-    def flops_per_pair(self, d_model: int, active: float) -> int:
-        return 2 * linear_flops(d_model, self.width(d_model, active))
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return 2 * linear_flops(d_model, self.width(d_model, experts_per_token))
 
-    def build(self, d_model: int, num_experts: int, active: float) -> Experts:
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         from moe_ffn.experts.mlp import MLPExperts
 
-        return MLPExperts(self, d_model, num_experts, self.width(d_model, active))
+        return MLPExperts(self, d_model, num_experts, experts_per_token)
 
 
 class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
@@ -74,18 +73,16 @@ class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
 
     type: GatedType = "swiglu"
 
-    def width(self, d_model: int, active: float) -> int:
-        return self.d_ff or round_width(8 * d_model / 3 / active)
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or gated_width(d_model / experts_per_token)
 
-    def params_per_expert(self, d_model: int, active: float) -> int:
-        width = self.width(d_model, active)
-        inner = linear_params(d_model, width, self.bias)
-        return 2 * inner + linear_params(width, d_model, self.bias)
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return gated_params(d_model, self.width(d_model, experts_per_token), self.bias)
 
-    def flops_per_pair(self, d_model: int, active: float) -> int:
-        return 3 * linear_flops(d_model, self.width(d_model, active))
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return 3 * linear_flops(d_model, self.width(d_model, experts_per_token))
 
-    def build(self, d_model: int, num_experts: int, active: float) -> Experts:
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         from moe_ffn.experts.gated import GatedExperts
 
-        return GatedExperts(self, d_model, num_experts, self.width(d_model, active))
+        return GatedExperts(self, d_model, num_experts, experts_per_token)

@@ -17,10 +17,15 @@ from moe_ffn.kernels.select import run_experts
 
 class GatedExperts(Experts):
     def __init__(
-        self, config: GatedExpertsConfig, d_model: int, num_experts: int, width: int
+        self,
+        config: GatedExpertsConfig,
+        d_model: int,
+        num_experts: int,
+        experts_per_token: float,
     ) -> None:
         super().__init__()
         self.config = config
+        width = config.width(d_model, experts_per_token)
         self.gate, self.gate_bias = stacked_linear(num_experts, d_model, width, config.bias)
         self.up, self.up_bias = stacked_linear(num_experts, d_model, width, config.bias)
         self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from moe_ffn.activations import Activation, GatedType
-from moe_ffn.config import Config, ConfigError, TaggedConfig, explain
+from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.errors import ConfigError, explain
 from moe_ffn.experts.config import ExpertsConfig, GatedExpertsConfig
 from moe_ffn.routing.config import RouterConfig, TopKRouterConfig
-from moe_ffn.sizes import gated_width, linear_flops, linear_params
+from moe_ffn.sizes import (
+    gated_params,
+    gated_width,
+    linear_flops,
+    linear_params,
+    mlp_params,
+)
 
 if TYPE_CHECKING:
     from moe_ffn.ffn.base import FFNBlock
@@ -28,7 +35,7 @@ class FFNConfig(TaggedConfig, frozen=True):
     `flops_per_token`, and is named in YAML as `type: my_module:MyConfig`.
     """
 
-    sparse: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
     """True where each token uses a part of the parameters, so that the block returns a Routing."""
 
     @property
@@ -49,6 +56,10 @@ class FFNConfig(TaggedConfig, frozen=True):
     @abstractmethod
     def flops_per_token(self, d_model: int) -> int:
         """Forward FLOPs of the matrix products for one token; training costs three times that."""
+
+    def describe(self) -> str:
+        """A few words for tables."""
+        return self.type
 
 
 class IdentityConfig(FFNConfig, frozen=True):
@@ -90,8 +101,7 @@ class DenseConfig(FFNConfig, frozen=True):
         return DenseFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
-        width = self.width(d_model)
-        return linear_params(d_model, width, self.bias) + linear_params(width, d_model, self.bias)
+        return mlp_params(d_model, self.width(d_model), self.bias)
 
     def flops_per_token(self, d_model: int) -> int:
         return 2 * linear_flops(d_model, self.width(d_model))
@@ -123,9 +133,7 @@ class GatedConfig(FFNConfig, frozen=True):
         return GatedFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
-        width = self.width(d_model)
-        inner = linear_params(d_model, width, self.bias)
-        return 2 * inner + linear_params(width, d_model, self.bias)
+        return gated_params(d_model, self.width(d_model), self.bias)
 
     def flops_per_token(self, d_model: int) -> int:
         return 3 * linear_flops(d_model, self.width(d_model))
@@ -197,12 +205,12 @@ class MoEConfig(FFNConfig, frozen=True):
     shared_expert: FFNConfig | None = None
     """A block that every token passes through beside its routed experts (DeepSeekMoE)."""
 
-    sparse: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MoEConfig:
-        self.router.check(self.num_experts)
-        if self.shared_expert is not None and self.shared_expert.sparse:
+        self.router.check_num_experts(self.num_experts)
+        if self.shared_expert is not None and self.shared_expert.is_sparse:
             raise ValueError(
                 f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
@@ -210,14 +218,14 @@ class MoEConfig(FFNConfig, frozen=True):
         return self
 
     @property
-    def active(self) -> float:
+    def experts_per_token(self) -> float:
         """Routed experts that a token passes through, on average."""
-        return self.router.pairs_per_token(self.num_experts)
+        return self.router.experts_per_token(self.num_experts)
 
     @property
     def is_causal(self) -> bool:
         shared_is_causal = self.shared_expert is None or self.shared_expert.is_causal
-        return self.router.causal and shared_is_causal
+        return self.router.is_causal and shared_is_causal
 
     def build(self, d_model: int) -> FFNBlock:
         from moe_ffn.ffn.moe import MoEFFN
@@ -228,15 +236,22 @@ class MoEConfig(FFNConfig, frozen=True):
         return self._always_on_params(d_model) + self.num_experts * self._expert_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self._always_on_params(d_model) + round(self.active * self._expert_params(d_model))
+        return self._always_on_params(d_model) + round(
+            self.experts_per_token * self._expert_params(d_model)
+        )
 
     def flops_per_token(self, d_model: int) -> int:
-        routed = round(self.active * self.experts.flops_per_pair(d_model, self.active))
+        routed = round(
+            self.experts_per_token * self.experts.flops_per_pair(d_model, self.experts_per_token)
+        )
         shared = self.shared_expert.flops_per_token(d_model) if self.shared_expert else 0
         return routed + shared + linear_flops(d_model, self.num_experts)
 
+    def describe(self) -> str:
+        return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
+
     def _expert_params(self, d_model: int) -> int:
-        return self.experts.params_per_expert(d_model, self.active)
+        return self.experts.params_per_expert(d_model, self.experts_per_token)
 
     def _always_on_params(self, d_model: int) -> int:
         shared = self.shared_expert.num_params(d_model) if self.shared_expert else 0

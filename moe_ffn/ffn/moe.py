@@ -15,13 +15,16 @@ from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
 
 
 class MoEFFN(FFNBlock):
-    """flatten -> route -> limit -> plan -> experts -> add shared -> unflatten."""
+    """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
+
+    flatten -> route -> limit -> plan -> experts -> unflatten -> add shared
+    """
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
         super().__init__()
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_experts)
-        self.experts = config.experts.build(d_model, config.num_experts, config.active)
+        self.experts = config.experts.build(d_model, config.num_experts, config.experts_per_token)
         shared = config.shared_expert
         self.shared_expert = None if shared is None else shared.build(d_model)
 
@@ -29,7 +32,8 @@ class MoEFFN(FFNBlock):
         x_TD, flat_context = flatten_tokens(x, context)
         routing = self.router(x_TD, flat_context)
         routing = limit_by_position(routing, self.capacity_factor)
-        y_TD = self.experts(x_TD, make_plan(routing))
+        plan = make_plan(routing)
+        y_TD = self.experts(x_TD, plan)
         hidden = y_TD.view_as(x)
         if self.shared_expert is not None:
             hidden = hidden + self.shared_expert(x, context).hidden

@@ -237,13 +237,17 @@ class DecoderConfig(Config, frozen=True):
         attention = self.num_layers * self.attention.flops_per_token(self.d_model, seq_len)
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
-    def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
+    def num_norm_params(self) -> int:
+        """Two norms a layer, and a last one where the stream itself is never normalised."""
         num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
+        return num_norms * self.norm.num_params(self.d_model)
+
+    def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
         return (
             vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
             + self.positions.num_params(self.d_model, max_seq_len)
             + self.num_layers * self.attention.num_params(self.d_model)
-            + num_norms * self.norm.num_params(self.d_model)
+            + self.num_norm_params()
         )
 
 

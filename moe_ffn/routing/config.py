@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,22 +16,27 @@ if TYPE_CHECKING:
 class RouterConfig(TaggedConfig, frozen=True):
     """Chooses which experts each token goes to, and with what weight."""
 
-    causal: ClassVar[bool] = True
-    """False where a later token can change where an earlier one goes."""
+    @property
+    def is_causal(self) -> bool:
+        """False where a later token can change where an earlier one goes."""
+        return True
+
+    def check_num_experts(self, num_experts: int) -> None:
+        """ValueError, in one sentence, when this router cannot serve `num_experts` experts."""
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int) -> Router: ...
 
     @abstractmethod
-    def check(self, num_experts: int) -> None:
-        """ValueError, in one sentence, when this router cannot serve `num_experts` experts."""
-
-    @abstractmethod
-    def pairs_per_token(self, num_experts: int) -> float:
-        """How many experts a token activates, on average."""
+    def experts_per_token(self, num_experts: int) -> float:
+        """How many experts a token goes to, on average."""
 
     def num_params(self, d_model: int, num_experts: int) -> int:
         return d_model * num_experts
+
+    def describe(self) -> str:
+        """A few words for tables."""
+        return self.type
 
 
 class TopKRouterConfig(RouterConfig, frozen=True):
@@ -56,15 +61,18 @@ class TopKRouterConfig(RouterConfig, frozen=True):
             )
         return self
 
-    def check(self, num_experts: int) -> None:
+    def check_num_experts(self, num_experts: int) -> None:
         if self.k > num_experts:
             raise ValueError(
                 f"router.k ({self.k}) must not exceed num_experts ({num_experts}); "
                 "lower router.k or raise num_experts"
             )
 
-    def pairs_per_token(self, num_experts: int) -> float:
+    def experts_per_token(self, num_experts: int) -> float:
         return self.k
+
+    def describe(self) -> str:
+        return f"{self.type} k={self.k}"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.top_k import TopKRouter

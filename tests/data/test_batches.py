@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
+from moe_ffn.errors import ConfigError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_ffn.data.corpus as corpus
-from moe_ffn.config import ConfigError
 from moe_ffn.data.corpus import (
     BLOCK_BYTES,
     blocks,
@@ -18,6 +17,7 @@ from moe_ffn.data.corpus import (
     text_boundary,
     text_documents,
 )
+from moe_ffn.errors import ConfigError
 
 
 def names(*paths: str | Path) -> list[str]:

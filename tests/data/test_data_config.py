@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config import explain, json_schema
+from moe_ffn.config_schema import json_schema
 from moe_ffn.data.config import (
     BPEConfig,
     BytesConfig,
@@ -17,6 +17,7 @@ from moe_ffn.data.config import (
     TextConfig,
     TokenizerConfig,
 )
+from moe_ffn.errors import explain
 
 
 def complaints(values: dict[str, object]) -> list[str]:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import moe_ffn.data.prepare as prepare_module
-from moe_ffn.config import ConfigError
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.config import BPEConfig, BytesConfig, DataConfig, TextConfig, TokenizerConfig
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.errors import ConfigError
 
 Prepare = Callable[..., PreparedData]
 

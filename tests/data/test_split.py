@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from moe_ffn.config import ConfigError
 from moe_ffn.data.corpus import Document, Split
 from moe_ffn.data.split import plan_split, split_pieces
+from moe_ffn.errors import ConfigError
 
 Texts = Iterable[tuple[str, str]]
 

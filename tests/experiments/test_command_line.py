@@ -12,7 +12,7 @@ import yaml
 
 from experiments.command_line import merge, parse_config, parse_overrides, read_yaml, to_yaml
 from experiments.config import TrainConfig
-from moe_ffn.config import ConfigError
+from moe_ffn.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -63,7 +63,7 @@ def test_config_makes_a_training_step(path: Path) -> None:
         assert parameter.grad.isfinite().all(), name
     moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
     assert "decoder.embedding.weight" in moved
-    sparse = [layer for layer, ffn in enumerate(config.model.layer_ffns()) if ffn.sparse]
+    sparse = [layer for layer, ffn in enumerate(config.model.layer_ffns()) if ffn.is_sparse]
     assert list(output["routings"]) == sparse
 
 

@@ -87,7 +87,7 @@ def test_autocast_keeps_the_dtype_of_the_stream(config: dict[str, Any]) -> None:
 @every_variant
 def test_only_sparse_blocks_return_a_routing(config: dict[str, Any]) -> None:
     routing = build(config)(tokens(2, 5, 8, dtype=torch.float32)).routing
-    assert (routing is not None) == FFNConfig.model_validate(config).sparse
+    assert (routing is not None) == FFNConfig.model_validate(config).is_sparse
 
 
 @every_variant
@@ -182,7 +182,7 @@ def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_mod
     idle = 0
     if isinstance(parsed, MoEConfig):
         experts = sum(p.numel() for p in ffn.get_submodule("experts").parameters())
-        k = round(parsed.router.pairs_per_token(parsed.num_experts))
+        k = round(parsed.router.experts_per_token(parsed.num_experts))
         idle = experts // parsed.num_experts * (parsed.num_experts - k)
         assert idle > 0
     assert parsed.num_active_params(d_model) == total - idle

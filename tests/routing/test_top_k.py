@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext, build_ffn
-from moe_ffn.config import explain
+from moe_ffn.errors import explain
 from moe_ffn.routing.base import RouterLinear
 from moe_ffn.routing.config import TopKRouterConfig
 
@@ -150,6 +150,6 @@ def test_refused_routers(router: dict[str, Any], message: str) -> None:
 
 def test_sizes() -> None:
     config = TopKRouterConfig(k=2)
-    assert config.pairs_per_token(8) == 2
+    assert config.experts_per_token(8) == 2
     assert config.num_params(16, 8) == sum(p.numel() for p in config.build(16, 8).parameters())
-    assert config.causal
+    assert config.is_causal

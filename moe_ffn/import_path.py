@@ -1,0 +1,60 @@
+"""A class in anybody's file, by its import path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from moe_ffn.errors import ConfigError, did_you_mean
+
+Class = TypeVar("Class")
+
+
+def import_class(tag: str, family: type[Class]) -> type[Class]:
+    """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
+
+    Importing runs the code of that module.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no such class, or lacks a method.
+    """
+    where, _, name = tag.rpartition(":")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    found = getattr(module, name, None)
+    if found is None:
+        raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
+    if not (isinstance(found, type) and issubclass(found, family)):
+        raise ConfigError(f"'{tag}' must be a subclass of {family.__name__}, got {found!r}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(f"'{tag}' must define {missing}")
+    return found
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a user's module may fail in any way; the key is what helps them
+        raise ConfigError(f"importing '{name}' failed: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    module_name = f"moe_ffn_user_{path.stem}_{abs(hash(path.resolve()))}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'{path}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # as above
+        del sys.modules[module_name]
+        raise ConfigError(f"importing '{path}' failed: {type(error).__name__}: {error}") from error
+    return module
