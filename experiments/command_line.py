@@ -8,6 +8,7 @@ named flags, PyYAML reads files and values alike, pydantic judges the merged res
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,18 +47,16 @@ def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> R
         ConfigError: one line per mistake.
     """
     parser = _Parser(prog=command, add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", action="append", nargs="+", default=[])
+    parser.add_argument("--config", action="extend", nargs="+", default=[])
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--print-schema", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     named, rest = parser.parse_known_args(argv)
     if named.print_schema:
-        import json
-
         print(json.dumps(json_schema(root), indent=2))
         raise SystemExit(0)
     options = root().to_dict()
-    for path in [path for group in named.config for path in group]:
+    for path in named.config:
         options = merge(options, read_yaml(Path(path)))
     options = merge(options, parse_overrides(rest))
     if named.help:
@@ -95,7 +94,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
             value = remaining.pop(0)
-        overrides.append((path.split("."), _parse_value(value, where=f"--{path}")))
+        overrides.append((path.split("."), parse_value(value, where=f"--{path}")))
     options: dict[str, Any] = {}
     for keys, override in sorted(overrides, key=lambda item: len(item[0])):
         for key in reversed(keys):
@@ -154,7 +153,7 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
 
 
-def _parse_value(text: str, where: str) -> Any:
+def parse_value(text: str, where: str) -> Any:
     """A flag's value as YAML; mappings and lists only in brackets, so that text may hold `: `.
 
     `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.

@@ -7,27 +7,19 @@ import torch
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import generate
+from moe_ffn.training.config import SampleConfig
 
 
-def sample_text(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompt: str,
-    *,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-) -> str:
+def sample_text(decoder: Decoder, tokenizer: Tokenizer, options: SampleConfig, seed: int) -> str:
     """What the model makes of the prompt, without the prompt; the same for the same seed."""
     device = next(decoder.parameters()).device
-    prompt_ids = torch.tensor(tokenizer.encode(prompt.encode()), dtype=torch.int64, device=device)
+    prompt = tokenizer.encode(options.prompt.encode())
     token_ids = generate(
         decoder,
-        prompt_ids,
-        num_tokens,
-        temperature=temperature,
-        top_k=top_k,
+        torch.tensor(prompt, dtype=torch.int64, device=device),
+        options.num_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
         generator=torch.Generator(device).manual_seed(seed),
     )
     return tokenizer.decode(token_ids.cpu().numpy())

@@ -34,6 +34,11 @@ def explain(error: ValidationError) -> list[str]:
     return lines
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 _RULES = {
     "missing": "missing; this option has no default",
     "int_type": "must be a whole number",

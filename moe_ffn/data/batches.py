@@ -5,9 +5,7 @@ B sequences in a batch, S tokens in a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import torch
@@ -26,13 +24,6 @@ class Batch:
 
     target_ids: Tensor
     """(B, S) int64: `input_ids` one token later."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`; by this method Lightning moves it."""
-        return Batch(
-            self.input_ids.to(device, non_blocking=non_blocking),
-            self.target_ids.to(device, non_blocking=non_blocking),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +49,7 @@ class TrainBatches:
 
     def __post_init__(self) -> None:
         require_window(self.seq_len, len(self.tokens), "the train split")
-        if self.batch_size % self.world_size:
-            raise ConfigError(
-                f"data.batch_size ({self.batch_size}) must be divisible by the number of ranks "
-                f"({self.world_size}): it counts the sequences of all ranks together"
-            )
+        require_equal_shares(self.batch_size, self.world_size)
 
     @property
     def windows_per_epoch(self) -> int:
@@ -90,7 +77,7 @@ class TrainBatches:
 
 
 @dataclass(frozen=True, eq=False)
-class ValidationBatches(Sequence[Batch]):
+class ValidationBatches:
     """The fixed batches of a validation: windows spread over the split, none overlapping."""
 
     tokens: np.ndarray
@@ -109,18 +96,10 @@ class ValidationBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return -(-len(self._starts) // self.batch_size)
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Batch]: ...
-    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
-        places = range(len(self))[index]  # which knows negative indices, slices and IndexError
-        if isinstance(places, range):
-            return [self._batch(place) for place in places]
-        return self._batch(places)
-
-    def _batch(self, place: int) -> Batch:
-        first = place * self.batch_size
+    def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index ({index}) must lie in [0, {len(self)})")
+        first = index * self.batch_size
         return _batch(self.tokens, self._starts[first : first + self.batch_size], self.seq_len)
 
     @property
@@ -132,6 +111,15 @@ class ValidationBatches(Sequence[Batch]):
     def targets(self) -> np.ndarray:
         """Every token that is predicted, in order: (num_windows * seq_len,), as in `tokens`."""
         return _windows(self.tokens, self._starts, self.seq_len)[:, 1:].reshape(-1)
+
+
+def require_equal_shares(batch_size: int, world_size: int) -> None:
+    """ConfigError where the ranks cannot each take an equal part of every batch."""
+    if batch_size % world_size:
+        raise ConfigError(
+            f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
+            f"({world_size}): it counts the sequences of all ranks together"
+        )
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from moe_ffn.errors import first_line
 from moe_ffn.training.config import WandbConfig
 
 INIT_TIMEOUT_SECONDS = 8
@@ -127,8 +128,7 @@ def _start(
             ),
         )
     except (wandb.Error, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        print(f"wandb: {mode} failed: {reason}", file=sys.stderr)
+        print(f"wandb: {mode} failed: {first_line(error)}", file=sys.stderr)
         return None
 
 

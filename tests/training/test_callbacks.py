@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
+from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from experiments.config import TrainConfig
-from experiments.training_run import build_module, build_trainer, make_token_data, make_watchers
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training import callbacks
 from moe_ffn.training.callbacks import flatten_routing
@@ -84,7 +84,7 @@ class Fitted:
         self.module: LanguageModel = build_module(config, data)
         self.start = {k: v.clone() for k, v in self.module.state_dict().items()}
         self.logger, self.spy = MemoryLogger(), Spy()
-        self.watchers = make_watchers(config, folder)
+        self.watchers = make_callbacks(config, folder)
         self.trainer = build_trainer(config, folder, "32-true", [self.logger], self.watchers)
         self.trainer.callbacks.append(self.spy)  # pyright: ignore[reportAttributeAccessIssue]
         self.trainer.fit(self.module, datamodule=make_token_data(config, data))

@@ -12,8 +12,8 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from experiments.config import TrainConfig
-from experiments.training_run import build_module, build_trainer, make_token_data, make_watchers
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
 
@@ -83,7 +83,7 @@ def run(
     torch.manual_seed(config.seed if resume_from is None else 999)
     module = build_module(config, data)
     folder.mkdir(exist_ok=True)
-    trainer = build_trainer(config, folder, "32-true", [], make_watchers(config, folder))
+    trainer = build_trainer(config, folder, "32-true", [], make_callbacks(config, folder))
     trainer.callbacks.append(recorder)  # pyright: ignore[reportAttributeAccessIssue]
     trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
     return module.state_dict(), trainer.optimizers[0].state_dict()
@@ -166,7 +166,7 @@ def test_resuming_a_finished_run_makes_no_step(
     config = make_config(trainer={"max_steps": 2})
     torch.manual_seed(0)
     module = build_module(config, prepared)
-    trainer = build_trainer(config, tmp_path, "32-true", [], make_watchers(config, tmp_path))
+    trainer = build_trainer(config, tmp_path, "32-true", [], make_callbacks(config, tmp_path))
     trainer.fit(module, datamodule=make_token_data(config, prepared))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
 

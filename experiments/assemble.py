@@ -1,0 +1,171 @@
+"""The parts of a training run, made from its config: model, data, Trainer, callbacks, loggers."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+
+from experiments.config import TrainConfig
+from experiments.run_folder import BEST_CHECKPOINT, git_revision
+from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.training.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.data_module import TokenData
+from moe_ffn.training.loggers import csv_logger, wandb_logger
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.progress import progress_display
+
+
+@dataclass(frozen=True)
+class RunCallbacks:
+    """The callbacks whose results are read after training."""
+
+    steps: StepLogger
+    validation: ValidationLogger
+    best: ModelCheckpoint
+
+
+def check_trainer(config: TrainConfig) -> None:
+    """ConfigError where Lightning refuses its arguments, or they do not go with the rest."""
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    try:
+        trial = Trainer(**(quiet | config.trainer.lightning_arguments()))
+    except Exception as error:  # of whatever kind: what is wrong is in what was passed on
+        given = ", ".join(f"{k}: {v}" for k, v in config.trainer.lightning_arguments().items())
+        raise ConfigError(
+            f"trainer: lightning.Trainer refuses {given}: {first_line(error)}"
+        ) from error
+    if trial.limit_val_batches == 0:
+        raise ConfigError(
+            "trainer.limit_val_batches (0): a run always ends with a validation; to have only that "
+            "one, set trainer.validate_every_n_steps to trainer.max_steps"
+        )
+    require_equal_shares(config.data.batch_size, trial.world_size)
+
+
+def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
+    """The model with fresh weights; seed torch before."""
+    return LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        byte_lengths=torch.tensor(data.tokenizer.byte_lengths),
+        max_seq_len=config.data.seq_len,
+        max_steps=config.trainer.max_steps,
+        seed=config.seed,
+    )
+
+
+def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
+    """The run's batches, in the order of its seed."""
+    return TokenData(
+        config.data,
+        data,
+        num_batches=config.trainer.max_steps * config.trainer.accumulate_grad_batches,
+        seed=config.seed,
+    )
+
+
+def make_callbacks(config: TrainConfig, folder: Path) -> RunCallbacks:
+    best = ModelCheckpoint(
+        dirpath=(folder / BEST_CHECKPOINT).parent,
+        filename=Path(BEST_CHECKPOINT).stem,
+        monitor="validation/loss",
+        save_on_exception=False,
+        enable_version_counter=False,
+    )
+    return RunCallbacks(StepLogger(config.logging.every_n_steps), ValidationLogger(), best)
+
+
+def build_trainer(
+    config: TrainConfig,
+    folder: Path,
+    precision: str,
+    loggers: list[Logger],
+    run_callbacks: RunCallbacks,
+) -> Trainer:
+    """Lightning's Trainer, with its own prints and progress off: this program has its own."""
+    options = config.trainer
+    callbacks: list[Callback] = [
+        run_callbacks.steps,
+        run_callbacks.validation,
+        run_callbacks.best,
+        progress_display(run_callbacks.steps),
+    ]
+    if options.early_stopping is not None:
+        stopping = options.early_stopping
+        callbacks.append(
+            EarlyStopping(
+                "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
+            )
+        )
+    arguments: dict[str, Any] = {
+        "max_steps": options.max_steps,
+        "max_epochs": -1,
+        "accumulate_grad_batches": options.accumulate_grad_batches,
+        "gradient_clip_val": options.gradient_clip_val or None,
+        "precision": precision,
+        "val_check_interval": options.validate_every_n_steps * options.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+        "callbacks": callbacks,
+        "logger": loggers,
+        "default_root_dir": str(folder),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "use_distributed_sampler": False,
+    }
+    return Trainer(**(arguments | options.lightning_arguments()))
+
+
+def make_loggers(
+    config: TrainConfig, folder: Path, facts: dict[str, Any]
+) -> tuple[list[Logger], str]:
+    """The CSV logger and, unless off, wandb's, with a line on what became of wandb."""
+    tags = sorted({ffn.type for ffn in config.model.layer_ffns()} | set(config.logging.wandb.tags))
+    wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
+    loggers: list[Logger] = [csv_logger(folder)]
+    return loggers if wandb is None else [*loggers, wandb], line
+
+
+def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[str, Any]:
+    """What a run is filtered by later: its options, its code, its corpus and its size."""
+    vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
+    return {
+        **config.to_dict(),
+        "git_revision": git_revision(),
+        "corpus_sha256": data.corpus_sha256,
+        "precision": precision,
+        "num_params": config.model.num_params(vocab_size, seq_len),
+        "num_active_params": config.model.num_active_params(vocab_size, seq_len),
+        "flops_per_token": config.model.flops_per_token(vocab_size, seq_len),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def quiet_libraries() -> None:
+    """Keep notices that a person can do nothing about off the screen."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        ".*does not have many workers",
+        "Experiment logs directory .* exists and is not empty",
+        "You are using `torch.load` with `weights_only=False`",
+    ):
+        warnings.filterwarnings("ignore", message=message)
