@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
-from experiments.run_folder import BEST_CHECKPOINT, git_revision
+from experiments.run_folder import BEST_CHECKPOINT, LAST_CHECKPOINT, git_revision
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import ConfigError, first_line
@@ -23,6 +23,7 @@ from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.loggers import csv_logger, wandb_logger
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.precision import resolve_precision
 from moe_ffn.training.progress import progress_display
 
 
@@ -33,28 +34,34 @@ class RunCallbacks:
     steps: StepLogger
     validation: ValidationLogger
     best: ModelCheckpoint
+    last: ModelCheckpoint
 
 
-def check_trainer(config: TrainConfig) -> None:
-    """ConfigError where Lightning refuses its arguments, or they do not go with the rest."""
+def check_trainer(config: TrainConfig) -> str:
+    """The precision to train in, once Lightning has accepted its arguments.
+
+    Raises:
+        ConfigError: it refuses them, or they do not go with the rest of the config.
+    """
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+    arguments = config.trainer.lightning_arguments()
     try:
-        trial = Trainer(**(quiet | config.trainer.lightning_arguments()))
+        trial = Trainer(**(quiet | arguments))
     except Exception as error:  # of whatever kind: what is wrong is in what was passed on
-        given = ", ".join(f"{k}: {v}" for k, v in config.trainer.lightning_arguments().items())
+        given = ", ".join(f"{name}: {value}" for name, value in arguments.items())
         raise ConfigError(
             f"trainer: lightning.Trainer refuses {given}: {first_line(error)}"
         ) from error
-    if trial.limit_val_batches == 0:
-        raise ConfigError(
-            "trainer.limit_val_batches (0): a run always ends with a validation; to have only that "
-            "one, set trainer.validate_every_n_steps to trainer.max_steps"
-        )
     require_equal_shares(config.data.batch_size, trial.world_size)
+    device = trial.strategy.root_device.type
+    precision = resolve_precision(config.trainer.precision, device)
+    if precision == "16-mixed" and device == "cpu":
+        raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    return precision
 
 
 def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
@@ -81,14 +88,26 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 
 
 def make_callbacks(config: TrainConfig, folder: Path) -> RunCallbacks:
-    best = ModelCheckpoint(
-        dirpath=(folder / BEST_CHECKPOINT).parent,
-        filename=Path(BEST_CHECKPOINT).stem,
-        monitor="validation/loss",
-        save_on_exception=False,
-        enable_version_counter=False,
+    """Rows every few steps; the best weights by validation, and the last, at every validation."""
+    best, last = folder / BEST_CHECKPOINT, folder / LAST_CHECKPOINT
+    return RunCallbacks(
+        StepLogger(config.logging.every_n_steps),
+        ValidationLogger(),
+        ModelCheckpoint(
+            dirpath=best.parent,
+            filename=best.stem,
+            monitor="validation/loss",
+            save_on_exception=False,
+            enable_version_counter=False,
+        ),
+        ModelCheckpoint(
+            dirpath=last.parent,
+            filename=last.stem,
+            every_n_train_steps=config.trainer.validate_every_n_steps,
+            save_on_exception=False,
+            enable_version_counter=False,
+        ),
     )
-    return RunCallbacks(StepLogger(config.logging.every_n_steps), ValidationLogger(), best)
 
 
 def build_trainer(
@@ -104,6 +123,7 @@ def build_trainer(
         run_callbacks.steps,
         run_callbacks.validation,
         run_callbacks.best,
+        run_callbacks.last,
         progress_display(run_callbacks.steps),
     ]
     if options.early_stopping is not None:

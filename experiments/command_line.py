@@ -175,6 +175,8 @@ def _parse_yaml(text: str, where: str) -> Any:
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{where}: is not valid YAML{line}: {problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where}: is nested too deeply") from error
     except (TypeError, ValueError) as error:  # a key that is a list; the date 2024-13-45
         raise ConfigError(f"{where}: is not valid YAML: {error}") from error
 
@@ -182,7 +184,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as people expect it.
 
-    `1e-3` is a number, a run may be called `2026-11-21`, and a key given twice is a mistake.
+    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -197,14 +199,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_YAML_1_1_SURPRISES = ("timestamp", "int", "float")
+
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, rule) for tag, rule in rules if not tag.endswith(_YAML_1_1_SURPRISES)]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# The numbers of YAML 1.2, where `1:00` is text and not sixty.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.inf)$|^\.nan$"),
+    list("-+0123456789."),
 )
 
 

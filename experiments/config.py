@@ -39,7 +39,7 @@ class RunConfig(Config, frozen=True):
 class TrainConfig(Config, frozen=True):
     """One training run: an 8-expert top-2 Mixture of Experts unless told otherwise."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """Where the run is written."""

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from experiments.command_line import exit_on_bad_input, parse_config
 from experiments.config import TrainConfig
+from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -47,7 +48,11 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     data = prepare(config.data)
     torch.manual_seed(config.seed)
-    precision = resolve_precision(config.trainer.precision)
+    precision = resolve_precision(config.trainer.precision, "cpu")
+    if precision not in ("32-true", "bf16-mixed"):
+        raise ConfigError(
+            f"trainer.precision ({precision}): the bare loop knows 32-true and bf16-mixed"
+        )
     bare: list[float] = []
     full: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -83,6 +83,7 @@ class Report:
 
 _FILES = {
     "config.yaml": "the resolved options; --config takes it again",
+    "facts.json": "corpus, code revision, sizes, precision, versions",
     "metrics.csv": "every logged value, by step",
     "summary.json": "the numbers above",
     "sample.txt": "the text above",

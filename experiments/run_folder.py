@@ -10,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 
 from experiments.config import TrainConfig
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, expand_path
 
 CONFIG_FILE = "config.yaml"
+FACTS_FILE = "facts.json"
 TOKENIZER_FILE = "tokenizer.json"
 BEST_CHECKPOINT = "checkpoints/best.ckpt"
 LAST_CHECKPOINT = "checkpoints/last.ckpt"
@@ -82,10 +83,7 @@ def git_revision() -> str | None:
 
 
 def _output_dir(config: TrainConfig) -> Path:
-    try:
-        return Path(config.run.output_dir).expanduser()
-    except RuntimeError as error:  # `~somebody` who does not exist
-        raise ConfigError(f"run.output_dir: '{config.run.output_dir}': {error}") from error
+    return expand_path(config.run.output_dir, "run.output_dir")
 
 
 def _refuse_existing(folder: Path) -> None:

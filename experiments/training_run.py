@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import Trainer
@@ -29,6 +30,7 @@ from experiments.report import Report
 from experiments.run_folder import (
     BEST_CHECKPOINT,
     CONFIG_FILE,
+    FACTS_FILE,
     LAST_CHECKPOINT,
     TOKENIZER_FILE,
     check_run_folder,
@@ -41,7 +43,6 @@ from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.training.data_module import TokenData, validation_batches
 from moe_ffn.training.loggers import close
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.precision import resolve_precision
 
 
 def train(config: TrainConfig) -> None:
@@ -55,56 +56,66 @@ def train(config: TrainConfig) -> None:
     console = Console(quiet=not is_main)
     if is_main:
         check_run_folder(config)
-    check_trainer(config)
+    precision = check_trainer(config)
     data = prepare(config.data, progress=is_main)
     torch.manual_seed(config.seed)
     module = build_module(config, data)
-    unigram = unigram_loss_of(config, data)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-
-    folder = make_run_folder(config) if is_main else Path(config.run.output_dir)
-    precision = resolve_precision(config.trainer.precision)
-    loggers: list[Logger] = []
-    wandb_line = ""
-    if is_main:
-        (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
-        tokenizer = json.dumps(data.tokenizer.to_dict())
-        (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
-        facts = run_facts(config, data, precision)
-        loggers, wandb_line = make_loggers(config, folder, facts)
     console.print(f"\n{describe_data(data)}", highlight=False)
-    console.print(f"precision {precision}; {wandb_line}\nwriting to {folder}/\n", highlight=False)
 
-    run_callbacks = make_callbacks(config, folder)
-    trainer = build_trainer(config, folder, precision, loggers, run_callbacks)
+    folder = Path(config.run.output_dir)
+    loggers: list[Logger] = []
+    if is_main:
+        folder = make_run_folder(config)
+        facts = run_facts(config, data, precision)
+        write_run_files(config, data, facts, folder)
+        loggers, wandb_line = make_loggers(config, folder, facts)
+        console.print(f"precision {precision}; {wandb_line}", highlight=False)
+        console.print(f"writing to {folder}/\n", highlight=False)
+
+    callbacks = make_callbacks(config, folder)
+    trainer = build_trainer(config, folder, precision, loggers, callbacks)
     token_data = make_token_data(config, data)
     if config.trainer.compile:
         module.decoder.compile()
+    status = "failed"
     try:
         trainer.fit(module, datamodule=token_data)
+        finish_validation(trainer, module, token_data, callbacks, folder)
+        status = "success"
     except SystemExit:  # Lightning's answer to Ctrl-C
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
         raise
-    finish_validation(trainer, module, token_data, run_callbacks, folder)
+    finally:
+        close(loggers, status)
     if is_main:
-        report = make_report(config, data, module, run_callbacks, unigram, folder)
+        report = make_report(config, data, module, callbacks, folder)
         report.write()
         report.print(console)
-    close(loggers)
+
+
+def write_run_files(
+    config: TrainConfig, data: PreparedData, facts: dict[str, Any], folder: Path
+) -> None:
+    """What the run was, before its first step: options, facts and tokenizer."""
+    (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    tokenizer = json.dumps(data.tokenizer.to_dict())
+    (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
 
 
 def finish_validation(
     trainer: Trainer,
     module: LanguageModel,
     token_data: TokenData,
-    run_callbacks: RunCallbacks,
+    callbacks: RunCallbacks,
     folder: Path,
 ) -> None:
     """Validate the final weights if the last validation is older, and save them."""
-    if run_callbacks.validation.last_step != trainer.global_step:
+    if callbacks.validation.last_step != trainer.global_step:
         trainer.validate(module, datamodule=token_data, verbose=False)
-        best_score = run_callbacks.best.best_model_score
-        if best_score is None or run_callbacks.validation.last["loss"] < float(best_score):
+        best_score = callbacks.best.best_model_score
+        if best_score is None or callbacks.validation.last["loss"] < float(best_score):
             trainer.save_checkpoint(folder / BEST_CHECKPOINT)
     trainer.save_checkpoint(folder / LAST_CHECKPOINT)
 
@@ -113,18 +124,17 @@ def make_report(
     config: TrainConfig,
     data: PreparedData,
     module: LanguageModel,
-    run_callbacks: RunCallbacks,
-    unigram: float,
+    callbacks: RunCallbacks,
     folder: Path,
 ) -> Report:
-    loss = run_callbacks.validation.last["loss"]
+    loss = callbacks.validation.last["loss"]
     return Report(
         folder=folder,
         loss=loss,
-        bits_per_byte=run_callbacks.validation.last["bits_per_byte"],
-        unigram_loss=unigram,
-        tokens_per_second=run_callbacks.steps.tokens_per_second,
-        routing=run_callbacks.validation.routing,
+        bits_per_byte=callbacks.validation.last["bits_per_byte"],
+        unigram_loss=unigram_loss_of(config, data),
+        tokens_per_second=callbacks.steps.tokens_per_second,
+        routing=callbacks.validation.routing,
         # A model that has diverged has no probabilities to draw from.
         sample=sample_text(module.decoder, data.tokenizer, config.sample, config.seed)
         if math.isfinite(loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -37,6 +38,17 @@ def explain(error: ValidationError) -> list[str]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def expand_path(path: str, key: str) -> Path:
+    """`path` with `~` replaced, or a ConfigError that names the key."""
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as error:  # `~somebody` who does not exist
+        raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
+    if "\0" in path:
+        raise ConfigError(f"{key}: {path!r} holds a NUL character, which no path can")
+    return expanded
 
 
 _RULES = {

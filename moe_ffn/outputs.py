@@ -77,12 +77,19 @@ class Routing:
         return self.logits_TE.shape[0]
 
     @property
+    def num_real_tokens(self) -> Tensor:
+        """int64 scalar: T without padding."""
+        if self.mask_T is None:
+            return torch.tensor(self.num_tokens, device=self.logits_TE.device)
+        return self.mask_T.sum()
+
+    @property
     def num_experts(self) -> int:
         return self.logits_TE.shape[1]
 
     @property
     def real_N(self) -> Tensor:
-        """bool: pairs of real tokens, what the router promised."""
+        """bool: True for the pairs of real tokens."""
         if self.mask_T is None:
             return torch.ones_like(self.dropped_N)
         return self.mask_T[self.token_ids_N]
@@ -120,7 +127,7 @@ def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
 
 
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """`x` (..., d_model) as (T, d_model), and the context with its axes flattened alike."""
+    """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike."""
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
     for name in ("mask", "token_ids"):
@@ -130,6 +137,9 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
                 f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
                 f"but has {tuple(value.shape)}"
             )
+    if context.mask is not None:
+        # Padding may hold anything; a NaN there would reach the router's gradient as 0 * NaN.
+        x = x.masked_fill(~context.mask.unsqueeze(-1), 0)
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),

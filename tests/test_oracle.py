@@ -476,3 +476,17 @@ def test_dropout_keeps_the_mean(backend: str) -> None:
     spread = torch.stack([moe(x).hidden for _ in range(8)]).std(0).mean()
     error = (dropped - moe.eval()(x).hidden).abs().mean()
     assert error < 3 * spread / math.sqrt(64)
+
+
+def test_what_stands_in_the_padding_reaches_neither_outputs_nor_gradients() -> None:
+    ffn = build_ffn({"type": "moe", "num_experts": 4}, d_model=8)
+    x = torch.randn(2, 3, 8)
+    x[1, 2] = torch.nan
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    mask[1, 2] = False
+
+    ffn(x, TokenContext(mask=mask)).hidden[mask].square().sum().backward()
+
+    for name, parameter in ffn.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all(), name

@@ -24,8 +24,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
-    share_E = share_per_expert(routing)
-    return routing.num_experts * (share_E * mean_scores(routing)).sum()
+    return routing.num_experts * (expert_load(routing) * mean_scores(routing)).sum()
 
 
 def router_z_loss(routing: Routing) -> Tensor:
@@ -40,19 +39,28 @@ BALANCING_LOSSES: dict[str, Callable[[Routing], Tensor]] = {
 """Every balancing loss under the name of its weight in the objective and of its metric."""
 
 
-def share_per_expert(routing: Routing) -> Tensor:
-    """(E,): the share of the real pairs that name each expert, before dropping; sums to 1."""
+def pairs_per_expert(routing: Routing) -> Tensor:
+    """int64 (E,): the real pairs that name each expert, before dropping."""
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
-    counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)[:-1].to(routing.scores_TE.dtype)
-    return counts_E / counts_E.sum().clamp(min=1)
+    return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
+
+
+def expert_load(routing: Routing) -> Tensor:
+    """(E,): the share of the real pairs that name each expert, before dropping; 1/E at balance."""
+    pairs_E = pairs_per_expert(routing).to(routing.scores_TE.dtype)
+    return pairs_E / pairs_E.sum().clamp(min=1)
+
+
+def normalized_scores(routing: Routing) -> Tensor:
+    """(T, E): each token's scores, divided by their sum."""
+    scores_TE = routing.scores_TE
+    tiny = torch.finfo(scores_TE.dtype).tiny
+    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
 
 
 def mean_scores(routing: Routing) -> Tensor:
     """(E,): each expert's score, normalised over the experts and averaged over the real tokens."""
-    scores_TE = routing.scores_TE
-    tiny = torch.finfo(scores_TE.dtype).tiny
-    probabilities_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
-    return mean_over_tokens(probabilities_TE, routing)
+    return mean_over_tokens(normalized_scores(routing), routing)
 
 
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
@@ -60,4 +68,4 @@ def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
     if routing.mask_T is None:
         return values.sum(dim=0) / max(routing.num_tokens, 1)
     real = routing.mask_T.view(-1, *[1] * (values.ndim - 1))
-    return values.masked_fill(~real, 0).sum(dim=0) / routing.mask_T.sum().clamp(min=1)
+    return values.masked_fill(~real, 0).sum(dim=0) / routing.num_real_tokens.clamp(min=1)

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, expand_path
 
 BLOCK_BYTES = 1 << 16
 """The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""
@@ -101,7 +101,7 @@ class _Source:
 
 
 def _sources(given: str) -> Iterator[_Source]:
-    path = Path(given).expanduser()
+    path = expand_path(given, "data.corpus.paths")
     if path.is_file():
         yield _Source(path, path.name, explicit=True)
     elif path.is_dir():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.data.corpus import Document, Split, blocks
-from moe_ffn.errors import ConfigError, did_you_mean
+from moe_ffn.errors import ConfigError, did_you_mean, expand_path, first_line
 
 _READERS = {
     ".json": "json",
@@ -57,7 +57,7 @@ def hf_documents(
 def _load(path: str, name: str | None, split: str, key: str) -> Any:
     """The `datasets.Dataset` of one split; `key` is the option that named the split."""
     datasets = _import_datasets()
-    local = Path(path).expanduser()
+    local = expand_path(path, "data.corpus.path")
     try:
         with _quiet_unless_terminal(datasets):
             if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
@@ -173,4 +173,4 @@ def _first_line(error: BaseException) -> str:
     """What went wrong: the first line of the error, or of what caused it where that says more."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

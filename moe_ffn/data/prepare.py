@@ -19,7 +19,7 @@ from moe_ffn.data.progress import Report, showing, watched
 from moe_ffn.data.split import Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.data.windows import require_window
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, expand_path
 
 _FORMAT = 1
 """Part of the cache key: raise it when the same corpus and config would give other files."""
@@ -68,7 +68,7 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
         plan = plan_split(
             watched(config.corpus.documents(), report, "reading"), config.validation_percent
         )
-        folder = Path(config.cache_dir).expanduser() / _key(config, plan)
+        folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, plan)
         meta = read_meta(folder)
         if meta is None:
             _build(config, plan, folder, report)

@@ -8,13 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import mean_over_tokens, share_per_expert
+from moe_ffn.balancing.losses import mean_over_tokens, normalized_scores
 from moe_ffn.outputs import Routing
-
-
-def expert_load(routing: Routing) -> Tensor:
-    """(E,): the share of the pairs that name each expert, before dropping; 1/E each at balance."""
-    return share_per_expert(routing)
 
 
 def max_violation(load_E: Tensor) -> Tensor:
@@ -35,10 +30,8 @@ def dropped_fraction(routing: Routing) -> Tensor:
 
 def routing_entropy(routing: Routing) -> Tensor:
     """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided."""
-    scores_TE = routing.scores_TE
-    tiny = torch.finfo(scores_TE.dtype).tiny
-    probabilities_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
-    return mean_over_tokens(torch.special.entr(probabilities_TE).sum(dim=-1), routing)
+    entropy_T = torch.special.entr(normalized_scores(routing)).sum(dim=-1)
+    return mean_over_tokens(entropy_T, routing)
 
 
 def capacity_used(routing: Routing) -> Tensor:

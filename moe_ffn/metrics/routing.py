@@ -9,53 +9,59 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.metrics.functional import (
-    capacity_used,
-    dropped_fraction,
-    expert_load,
-    max_violation,
-    routing_entropy,
-)
+from moe_ffn.balancing.losses import BALANCING_LOSSES, pairs_per_expert
+from moe_ffn.metrics.functional import max_violation, routing_entropy
 from moe_ffn.outputs import Routing
 
 
 class RoutingMetrics(Metric):
-    """Means over the batches seen, summed over ranks when there are several.
+    """Counts over the batches seen, summed over ranks when there are several.
 
-    Load is averaged before MaxVio is taken, so MaxVio tells of lasting imbalance and not of the
-    noise of one batch.
+    Load is summed before MaxVio is taken, so MaxVio measures lasting imbalance and not the noise of
+    one batch. Entropy and the balancing losses are means over batches, weighted by their real tokens.
     """
 
     full_state_update = False
-    load_E: Tensor
+    pairs_E: Tensor
+    num_dropped: Tensor
+    num_places: Tensor
+    num_tokens: Tensor
     sums: Tensor
-    num_batches: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.add_state("load_E", torch.zeros(num_experts), dist_reduce_fx="sum")
-        self.add_state("sums", torch.zeros(len(_SCALARS)), dist_reduce_fx="sum")
-        self.add_state("num_batches", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
+        for name in ("num_dropped", "num_places", "num_tokens"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
+        self.add_state("sums", torch.zeros(len(_PER_TOKEN)), "sum")
 
     def update(self, routing: Routing) -> None:
         routing = routing.detach()
-        self.load_E += expert_load(routing)
-        self.sums += torch.stack([function(routing) for function in _SCALARS.values()])
-        self.num_batches += 1
+        num_tokens = routing.num_real_tokens
+        self.pairs_E += pairs_per_expert(routing)
+        self.num_dropped += (routing.dropped_N & routing.real_N).sum()
+        if routing.capacity is not None:
+            self.num_places += routing.capacity * routing.num_experts
+        self.num_tokens += num_tokens
+        values = torch.stack([function(routing) for function in _PER_TOKEN.values()])
+        self.sums += values * num_tokens
 
     def compute(self) -> dict[str, Tensor]:
-        """`load` (E,), and scalars: `max_violation`, `dropped_fraction`, `entropy` in nats,
-        `capacity_used` (nan when dropless), and the unweighted `load_balance` and `router_z`.
+        """`load` (E,), and scalars: `max_violation`, `dropped_fraction`, `capacity_used` (nan when
+        dropless), `entropy` in nats, and the unweighted balancing losses.
         """
-        load_E = self.load_E / self.num_batches
-        means = dict(zip(_SCALARS, self.sums / self.num_batches, strict=True))
-        return {"load": load_E, "max_violation": max_violation(load_E), **means}
+        num_pairs = self.pairs_E.sum()
+        load_E = self.pairs_E / num_pairs.clamp(min=1)
+        means = self.sums / self.num_tokens.clamp(min=1)
+        return {
+            "load": load_E,
+            "max_violation": max_violation(load_E),
+            "dropped_fraction": self.num_dropped / num_pairs.clamp(min=1),
+            "capacity_used": (num_pairs - self.num_dropped) / self.num_places.float()
+            if self.num_places
+            else torch.full_like(means[0], torch.nan),
+            **dict(zip(_PER_TOKEN, means, strict=True)),
+        }
 
 
-_SCALARS = {
-    "dropped_fraction": dropped_fraction,
-    "entropy": routing_entropy,
-    "capacity_used": capacity_used,
-    **BALANCING_LOSSES,
-}
+_PER_TOKEN = {"entropy": routing_entropy, **BALANCING_LOSSES}

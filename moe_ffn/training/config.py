@@ -65,7 +65,7 @@ class OptimizerConfig(Config, frozen=True):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of every matrix."""
+    """Decoupled decay of every matrix, an untied output matrix among them."""
     schedule: ScheduleConfig = CosineConfig()
     """How the learning rate moves."""
 
@@ -94,30 +94,54 @@ class EarlyStoppingConfig(Config, frozen=True):
     """The least fall, in nats per token, that counts as improvement."""
 
 
-LIGHTNING_ARGUMENTS = frozenset(
-    {
-        "accelerator",
-        "benchmark",
-        "detect_anomaly",
-        "deterministic",
-        "devices",
-        "fast_dev_run",
-        "gradient_clip_algorithm",
-        "limit_train_batches",
-        "limit_val_batches",
-        "max_time",
-        "num_nodes",
-        "num_sanity_val_steps",
-        "profiler",
-        "strategy",
-        "sync_batchnorm",
-    }
+LIGHTNING_ARGUMENTS = (
+    "accelerator",
+    "benchmark",
+    "detect_anomaly",
+    "deterministic",
+    "devices",
+    "fast_dev_run",
+    "gradient_clip_algorithm",
+    "inference_mode",
+    "max_time",
+    "min_steps",
+    "model_registry",
+    "num_nodes",
+    "profiler",
+    "strategy",
+    "sync_batchnorm",
 )
 """The arguments of `lightning.Trainer` that are passed on as they are."""
 
+OWNED_LIGHTNING_ARGUMENTS = {
+    "barebones": "the loggers and checkpoints of a run are its result",
+    "callbacks": "they are objects; write a program with experiments.assemble",
+    "check_val_every_n_epoch": "use trainer.validate_every_n_steps",
+    "default_root_dir": "use run.output_dir",
+    "enable_autolog_hparams": "config.yaml holds them",
+    "enable_checkpointing": "the best and the last weights are always kept",
+    "enable_model_summary": "the model table stands for it",
+    "enable_progress_bar": "the progress display stands for it",
+    "limit_predict_batches": "nothing is predicted",
+    "limit_test_batches": "nothing is tested",
+    "limit_train_batches": "use trainer.max_steps",
+    "limit_val_batches": "use data.validation_tokens",
+    "log_every_n_steps": "use logging.every_n_steps",
+    "logger": "use logging",
+    "max_epochs": "use trainer.max_steps",
+    "min_epochs": "use trainer.min_steps",
+    "num_sanity_val_steps": "the first validation comes soon enough",
+    "overfit_batches": "give data.corpus a small text",
+    "plugins": "they are objects; write a program with experiments.assemble",
+    "reload_dataloaders_every_n_epochs": "batches depend on their number alone",
+    "use_distributed_sampler": "every rank takes its part of each batch already",
+    "val_check_interval": "use trainer.validate_every_n_steps",
+}
+"""The other arguments of `lightning.Trainer`, and what to use instead."""
+
 
 class TrainerConfig(Config, frozen=True):
-    """The training loop. Further arguments of `lightning.Trainer` may be given here too."""
+    """The training loop. Further arguments of `lightning.Trainer` are passed on."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -138,7 +162,16 @@ class TrainerConfig(Config, frozen=True):
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
-        return [*super().known_keys(), *LIGHTNING_ARGUMENTS]
+        return [*super().known_keys(), *LIGHTNING_ARGUMENTS, *OWNED_LIGHTNING_ARGUMENTS]
+
+    @model_validator(mode="after")
+    def _refuse_what_the_program_sets_itself(self) -> TrainerConfig:
+        for name in self.lightning_arguments():
+            if name in OWNED_LIGHTNING_ARGUMENTS:
+                raise ValueError(
+                    f"'{name}' is set by the program: {OWNED_LIGHTNING_ARGUMENTS[name]}"
+                )
+        return self
 
     def lightning_arguments(self) -> dict[str, Any]:
         """What was given beyond the fields above."""

@@ -68,13 +68,17 @@ def wandb_logger(
     return WandbLogger(experiment=run), f"wandb: {mode}; to upload: wandb sync {folder}"
 
 
-def close(loggers: Iterable[Logger]) -> None:
-    """Write out what is pending. wandb's run ends here, so that a process may hold several."""
+def close(loggers: Iterable[Logger], status: str = "success") -> None:
+    """Write out what is pending. wandb's run ends here, so that a process may hold several.
+
+    Args:
+        status: how the run ended, `success` or `failed`.
+    """
     for logger in loggers:
-        logger.finalize("success")
+        logger.finalize(status)
         finish = getattr(getattr(logger, "experiment", None), "finish", None)
         if finish is not None:
-            finish()
+            finish(exit_code=0 if status == "success" else 1)
 
 
 def _requested_mode(config: WandbConfig) -> str:

@@ -89,7 +89,7 @@ REFUSED = {
     ),
     "Lightning argument that would do nothing": (
         "--trainer.overfit_batches 2",
-        re.compile(r"trainer\.overfit_batches: unknown"),
+        "trainer: 'overfit_batches' is set by the program: give data.corpus a small text",
     ),
     # -- types
     "unknown block": (
@@ -252,13 +252,20 @@ REFUSED = {
         ),
     ),
     "wrong type for Lightning": (
-        "--trainer.limit_val_batches few",
-        re.compile(r"trainer: lightning\.Trainer refuses .*limit_val_batches: few: .+"),
+        "--trainer.max_time few",
+        re.compile(r"trainer: lightning\.Trainer refuses .*max_time: few: .+"),
     ),
-    "no validation at all": (
-        "--trainer.limit_val_batches 0",
-        "trainer.limit_val_batches (0): a run always ends with a validation; to have only that one, "
-        "set trainer.validate_every_n_steps to trainer.max_steps",
+    "half precision on a CPU": (
+        "--trainer.accelerator cpu --trainer.precision 16-mixed",
+        "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed",
+    ),
+    "seed beyond 63 bits": (
+        "--seed 99999999999999999999999",
+        "seed: must be less than 9223372036854775808, got 99999999999999999999999",
+    ),
+    "home of nobody": (
+        "--data.cache_dir ~nobodyx/c",
+        re.compile(r"data\.cache_dir: '~nobodyx/c': .+"),
     ),
     "ranks that do not divide the batch": (
         "--trainer.devices 3",

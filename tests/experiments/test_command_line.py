@@ -170,6 +170,10 @@ def test_a_flag_given_twice_the_last_wins() -> None:
         ("def f(x): ", "def f(x): "),
         ("- x", "- x"),
         ("2026-11-21", "2026-11-21"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("012", "012"),
+        (".5", 0.5),
     ],
     ids=str,
 )
@@ -211,7 +215,7 @@ def test_print_config_reads_back_to_the_same_config(
         "--optimizer.eps", "1e-9",
         "--sample.prompt", "'é \\n#: '",
         "--trainer.early_stopping", "{patience: 2}",
-        "--trainer.limit_val_batches", "0.5",
+        "--trainer.min_steps", "1",
     ]  # fmt: skip
 
     with pytest.raises(SystemExit) as stopped:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ffn.balancing.losses import expert_load
 from moe_ffn.capacity import limit_by_position
 from moe_ffn.metrics.functional import (
     capacity_used,
     dropped_fraction,
-    expert_load,
     max_violation,
     routing_entropy,
 )

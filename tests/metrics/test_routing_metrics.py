@@ -68,3 +68,10 @@ def test_float64_routing_is_taken(make_routing: Any) -> None:
     scores = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     metrics.update(make_routing([[0]], 2, scores_TE=scores, logits_TE=scores.log()))
     assert metrics.compute()["load_balance"].item() == pytest.approx(1, abs=1e-6)
+
+
+def test_batches_weigh_by_their_pairs(make_routing: Any) -> None:
+    metrics = RoutingMetrics(num_experts=2)
+    metrics.update(make_routing([[0]] * 99, 2))
+    metrics.update(make_routing([[1]], 2))
+    assert metrics.compute()["load"].tolist() == pytest.approx([0.99, 0.01])

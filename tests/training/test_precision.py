@@ -20,10 +20,9 @@ from moe_ffn.training.precision import bfloat16_speedup_on_cpu, resolve_precisio
 def test_auto_on_a_cpu_is_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, speedup: float, resolved: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(precision, "bfloat16_speedup_on_cpu", lambda: speedup)
 
-    assert resolve_precision("auto") == resolved
+    assert resolve_precision("auto", "cpu") == resolved
 
 
 @pytest.mark.parametrize(("native", "resolved"), [(True, "bf16-mixed"), (False, "32-true")])
@@ -33,10 +32,9 @@ def test_auto_on_a_gpu_is_bfloat16_where_it_is_not_emulated(
     def supported(including_emulation: bool = True) -> bool:
         return native or including_emulation
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
 
-    assert resolve_precision("auto") == resolved
+    assert resolve_precision("auto", "cuda") == resolved
 
 
 @pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"])
@@ -45,7 +43,7 @@ def test_any_other_precision_is_kept_and_nothing_is_measured(
 ) -> None:
     monkeypatch.delattr(precision, "bfloat16_speedup_on_cpu")
 
-    assert resolve_precision(name) == name
+    assert resolve_precision(name, "cpu") == name
 
 
 def test_the_measurement_is_a_ratio_of_times() -> None:
