@@ -65,6 +65,9 @@ def _rows(
     if config is None:
         yield path, _show(value), meaning
         return
+    further = [key for key in config.known_keys() if key not in config.model_fields]
+    if further:
+        yield f"{path}.NAME", "VALUE", f"Further names: {', '.join(further)}."
     for name, field in config.model_fields.items():
         below = value.get(name) if isinstance(value, Mapping) else None
         below = field.get_default(call_default_factory=True) if below is None else below

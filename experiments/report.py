@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -101,12 +102,12 @@ def _visible(text: str) -> str:
     )
 
 
-def _plain_printer(console: Console):
+def _plain_printer(console: Console) -> Callable[[str], None]:
     """Prints text as it is: brackets in it are no markup."""
     return lambda text: console.print(Text(text), soft_wrap=True)
 
 
-def _without_nan(value):
+def _without_nan(value: Any) -> Any:
     """NaN says that a value does not exist; JSON's word for that is null, and for infinity too."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}

@@ -53,7 +53,9 @@ class Config(BaseModel, frozen=True):
         known = set(cls.known_keys())
         unknown = [key for key in data if key not in known]
         if unknown:
-            raise _errors_at(cls, {str(key): _unknown_key(cls, key) for key in unknown}, data)
+            raise _errors_at(
+                cls, {str(key): cls.explain_unknown(str(key)) for key in unknown}, data
+            )
         return handler(data)
 
     @classmethod
@@ -73,6 +75,12 @@ class Config(BaseModel, frozen=True):
     def known_keys(cls) -> Iterable[str]:
         """The keys this config takes."""
         return cls.model_fields
+
+    @classmethod
+    def explain_unknown(cls, key: str) -> str:
+        """What is said of a key that is not known, beginning with a verb or `unknown`."""
+        known = list(cls.known_keys())
+        return "unknown" + (did_you_mean(key, known) or f"; known: {', '.join(known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
@@ -159,11 +167,6 @@ class TaggedConfig(Config, frozen=True):
         # A family may hold itself (an MoE's shared expert is an FFN), which pydantic would expand
         # for ever; `config_schema.json_schema` puts each family in `$defs` once.
         return {FAMILY_KEY: cls.__name__} if cls.is_family_root() else handler(core_schema)
-
-
-def _unknown_key(cls: type[Config], key: object) -> str:
-    known = list(cls.known_keys())
-    return "unknown" + (did_you_mean(str(key), known) or f"; known: {', '.join(known)}")
 
 
 def _errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:

@@ -22,7 +22,7 @@ class TokenContext:
     tokens are never routed, counted or in a loss. None: every token is real."""
 
     token_ids: Tensor | None = None
-    """Vocabulary ids, the leading shape of `x`; None where nobody knows them."""
+    """Vocabulary ids, the leading shape of `x`; None when unknown."""
 
     sequence_length: int | None = None
     """S, where `x` comes with its leading axes flattened already (the position of token t is t % S);

@@ -123,8 +123,9 @@ def test_survivors_keep_their_weight(make_routing: Any) -> None:
 
 
 def test_published_counts_after_dropping(route_logits: Any, published_logits_LTE: Any) -> None:
-    # published_losses.json: megatron cf1.0_before and cf1.0_probs_policy_kept_per_expert_k2,
-    # deepspeed top2_kept. Which pairs are kept differs, how many cannot.
+    # What Megatron-LM's own functions (d98e8a6) returned: cf1.0_before and
+    # cf1.0_probs_policy_kept_per_expert_k2, and how many DeepSpeed's top-2 kept. Which pairs are kept
+    # differs, how many cannot.
     routing = route_logits(published_logits_LTE[0], k=2)
     assert routing.expert_ids_N.bincount(minlength=8).tolist() == [4, 3, 4, 3, 2, 4, 2, 2]
     limited = limit_by_position(routing, 1.0)

@@ -1,6 +1,6 @@
 """What every kind of expert is: (tokens, plan) -> weighted sums.
 
-T tokens, D model width, E experts, F hidden width
+T tokens, D model width, E experts, O out, I in
 """
 
 from __future__ import annotations

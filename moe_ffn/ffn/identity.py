@@ -12,5 +12,5 @@ class IdentityFFN(FFNBlock):
     """Contributes zero, so that around a residual connection the sublayer is the identity."""
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        # Times zero and not zeros: without a gradient, even a zero one, DDP would miss the norm's.
+        # A plain zero would leave the norm before it without a gradient, and DDP would hang.
         return FFNOutput(x * 0)

@@ -1,6 +1,6 @@
 """Expert by expert, with ordinary matrix products: any device, any dtype, autocast included.
 
-T tokens, D model width, E experts, N (token, expert) pairs
+T tokens, D model width, E experts, N (token, expert) pairs, O out, I in
 """
 
 from __future__ import annotations
@@ -46,4 +46,5 @@ def _linear_per_expert(
     inputs: list[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
 ) -> list[Tensor]:
     biases = [None] * len(inputs) if bias_EO is None else bias_EO.unbind()
-    return [F.linear(*args) for args in zip(inputs, weight_EOI.unbind(), biases, strict=True)]
+    parts = zip(inputs, weight_EOI.unbind(), biases, strict=True)
+    return [F.linear(x, weight, bias) for x, weight, bias in parts]

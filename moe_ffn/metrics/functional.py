@@ -35,7 +35,7 @@ def routing_entropy(routing: Routing) -> Tensor:
 
 
 def capacity_used(routing: Routing) -> Tensor:
-    """The share of the experts' places that are taken; nan when dropless, where places have no end."""
+    """The share of the experts' places that are taken; nan when dropless."""
     computed = routing.computed_N.sum()
     if routing.capacity is None:
         return torch.full_like(computed, torch.nan, dtype=torch.get_default_dtype())

@@ -29,9 +29,11 @@ class LanguageMetrics(Metric):
             self.add_state(name, zero.clone(), dist_reduce_fx="sum")
 
     def update(self, nats: Tensor, num_bytes: Tensor) -> None:
-        """Args:
-        nats: the cross-entropy of each predicted token, any shape.
-        num_bytes: the bytes of text each of those tokens stands for, the same shape.
+        """Add the cross-entropies of one batch.
+
+        Args:
+            nats: the cross-entropy of each predicted token, any shape.
+            num_bytes: the bytes of text each of those tokens stands for, the same shape.
         """
         self.nats += nats.sum()
         self.num_tokens += nats.numel()

@@ -29,9 +29,11 @@ class CausalSelfAttention(nn.Module):
         self.output = nn.Linear(d_model, d_model, bias=config.bias)
 
     def forward(self, x_BSD: Tensor, positions: Positions, mask_BS: Tensor | None) -> Tensor:
-        """Args:
-        positions: rotates queries and keys where that is how the model knows positions.
-        mask_BS: True for real tokens; padding is attended to by nobody.
+        """Mix each token's values with those of the tokens before it.
+
+        Args:
+            positions: rotates queries and keys where that is how the model knows positions.
+            mask_BS: True for real tokens; padding is attended to by nobody.
         """
         query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=self.num_heads)
         key = rearrange(self.key(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)

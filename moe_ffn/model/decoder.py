@@ -53,7 +53,9 @@ class Decoder(nn.Module):
             self.unembedding.weight = self.embedding.weight
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> DecoderOutput:
-        """Args:
+        """Next-token logits at every position.
+
+        Args:
             token_ids: int64 (B, S), S at most `max_seq_len`.
             mask: bool (B, S), True for real tokens; None when all are.
 

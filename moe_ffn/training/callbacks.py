@@ -30,7 +30,7 @@ class RoutingByLayer:
         self.layers: dict[int, RoutingMetrics] = {}
 
     def update(self, routings: Mapping[int, Routing], counted: bool = True) -> None:
-        """Add a batch; one that is not `counted` makes the metrics known, so that ranks can meet."""
+        """Add a batch; one not `counted` only creates the metrics, so that all ranks reduce the same."""
         for layer, routing in routings.items():
             if layer not in self.layers:
                 metrics = RoutingMetrics(routing.num_experts)

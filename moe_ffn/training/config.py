@@ -162,16 +162,13 @@ class TrainerConfig(Config, frozen=True):
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
-        return [*super().known_keys(), *LIGHTNING_ARGUMENTS, *OWNED_LIGHTNING_ARGUMENTS]
+        return [*super().known_keys(), *LIGHTNING_ARGUMENTS]
 
-    @model_validator(mode="after")
-    def _refuse_what_the_program_sets_itself(self) -> TrainerConfig:
-        for name in self.lightning_arguments():
-            if name in OWNED_LIGHTNING_ARGUMENTS:
-                raise ValueError(
-                    f"'{name}' is set by the program: {OWNED_LIGHTNING_ARGUMENTS[name]}"
-                )
-        return self
+    @classmethod
+    def explain_unknown(cls, key: str) -> str:
+        if key in OWNED_LIGHTNING_ARGUMENTS:
+            return f"is set by the program itself; {OWNED_LIGHTNING_ARGUMENTS[key]}"
+        return super().explain_unknown(key)
 
     def lightning_arguments(self) -> dict[str, Any]:
         """What was given beyond the fields above."""

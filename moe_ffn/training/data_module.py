@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.config import DataConfig
@@ -16,8 +16,10 @@ class TokenData(LightningDataModule):
     def __init__(
         self, config: DataConfig, data: PreparedData, *, num_batches: int, seed: int
     ) -> None:
-        """Args:
-        num_batches: of the whole run: optimizer steps times the batches each accumulates.
+        """The loaders of one run.
+
+        Args:
+            num_batches: of the whole run: optimizer steps times the batches each accumulates.
         """
         super().__init__()
         self.config = config
@@ -47,7 +49,7 @@ class TokenData(LightningDataModule):
             validation_batches(self.config, self.data), trainer.global_rank, trainer.world_size
         )
 
-    def _trainer(self):
+    def _trainer(self) -> Trainer:
         if self.trainer is None:
             raise RuntimeError("TokenData gives its loaders to a Trainer: pass it as datamodule=")
         return self.trainer

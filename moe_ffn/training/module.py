@@ -55,10 +55,12 @@ class LanguageModel(LightningModule):
         max_steps: int,
         seed: int,
     ) -> None:
-        """Args:
-        byte_lengths: (V,), the bytes of text each token stands for; its length is the vocabulary.
-        max_steps: optimizer steps the schedule spans.
-        seed: of everything random inside a step, such as dropout.
+        """A decoder with fresh weights, and what it is trained by.
+
+        Args:
+            byte_lengths: (V,), the bytes of text each token stands for; its length is the vocabulary.
+            max_steps: optimizer steps the schedule spans.
+            seed: of everything random inside a step, such as dropout.
         """
         super().__init__()
         self.decoder = model.build(vocab_size=len(byte_lengths), max_seq_len=max_seq_len)

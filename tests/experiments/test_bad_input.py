@@ -84,12 +84,12 @@ REFUSED = {
         "model.ffn_at.0.dff: unknown; did you mean 'd_ff'?",
     ),
     "misspelt Lightning argument": (
-        "--trainer.limit_val_batch 1",
-        "trainer.limit_val_batch: unknown; did you mean 'limit_val_batches'?",
+        "--trainer.acelerator cpu",
+        "trainer.acelerator: unknown; did you mean 'accelerator'?",
     ),
     "Lightning argument that would do nothing": (
         "--trainer.overfit_batches 2",
-        "trainer: 'overfit_batches' is set by the program: give data.corpus a small text",
+        "trainer.overfit_batches: is set by the program itself; give data.corpus a small text",
     ),
     # -- types
     "unknown block": (
