@@ -67,7 +67,7 @@ def route_logits() -> RouteLogits:
 
 @pytest.fixture
 def published_logits_LTE() -> Tensor:
-    """What the published libraries' functions were given for their numbers: 3 layers, 12 tokens, 8 experts."""
+    """The logits behind the published numbers: 3 layers, 12 tokens, 8 experts."""
     layer = torch.arange(3).view(3, 1, 1)
     token = torch.arange(12).view(1, 12, 1)
     expert = torch.arange(8).view(1, 1, 8)

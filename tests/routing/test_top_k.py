@@ -30,8 +30,9 @@ def test_renormalized_weights_add_up_to_one(route_logits: Any) -> None:
     torch.testing.assert_close(routing.scores_TE, torch.tensor([[0.125, 0.25, 0.625]]))
 
 
-# What Megatron-LM's own functions (d98e8a6) returned: probs_row0_{pre,post}_softmax_k2 (softmax before or after top-k; the
-# latter equals renormalising the former) and deepspeed topk2 gates_token0. Printed to six digits.
+# What Megatron-LM's own functions (d98e8a6) returned for the first token, with softmax before top-k
+# and after it (which equals renormalising the former; DeepSpeed's gates of token 0 agree).
+# Printed to six digits.
 @pytest.mark.parametrize(
     ("renormalize", "weights"),
     [(False, [0.368572, 0.288633]), (True, [0.560818, 0.439182])],
