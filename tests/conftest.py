@@ -1,31 +1,22 @@
-"""Routings made by hand and by the real router, for every room's tests."""
+"""Routings made by hand and by the real router, for every room's tests; layers and tokens for MoEs."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_ffn import build_ffn
+from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.config import TopKRouterConfig
 
 
-class MakeRouting(Protocol):
-    def __call__(
-        self, expert_ids_TK: list[list[int]], num_experts: int, **replaced: Any
-    ) -> Routing: ...
-
-
-class RouteLogits(Protocol):
-    def __call__(
-        self, logits_TE: Tensor, k: int, renormalize: bool = False, mask: Tensor | None = None
-    ) -> Routing: ...
-
-
 @pytest.fixture
-def make_routing() -> MakeRouting:
+def make_routing() -> Callable[..., Routing]:
     """A Routing in which token t goes to `expert_ids_TK[t]`, each pair with weight 1/K.
 
     One sequence, no padding, undecided scores, unless `replaced` says otherwise.
@@ -49,7 +40,7 @@ def make_routing() -> MakeRouting:
 
 
 @pytest.fixture
-def route_logits() -> RouteLogits:
+def route_logits() -> Callable[..., Routing]:
     """The real top-k router on given logits: its projection is the identity."""
 
     def route(
@@ -72,3 +63,59 @@ def published_logits_LTE() -> Tensor:
     token = torch.arange(12).view(1, 12, 1)
     expert = torch.arange(8).view(1, 1, 8)
     return 2 * torch.sin(0.7 * (token + 1) * (expert + 1) + 1.3 * layer)
+
+
+@pytest.fixture
+def dtype_of() -> Callable[[str], torch.dtype]:
+    """The widest dtype that a backend takes."""
+
+    def dtype(backend: str) -> torch.dtype:
+        return torch.float32 if backend == "grouped_mm" else torch.float64
+
+    return dtype
+
+
+@pytest.fixture
+def build_moe(dtype_of: Callable[[str], torch.dtype]) -> Callable[..., MoEFFN]:
+    """A layer of 4 small experts of width 8 in the widest dtype of its backend, unless `config` differs."""
+
+    def build(backend: str, seed: int = 0, **config: Any) -> MoEFFN:
+        torch.manual_seed(seed)
+        experts = {"type": "swiglu", "d_ff": 8, **config.pop("experts", {}), "backend": backend}
+        moe = build_ffn({"type": "moe", "num_experts": 4, **config, "experts": experts}, d_model=8)
+        assert isinstance(moe, MoEFFN)
+        with torch.no_grad():  # decided and lopsided, so that a capacity has something to drop
+            for parameter in moe.router.parameters():
+                parameter.mul_(3)
+        return moe.to(dtype_of(backend))
+
+    return build
+
+
+@pytest.fixture
+def tokens_and_mask() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Two sequences of 5 tokens of width 8; `padded` on the right of one and the left of the other."""
+
+    def make(dtype: torch.dtype, padded: bool) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x_BSD = torch.randn(2, 5, 8, generator=generator, dtype=dtype)
+        mask_BS = torch.ones(2, 5, dtype=torch.bool)
+        if padded:
+            mask_BS[0, 3:] = False  # right
+            mask_BS[1, :1] = False  # left
+        return x_BSD, mask_BS
+
+    return make
+
+
+@pytest.fixture
+def gradients() -> Callable[..., dict[str, Tensor | None]]:
+    """d/d(everything) of a sum of `y` with fixed, uneven weights."""
+
+    def take(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
+        generator = torch.Generator().manual_seed(2)
+        probe = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+        (y * probe).sum().backward()
+        return {"x": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
+
+    return take

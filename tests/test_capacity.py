@@ -122,7 +122,9 @@ def test_survivors_keep_their_weight(make_routing: Any) -> None:
     assert limited.weights_N is weights
 
 
-def test_published_counts_after_dropping(route_logits: Any, published_logits_LTE: Any) -> None:
+def test_counts_after_dropping_equal_the_published_ones(
+    route_logits: Any, published_logits_LTE: Any
+) -> None:
     # What Megatron-LM's own functions (d98e8a6) returned: cf1.0_before and
     # cf1.0_probs_policy_kept_per_expert_k2, and how many DeepSpeed's top-2 kept. Which pairs are kept
     # differs, how many cannot.

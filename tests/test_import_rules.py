@@ -194,7 +194,7 @@ def test_importing_everything_public_is_quick() -> None:
 # --------------------------------------------------------------------------------- public names
 
 
-def test_public_names() -> None:
+def test_public_names_are_sorted_and_lead_to_what_they_name() -> None:
     assert moe_ffn.__all__ == sorted(moe_ffn.__all__)
     assert dir(moe_ffn) == moe_ffn.__all__
     for name in moe_ffn.__all__:

@@ -78,7 +78,7 @@ def test_make_targets_exist(target: str):
 
 @pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize("command", PYTHON_COMMANDS)
-def test_command(command: str, capsys: pytest.CaptureFixture[str]):
+def test_every_command_succeeds(command: str, capsys: pytest.CaptureFixture[str]):
     module, *arguments = shlex.split(command.removeprefix("python -m "))
     if module == "experiments.generate":
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
@@ -97,7 +97,7 @@ def test_command(command: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.usefixtures("newcomer")
-def test_yaml_block(capsys: pytest.CaptureFixture[str]):
+def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixture[str]):
     Path("mine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     corpus = TINY.index("--data.corpus")
     tiny = TINY[:corpus] + TINY[corpus + 2 :]
@@ -107,7 +107,7 @@ def test_yaml_block(capsys: pytest.CaptureFixture[str]):
     assert "moe, 8 experts" in printed
 
 
-def test_block_in_your_own_model():
+def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
     names: dict[str, object] = {}
     exec(compile(blocks("python")[0], "README.md", "exec"), names)
     hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +116,9 @@ def test_block_in_your_own_model():
     assert loss == pytest.approx(1, abs=0.3)
 
 
-def test_quoted_message(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_quoted_message_is_the_real_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     from experiments.command_line import exit_on_bad_input
     from experiments.train import main
 

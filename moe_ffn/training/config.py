@@ -155,7 +155,7 @@ class TrainerConfig(Config, frozen=True):
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(default=100, ge=1)
+    validate_every_n_steps: int = Field(default=200, ge=1)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""

@@ -32,11 +32,13 @@ def losses(routings: list[Routing]) -> list[float]:
     [(1, [1.082632, 1.024865, 1.147022]), (2, [1.024952, 1.004207, 1.082881])],
     ids=["k1", "k2"],
 )
-def test_megatron(layers: Any, k: int, published: list[float]) -> None:
+def test_load_balancing_loss_equals_megatrons(layers: Any, k: int, published: list[float]) -> None:
     assert losses(layers(k)) == pytest.approx(published, abs=PRINTED)
 
 
-def test_megatron_sigmoid_scores(make_routing: Any, published_logits_LTE: Tensor) -> None:
+def test_load_balancing_loss_of_sigmoid_scores_equals_megatrons(
+    make_routing: Any, published_logits_LTE: Tensor
+) -> None:
     # megatron aux_sigmoid_k2_per_layer: scores that don't add up to 1 are normalised.
     got = []
     for logits_TE in published_logits_LTE:
@@ -61,7 +63,9 @@ def test_mixtral_pools_all_layers(
     assert k * load_balancing_loss(pooled).item() == pytest.approx(published, abs=k * PRINTED)
 
 
-def test_mixtral_with_padding(route_logits: Any, published_logits_LTE: Tensor) -> None:
+def test_mixtral_with_padding_is_ours_times_k(
+    route_logits: Any, published_logits_LTE: Tensor
+) -> None:
     # hf_mixtral k2_all_layers_mask_drop_tokens_3,10,11
     mask_LT = torch.ones(3, 12, dtype=torch.bool)
     mask_LT[:, [3, 10, 11]] = False
@@ -86,7 +90,7 @@ def test_megablocks_and_switch_are_the_mean_over_layers(
     assert sum(losses(layers(k))) / 3 == pytest.approx(published, abs=PRINTED)
 
 
-def test_z_loss(layers: Any) -> None:
+def test_z_loss_equals_megatrons_and_olmos(layers: Any) -> None:
     # megatron z_loss_per_layer, olmo_core z_layer0; their mean is hf_switch z_groups=layers. The
     # values are ten times larger than above, and so is float32's last digit.
     ours = [router_z_loss(routing).item() for routing in layers(1)]
@@ -94,7 +98,7 @@ def test_z_loss(layers: Any) -> None:
     assert sum(ours) / 3 == pytest.approx(8.114726, abs=5 * PRINTED)
 
 
-def test_hand_worked_z_loss(make_routing: Any) -> None:
+def test_z_loss_equals_the_one_worked_by_hand(make_routing: Any) -> None:
     # logsumexp(ln 1, ln 2) = ln 3, logsumexp(0, 0) = ln 2: mean of their squares.
     logits = torch.tensor([[1.0, 2.0], [1.0, 1.0]], dtype=torch.float64).log()
     routing = make_routing([[0], [1]], 2, logits_TE=logits)
@@ -102,7 +106,7 @@ def test_hand_worked_z_loss(make_routing: Any) -> None:
     assert router_z_loss(routing).item() == pytest.approx(0.8437010, abs=1e-7)
 
 
-def test_hand_worked_load_balancing_loss(make_routing: Any) -> None:
+def test_load_balancing_loss_equals_the_one_worked_by_hand(make_routing: Any) -> None:
     # Pairs 0, 0, 0, 1: f = (3/4, 1/4). Scores (.9, .1) twice and (.5, .5) twice: P = (.7, .3).
     # 2 * (.75 * .7 + .25 * .3) = 1.2
     scores = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.5, 0.5], [0.5, 0.5]], dtype=torch.float64)

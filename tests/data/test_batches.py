@@ -25,7 +25,7 @@ def assert_equal(one: Batch, other: Batch) -> None:
 
 
 class TestTrain:
-    def test_a_batch(self):
+    def test_targets_are_the_inputs_shifted_by_one(self) -> None:
         batch = train()[0]
         assert batch.input_ids.shape == batch.target_ids.shape == (4, 9)
         assert batch.input_ids.dtype == batch.target_ids.dtype == torch.int64
@@ -33,16 +33,16 @@ class TestTrain:
         assert batch.target_ids.is_contiguous()
         assert torch.equal(batch.target_ids, batch.input_ids + 1)
 
-    def test_depends_on_seed_and_index_alone(self):
+    def test_depends_on_seed_and_index_alone(self) -> None:
         in_order = [train()[index] for index in range(60)]
         batches = train()
         for index in np.random.default_rng(0).permutation(60):
             assert_equal(batches[int(index)], in_order[index])
 
-    def test_another_seed_gives_other_batches(self):
+    def test_another_seed_gives_other_batches(self) -> None:
         assert rows(train()[0]) != rows(train(seed=1)[0])
 
-    def test_each_window_once_per_epoch_across_batch_borders(self):
+    def test_each_window_comes_once_per_epoch_across_batch_borders(self) -> None:
         batches = train(batch_size=7)
         count = batches.windows_per_epoch
         assert count == 99
@@ -52,12 +52,12 @@ class TestTrain:
             starts = sorted(visited[epoch * count : (epoch + 1) * count])
             assert starts == list(range(starts[0], starts[0] + 10 * count, 10))
 
-    def test_a_batch_larger_than_an_epoch(self):
+    def test_a_batch_may_be_larger_than_an_epoch(self) -> None:
         batch = TrainBatches(TOKENS[:30], seq_len=9, batch_size=8, seed=0)[3]
         assert batch.input_ids.shape == (8, 9)
 
     @pytest.mark.parametrize("world_size", [2, 4])
-    def test_ranks_together_see_the_batch_of_one(self, world_size: int):
+    def test_ranks_together_see_the_batch_of_one(self, world_size: int) -> None:
         for index in (0, 24, 25, 1000):
             parts = [train(rank=rank, world_size=world_size)[index] for rank in range(world_size)]
             together = Batch(
@@ -66,7 +66,7 @@ class TestTrain:
             )
             assert_equal(together, train()[index])
 
-    def test_the_batch_size_must_divide(self):
+    def test_the_batch_size_must_divide_by_the_ranks(self) -> None:
         message = (
             r"data\.batch_size \(4\) must be divisible by the number of ranks \(3\): "
             "it counts the sequences of all ranks together"
@@ -74,18 +74,18 @@ class TestTrain:
         with pytest.raises(ConfigError, match=message):
             train(world_size=3)
 
-    def test_too_few_tokens(self):
+    def test_too_few_tokens_are_refused(self) -> None:
         message = r"data\.seq_len \(1000\) must be shorter than the train split \(1000 tokens\)"
         with pytest.raises(ConfigError, match=message):
             train(seq_len=1000)
 
-    def test_a_negative_index(self):
+    def test_a_negative_index_is_refused(self) -> None:
         with pytest.raises(IndexError, match=r"index \(-1\) must not be negative"):
             train()[-1]
 
 
 class TestValidation:
-    def test_evenly_spaced_with_a_smaller_last_batch(self):
+    def test_windows_are_evenly_spaced_with_a_smaller_last_batch(self) -> None:
         batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
         assert len(batches) == 3
         assert [rows(batch) for batch in batches] == [
@@ -94,25 +94,25 @@ class TestValidation:
             [800, 900],
         ]
 
-    def test_at_most_the_split_at_least_one_sequence(self):
+    def test_there_is_at_most_the_split_and_at_least_one_sequence(self) -> None:
         everything = ValidationBatches(TOKENS, seq_len=9, batch_size=1, num_tokens=10**9)
         assert len(everything) == 100
         assert len(ValidationBatches(TOKENS, seq_len=9, batch_size=1, num_tokens=1)) == 1
 
     @pytest.mark.parametrize("index", [-1, 3])
-    def test_there_are_no_others(self, index: int):
+    def test_an_index_beyond_the_batches_is_refused(self, index: int) -> None:
         batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
         with pytest.raises(IndexError, match=rf"index \({index}\) must lie in \[0, 3\)"):
             batches[index]
 
-    def test_targets_are_those_of_the_batches(self):
+    def test_targets_are_those_of_the_batches(self) -> None:
         batches = ValidationBatches(TOKENS, seq_len=9, batch_size=4, num_tokens=90)
         expected = torch.cat(
             [batch.target_ids.flatten() for batch in map(batches.__getitem__, range(len(batches)))]
         )
         assert batches.targets.tolist() == expected.tolist()
 
-    def test_too_few_tokens(self):
+    def test_too_few_tokens_are_refused(self) -> None:
         message = r"data\.seq_len \(10\) must be shorter than the validation split \(5 tokens\)"
         with pytest.raises(ConfigError, match=message):
             ValidationBatches(TOKENS[:5], seq_len=10, batch_size=4, num_tokens=90)

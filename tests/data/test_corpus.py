@@ -38,31 +38,33 @@ def folder(tmp_path: Path) -> Path:
 
 
 class TestStdlib:
-    def test_size(self):
+    def test_the_modules_are_megabytes_of_text(self) -> None:
         sizes = [sum(map(len, document.blocks)) for document in stdlib_documents()]
         assert len(sizes) > 200
         assert 5e6 < sum(sizes) < 12e6
 
-    def test_names_are_sorted_posix_paths_without_tests_and_tables(self):
+    def test_names_are_sorted_posix_paths_without_tests_and_tables(self) -> None:
         names = [document.name for document in stdlib_documents()]
         assert names == sorted(names)
         assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
         folders = {part for name in names for part in name.split("/")[:-1]}
         assert not folders & {"test", "tests", "encodings", "idlelib", "site-packages", "ensurepip"}
 
-    def test_none_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_no_modules_there_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
         with pytest.raises(ConfigError, match=r"data\.corpus\.type: 'stdlib' finds no \.py files"):
             next(stdlib_documents())
 
 
 class TestText:
-    def test_a_file(self, folder: Path):
+    def test_a_file_is_one_document(self, folder: Path) -> None:
         (document,) = text_documents([str(folder / "deep" / "c.txt")])
         assert document.name == "c.txt"
         assert b"".join(document.blocks) == b"content of deep/c.txt"
 
-    def test_a_folder_is_searched_but_for_hidden_and_binary_files(self, folder: Path):
+    def test_a_folder_is_searched_but_for_hidden_and_binary_files(self, folder: Path) -> None:
         assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]
 
     @pytest.mark.parametrize(
@@ -74,25 +76,31 @@ class TestText:
             ("d*/?.txt", ["deep/c.txt"]),
         ],
     )
-    def test_a_glob(self, folder: Path, pattern: str, expected: list[str]):
+    def test_a_glob_names_the_files_it_matches(
+        self, folder: Path, pattern: str, expected: list[str]
+    ) -> None:
         assert names(folder / pattern) == expected
 
-    def test_a_relative_glob(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_relative_glob_starts_at_the_working_folder(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(folder)
         assert names("*.md") == ["a.md"]
 
-    def test_a_file_whose_name_looks_like_a_glob(self, folder: Path):
+    def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, folder: Path) -> None:
         (folder / "[1].txt").write_text("one")
         assert names(folder / "[1].txt") == ["[1].txt"]
 
-    def test_a_file_named_twice_is_one_document(self, folder: Path):
+    def test_a_file_named_twice_is_one_document(self, folder: Path) -> None:
         assert names(folder / "b.txt", folder) == ["b.txt", "a.md", "deep/c.txt"]
 
-    def test_the_home_folder(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_the_tilde_is_the_home_folder(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("HOME", str(folder))
         assert names("~/b.txt") == ["b.txt"]
 
-    def test_an_empty_file_beside_others_is_fine(self, folder: Path):
+    def test_an_empty_file_beside_others_is_fine(self, folder: Path) -> None:
         (folder / "empty.txt").touch()
         assert "empty.txt" in names(folder)
 
@@ -110,9 +118,9 @@ class TestText:
             ("empty*", r"'empty\*' has only empty files \(2\); give a file with text in it"),
         ],
     )
-    def test_mistakes(
+    def test_bad_paths_are_refused_by_name(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
-    ):
+    ) -> None:
         monkeypatch.chdir(folder)
         (folder / "no_text").mkdir()
         (folder / "empty.txt").touch()
@@ -121,27 +129,27 @@ class TestText:
             names(given)
 
     @pytest.mark.skipif(os.name == "nt", reason="a folder cannot be opened, in another way")
-    def test_an_unreadable_file(self, tmp_path: Path):
+    def test_an_unreadable_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.corpus\.paths: '.*' cannot be read \(Is a"):
             next(file_blocks(tmp_path))
 
 
 class TestBlocks:
-    def test_are_cut_at_line_ends(self):
+    def test_are_cut_at_line_ends(self) -> None:
         line = b"x" * 99 + b"\n"
         text = line * 2000
         parts = list(blocks(io.BytesIO(text)))
         assert b"".join(parts) == text
         assert [len(part) for part in parts] == [65_500, 65_500, 65_500, 3_500]  # 655 lines each
 
-    def test_are_cut_at_characters_where_there_is_no_line_end(self):
+    def test_are_cut_at_characters_where_there_is_no_line_end(self) -> None:
         text = ("é" * BLOCK_BYTES).encode()
         parts = list(blocks(io.BytesIO(text)))
         assert "".join(part.decode() for part in parts).encode() == text
         assert max(map(len, parts)) <= BLOCK_BYTES
 
     @given(text=st.text(alphabet="a\né漢🙂", max_size=200), size=st.integers(4, 40))
-    def test_lose_nothing(self, text: str, size: int):
+    def test_lose_nothing(self, text: str, size: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(corpus, "BLOCK_BYTES", size)
             parts = list(blocks(io.BytesIO(text.encode())))
@@ -149,7 +157,7 @@ class TestBlocks:
         assert all(0 < len(part) <= size for part in parts)
 
     @given(content=st.binary(max_size=200), size=st.integers(4, 40))
-    def test_of_anything_lose_nothing(self, content: bytes, size: int):
+    def test_of_anything_lose_nothing(self, content: bytes, size: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(corpus, "BLOCK_BYTES", size)
             parts = list(blocks(io.BytesIO(content)))
@@ -168,9 +176,11 @@ class TestBlocks:
         ("🙂🙂", 7, 4),
     ],
 )
-def test_text_boundary(text: str, at: int, expected: int):
+def test_a_text_boundary_is_after_a_line_or_between_characters(
+    text: str, at: int, expected: int
+) -> None:
     assert text_boundary(text.encode(), at) == expected
 
 
-def test_a_far_line_end_is_out_of_reach():
+def test_a_far_line_end_is_out_of_reach() -> None:
     assert text_boundary(b"title\n" + b"x" * 100, 90, reach=50) == 90

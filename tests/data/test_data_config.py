@@ -26,7 +26,7 @@ def complaints(values: dict[str, object]) -> list[str]:
     return explain(raised.value)
 
 
-def test_importing_the_config_imports_neither_torch_nor_numpy():
+def test_importing_the_config_imports_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, moe_ffn.data.config as c; c.DataConfig();"
         "sys.exit(', '.join({'torch', 'numpy', 'datasets', 'tokenizers'} & set(sys.modules)) or None)"
@@ -35,21 +35,21 @@ def test_importing_the_config_imports_neither_torch_nor_numpy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_defaults_are_the_standard_library_as_bytes():
+def test_defaults_are_the_standard_library_as_bytes() -> None:
     config = DataConfig()
     assert config.corpus == StdlibConfig()
     assert config.tokenizer == BytesConfig()
     assert config == DataConfig.model_validate(config.to_dict())
 
 
-def test_members_are_picked_by_one_word():
+def test_members_are_picked_by_one_word() -> None:
     config = DataConfig.model_validate({"corpus": "stdlib", "tokenizer": "bpe"})
     assert config.corpus == StdlibConfig()
     assert config.tokenizer == BPEConfig(vocab_size=4096)
 
 
 @pytest.mark.parametrize("given", ["a.txt", ["a.txt"], ("a.txt",)], ids=["text", "list", "tuple"])
-def test_paths_are_a_list_or_one_path(given: object):
+def test_paths_are_a_list_or_one_path(given: object) -> None:
     config = DataConfig.model_validate({"corpus": {"type": "text", "paths": given}})
     assert config.corpus == TextConfig(paths=("a.txt",))
     assert config == DataConfig.model_validate(config.to_dict())
@@ -82,7 +82,7 @@ def test_paths_are_a_list_or_one_path(given: object):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_mistakes_are_named(values: dict[str, object], message: str):
+def test_bad_options_are_refused_by_path(values: dict[str, object], message: str) -> None:
     (line,) = complaints(values)
     assert message in line
 
@@ -92,12 +92,12 @@ def test_mistakes_are_named(values: dict[str, object], message: str):
     [DataConfig, StdlibConfig, TextConfig, HFDatasetConfig, BytesConfig, BPEConfig],
     ids=lambda config: config.__name__,
 )
-def test_every_option_has_a_help_text(config: type[DataConfig]):
+def test_every_option_has_a_help_text(config: type[DataConfig]) -> None:
     undocumented = [name for name, field in config.model_fields.items() if not field.description]
     assert [name for name in undocumented if name != "type"] == []
 
 
-def test_the_schema_names_every_member():
+def test_the_schema_names_every_member() -> None:
     definitions = json_schema(DataConfig)["$defs"]
     for family in (CorpusConfig, TokenizerConfig):
         assert {"enum": list(family.members)} in definitions[family.__name__]["anyOf"]

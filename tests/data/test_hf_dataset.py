@@ -74,40 +74,42 @@ def as_saved_splits(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "write", [as_json, as_csv, as_parquet, as_folder, as_saved, as_saved_splits]
 )
-def test_rows_are_documents_named_by_their_index(tmp_path: Path, write: Callable[[Path], Path]):
+def test_rows_are_documents_named_by_their_index(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
     read_back = read(write(tmp_path))
     assert [document.name for document in read_back] == ["0", "1", "2", "3"]
     assert [content(document) for document in read_back] == TEXTS
     assert {document.split for document in read_back} == {None}
 
 
-def test_the_lines_of_a_text_file_are_documents(tmp_path: Path):
+def test_the_lines_of_a_text_file_are_documents(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\nzwölf\n", encoding="utf-8")
     assert [content(document) for document in read(tmp_path / "lines.txt")] == ["one", "", "zwölf"]
 
 
-def test_a_missing_text_is_an_empty_document(tmp_path: Path):
+def test_a_missing_text_is_an_empty_document(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     assert [content(document) for document in read(tmp_path / "rows.jsonl")] == ["", "x"]
 
 
-def test_a_part_of_a_split(tmp_path: Path):
+def test_a_part_of_a_split_is_read_alone(tmp_path: Path) -> None:
     assert len(read(as_json(tmp_path), split="train[:50%]")) == 2
 
 
-def test_another_column(tmp_path: Path):
+def test_the_text_may_stand_in_another_column(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"story": "x"}\n')
     (document,) = read(tmp_path / "rows.jsonl", text_column="story")
     assert content(document) == "x"
 
 
-def test_a_validation_split(tmp_path: Path):
+def test_a_validation_split_follows_the_training_split(tmp_path: Path) -> None:
     read_back = read(as_saved_splits(tmp_path), validation_split="test")
     assert [document.split for document in read_back] == ["train"] * 4 + ["validation"] * 3
     assert [content(document) for document in read_back] == [*TEXTS, "t0", "t1", "t2"]
 
 
-def test_prepared(tmp_path: Path):
+def test_prepare_keeps_the_given_splits(tmp_path: Path) -> None:
     corpus = HFDatasetConfig(path=str(as_saved_splits(tmp_path)), validation_split="test")
     data = prepare(DataConfig(corpus=corpus, seq_len=4, cache_dir=str(tmp_path)), progress=False)
     assert data.train_size.num_documents == 3  # the empty row is none
@@ -139,18 +141,20 @@ def test_prepared(tmp_path: Path):
     ],
     ids=["column", "type", "split", "validation_split", "same"],
 )
-def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str):
+def test_bad_columns_and_splits_are_refused_by_path(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read(as_json(tmp_path), **options)
 
 
-def test_a_split_that_was_not_saved(tmp_path: Path):
+def test_a_split_that_was_not_saved_is_refused(tmp_path: Path) -> None:
     message = r"data\.corpus\.split: '.*splits' has no 'dev'; available: train, test"
     with pytest.raises(ConfigError, match=message):
         read(as_saved_splits(tmp_path), split="dev")
 
 
-def test_a_damaged_file(tmp_path: Path):
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ')
     with pytest.raises(
         ConfigError, match=r"data\.corpus\.path: '.*' cannot be loaded \(.*JSON"
@@ -159,20 +163,20 @@ def test_a_damaged_file(tmp_path: Path):
     assert "\n" not in str(raised.value)
 
 
-def test_an_unknown_kind_of_file(tmp_path: Path):
+def test_an_unknown_kind_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.xml").touch()
     message = r"data\.corpus\.path: '.*rows\.xml' must end in one of \.json, .*; for other text"
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "rows.xml")
 
 
-def test_neither_a_path_nor_a_name(tmp_path: Path):
+def test_neither_a_path_nor_a_name_is_refused(tmp_path: Path) -> None:
     message = r"data\.corpus\.path: './rows\.json' is neither a local path nor a name on the"
     with pytest.raises(ConfigError, match=message):
         read("./rows.json")
 
 
-def test_no_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_no_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> None:
         raise OSError("Name or service not known")
 
@@ -187,7 +191,9 @@ def test_no_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch):
     assert time.monotonic() - started < 5
 
 
-def test_asked_to_stay_offline_without_an_earlier_download(monkeypatch: pytest.MonkeyPatch):
+def test_staying_offline_without_an_earlier_download_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     message = r"data\.corpus\.path: 'someone/stories' cannot be loaded \(ConnectionError: "
@@ -195,7 +201,7 @@ def test_asked_to_stay_offline_without_an_earlier_download(monkeypatch: pytest.M
         read("someone/stories")
 
 
-def test_not_installed(monkeypatch: pytest.MonkeyPatch):
+def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     message = r"data\.corpus\.type: 'hf_dataset' needs .*: pip install datasets"
     with pytest.raises(ConfigError, match=message):

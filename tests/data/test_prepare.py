@@ -58,7 +58,7 @@ def documents(data: PreparedData, split: str) -> list[str]:
 )
 def test_every_document_is_in_one_split_and_comes_back_exactly(
     prepared: Prepare, texts: Path, tokenizer: TokenizerConfig
-):
+) -> None:
     data = prepared(tokenizer=tokenizer.to_dict())
     train, validation = documents(data, "train"), documents(data, "validation")
     originals = {path.read_text() for path in texts.iterdir()}
@@ -68,7 +68,7 @@ def test_every_document_is_in_one_split_and_comes_back_exactly(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_sizes_are_those_of_the_tokens(prepared: Prepare, tokenizer: str):
+def test_sizes_are_those_of_the_tokens(prepared: Prepare, tokenizer: str) -> None:
     data = prepared(tokenizer=tokenizer)
     for split, size in (("train", data.train_size), ("validation", data.validation_size)):
         tokens = getattr(data, split)
@@ -83,7 +83,7 @@ def test_sizes_are_those_of_the_tokens(prepared: Prepare, tokenizer: str):
     )
 
 
-def test_tokens_are_read_only_memory_maps(prepared: Prepare):
+def test_tokens_are_read_only_memory_maps(prepared: Prepare) -> None:
     data = prepared()
     assert isinstance(data.train, np.memmap)
     assert data.train.dtype == np.uint16
@@ -92,7 +92,7 @@ def test_tokens_are_read_only_memory_maps(prepared: Prepare):
 
 def test_the_bpe_has_seen_the_training_split_alone(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     read: list[bytes] = []
 
     def build(self: BPEConfig, text: object) -> object:
@@ -107,14 +107,16 @@ def test_the_bpe_has_seen_the_training_split_alone(
 
 def test_a_tokenizer_is_trained_on_evenly_spaced_pieces_of_a_large_corpus(
     prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     whole = prepared(tokenizer="bpe").tokenizer.vocab_size
     monkeypatch.setattr(prepare_module, "_TOKENIZER_TRAINING_BYTES", 2000)
     assert prepared(tokenizer="bpe", validation_percent=21).tokenizer.vocab_size < whole
 
 
 class TestPosition:
-    def test_one_file_gives_both_parts(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    def test_one_file_gives_both_parts(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         text = "".join(f"line {index}\n" for index in range(1000))
         (tmp_path / "one.txt").write_text(text)
         config = config_of(tmp_path / "one.txt", tmp_path / "cache", validation_percent=10)
@@ -135,7 +137,7 @@ class TestPosition:
 
 
 class TestCache:
-    def test_is_found_again(self, prepared: Prepare):
+    def test_is_found_again(self, prepared: Prepare) -> None:
         first = prepared()
         times = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
         assert set(times) == {"train.bin", "validation.bin", "tokenizer.json", "meta.json"}
@@ -145,19 +147,19 @@ class TestCache:
         assert (second.train_size, second.corpus_sha256) == (first.train_size, first.corpus_sha256)
         np.testing.assert_array_equal(second.train, first.train)
 
-    def test_does_not_depend_on_what_does_not_change_the_tokens(self, prepared: Prepare):
+    def test_does_not_depend_on_what_does_not_change_the_tokens(self, prepared: Prepare) -> None:
         changed = prepared(seq_len=9, batch_size=2, validation_tokens=7)
         assert changed.folder == prepared().folder
 
     @pytest.mark.parametrize(
         "changes", [{"validation_percent": 21}, {"tokenizer": "bpe"}], ids=["split", "tokenizer"]
     )
-    def test_has_a_folder_per_config(self, prepared: Prepare, changes: dict[str, object]):
+    def test_has_a_folder_per_config(self, prepared: Prepare, changes: dict[str, object]) -> None:
         assert prepared(**changes).folder != prepared().folder
         assert prepared(**changes).corpus_sha256 == prepared().corpus_sha256
 
     @pytest.mark.parametrize("change", ["content", "name", "another"])
-    def test_has_a_folder_per_corpus(self, prepared: Prepare, texts: Path, change: str):
+    def test_has_a_folder_per_corpus(self, prepared: Prepare, texts: Path, change: str) -> None:
         before = prepared()
         if change == "content":
             (texts / "0.txt").write_text((texts / "0.txt").read_text().replace("line", "LINE"))
@@ -171,14 +173,14 @@ class TestCache:
 
     def test_does_not_depend_on_where_the_corpus_lies(
         self, prepared: Prepare, texts: Path, tmp_path: Path
-    ):
+    ) -> None:
         moved = shutil.copytree(texts, tmp_path / "moved")
         data = prepare(config_of(moved, tmp_path / "cache"), progress=False)
         assert data.folder == prepared().folder
 
     @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "tokenizer.json", "meta.json"])
     @pytest.mark.parametrize("damage", ["truncated", "flipped", "removed"])
-    def test_is_rebuilt_where_damaged(self, prepared: Prepare, name: str, damage: str):
+    def test_is_rebuilt_where_damaged(self, prepared: Prepare, name: str, damage: str) -> None:
         sound = prepared()
         content = {path.name: path.read_bytes() for path in sound.folder.iterdir()}
         file = sound.folder / name
@@ -192,13 +194,13 @@ class TestCache:
         assert prepared().folder == sound.folder
         assert {path.name: path.read_bytes() for path in sound.folder.iterdir()} == content
 
-    def test_leaves_nothing_behind(self, prepared: Prepare, tmp_path: Path):
+    def test_leaves_nothing_behind(self, prepared: Prepare, tmp_path: Path) -> None:
         folders = {prepared().folder, prepared(tokenizer="bpe").folder}
         assert set((tmp_path / "cache").iterdir()) == folders
 
     def test_leaves_nothing_behind_where_it_fails(
         self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
@@ -211,22 +213,22 @@ class TestCache:
             prepared()
         assert list((tmp_path / "cache").iterdir()) == []
 
-    def test_below_a_file(self, texts: Path, tmp_path: Path):
+    def test_below_a_file_is_refused(self, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         message = r"data\.cache_dir: '.*file/cache' cannot be written \(Not a directory\)"
         with pytest.raises(ConfigError, match=message):
             prepare(config_of(texts, tmp_path / "file" / "cache"), progress=False)
 
-    def test_whose_place_is_a_file(self, prepared: Prepare):
+    def test_whose_place_is_a_file_is_refused(self, prepared: Prepare) -> None:
         folder = prepared().folder
         shutil.rmtree(folder)
         folder.touch()
         with pytest.raises(ConfigError, match=r"data\.cache_dir: '.*' cannot be written \(Not a"):
             prepared()
 
-    def test_on_a_disk_that_loses_what_is_written(
+    def test_on_a_disk_that_loses_what_is_written_is_refused(
         self, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
-    ):
+    ) -> None:
         monkeypatch.setattr(prepare_module, "read_meta", lambda folder: None)
         with pytest.raises(ConfigError, match=r"data\.cache_dir: .* does not hold what was just"):
             prepared()
@@ -234,7 +236,7 @@ class TestCache:
 
 class TestConcurrency:
     @pytest.mark.parametrize("before", ["nothing", "damaged"])
-    def test_threads(self, prepared: Prepare, before: str):
+    def test_threads_share_one_folder(self, prepared: Prepare, before: str) -> None:
         if before == "damaged":
             (prepared().folder / "train.bin").write_bytes(b"")
         with ThreadPoolExecutor(4) as pool:
@@ -245,7 +247,7 @@ class TestConcurrency:
         for data in results:
             np.testing.assert_array_equal(data.train, results[0].train)
 
-    def test_processes(self, texts: Path, tmp_path: Path):
+    def test_processes_share_one_folder(self, texts: Path, tmp_path: Path) -> None:
         config = config_of(texts, tmp_path / "cache", tokenizer="bpe")
         code = (
             "import json, sys\n"
@@ -267,7 +269,7 @@ class TestConcurrency:
 
 
 class TestMemory:
-    def test_does_not_grow_with_a_file(self, tmp_path: Path):
+    def test_does_not_grow_with_a_file(self, tmp_path: Path) -> None:
         file = tmp_path / "large.txt"
         with file.open("wb") as output:
             for _ in range(64):
@@ -283,7 +285,9 @@ class TestMemory:
 
 
 class TestMistakes:
-    def test_a_sequence_longer_than_the_validation_split(self, prepared: Prepare):
+    def test_a_sequence_longer_than_the_validation_split_is_refused(
+        self, prepared: Prepare
+    ) -> None:
         num_tokens = prepared().validation_size.num_tokens
         message = (
             rf"data\.seq_len \({num_tokens}\) must be shorter than the validation split "
@@ -293,18 +297,18 @@ class TestMistakes:
             prepared(seq_len=num_tokens)
         assert prepared(seq_len=num_tokens - 1).validation_size.num_tokens == num_tokens
 
-    def test_a_text_of_one_character(self, tmp_path: Path):
+    def test_a_text_of_one_character_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("a")
         message = r"data\.seq_len \(8\) must be shorter than the train split \(0 tokens\)"
         with pytest.raises(ConfigError, match=message):
             prepare(config_of(tmp_path / "a.txt", tmp_path / "cache"), progress=False)
 
-    def test_a_missing_file(self, tmp_path: Path):
+    def test_a_missing_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.corpus\.paths: 'x\.txt' does not exist"):
             prepare(DataConfig(corpus=TextConfig(paths=("x.txt",)), cache_dir=str(tmp_path)))
 
 
-def test_the_standard_library(tmp_path: Path):
+def test_the_standard_library_is_split_by_files(tmp_path: Path) -> None:
     data = prepare(DataConfig(cache_dir=str(tmp_path)), progress=False)
     assert data.train_size.num_documents > 200
     share = data.validation_size.num_bytes / data.train_size.num_bytes

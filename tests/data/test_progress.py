@@ -23,21 +23,23 @@ def config(tmp_path: Path) -> DataConfig:
 
 def test_without_a_terminal_one_line_where_there_is_something_to_do(
     config: DataConfig, capfd: pytest.CaptureFixture[str]
-):
+) -> None:
     prepare(config)
     assert capfd.readouterr() == ("", "data: preparing 0.1 MB of text\n")
     prepare(config)
     assert capfd.readouterr() == ("", "")
 
 
-def test_silent(config: DataConfig, capfd: pytest.CaptureFixture[str]):
+def test_nothing_is_printed_without_progress(
+    config: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
     prepare(config, progress=False)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bar_on_a_terminal(
+def test_a_terminal_shows_a_bar(
     config: DataConfig, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")
@@ -48,7 +50,7 @@ def test_a_bar_on_a_terminal(
     assert "110.0 kB" in shown
 
 
-def test_a_function_is_told_each_stage_from_start_to_end(config: DataConfig):
+def test_a_function_is_told_each_stage_from_start_to_end(config: DataConfig) -> None:
     reports: list[tuple[str, int, int | None]] = []
     prepare(config, progress=lambda *report: reports.append(report))
     stages = list(dict.fromkeys(stage for stage, _, _ in reports))

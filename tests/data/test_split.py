@@ -29,7 +29,7 @@ def drawn(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100
 
 
-def test_a_document_goes_by_the_digest_of_its_name():
+def test_a_document_goes_by_the_digest_of_its_name() -> None:
     names = [f"{index}.txt" for index in range(200)]
     train, validation = split_of([(name, name) for name in names], 20)
     assert train == "".join(f"{name}|" for name in names if drawn(name) >= 20)
@@ -37,7 +37,7 @@ def test_a_document_goes_by_the_digest_of_its_name():
     assert validation.count("|") == 36  # of the 40 to be expected
 
 
-def test_no_content_is_on_both_sides():
+def test_no_content_is_on_both_sides() -> None:
     texts = [(f"{index}.txt", f"text {index % 50}") for index in range(200)]
     train, validation = (set(side.split("|")[:-1]) for side in split_of(texts, 20))
     assert train
@@ -46,7 +46,7 @@ def test_no_content_is_on_both_sides():
     assert train | validation == {text for _, text in texts}
 
 
-def test_repeats_of_validation_are_noted_and_repeats_within_a_split_stay():
+def test_repeats_of_validation_are_noted_and_repeats_within_a_split_stay() -> None:
     names = sorted("abcdefgh", key=drawn)
     percent = drawn(names[0]) + 1  # validation is the first of them alone
     texts = [(name, "same" if name in (names[0], names[7]) else "other") for name in names]
@@ -55,7 +55,7 @@ def test_repeats_of_validation_are_noted_and_repeats_within_a_split_stay():
     assert split_of(texts, percent) == ("other|" * 6, "same|")
 
 
-def test_one_document_is_split_by_position_at_a_line():
+def test_one_document_is_split_by_position_at_a_line() -> None:
     text = "".join(f"line {index}\n" for index in range(10))  # 70 bytes
     train, validation = split_of([("one.txt", text)], 25)
     # 75% is 52 bytes; the last line before that ends at 49.
@@ -63,7 +63,7 @@ def test_one_document_is_split_by_position_at_a_line():
     assert validation == text[49:] + "|"
 
 
-def test_a_few_documents_are_split_by_position_each_content_once():
+def test_a_few_documents_are_split_by_position_each_content_once() -> None:
     texts = [("a", "12345"), ("b", "12345"), ("c", ""), ("d", "67890")]
     assert split_of(texts, 1) == ("12345|6789", "0|")
     assert plan_split(documents(texts), 1).notes == (
@@ -71,7 +71,7 @@ def test_a_few_documents_are_split_by_position_each_content_once():
     )
 
 
-def test_a_document_longer_than_a_block_is_cut_once():
+def test_a_document_longer_than_a_block_is_cut_once() -> None:
     blocks = [b"one\n", b"two\n", b"three\n", b"four\n"]  # 19 bytes, half is 9
     plan = plan_split([Document("a", blocks)], 50)
     pieces = list(split_pieces([Document("a", blocks)], plan))
@@ -85,7 +85,7 @@ def test_a_document_longer_than_a_block_is_cut_once():
     ]
 
 
-def test_the_digest_is_that_of_names_contents_and_given_splits():
+def test_the_digest_is_that_of_names_contents_and_given_splits() -> None:
     def digest(*documents: Document) -> str:
         return plan_split(documents, 50).corpus_sha256
 
@@ -101,7 +101,7 @@ def test_the_digest_is_that_of_names_contents_and_given_splits():
     assert len(others | {reference}) == 6
 
 
-def test_given_splits_are_kept_and_training_loses_what_validation_holds():
+def test_given_splits_are_kept_and_training_loses_what_validation_holds() -> None:
     def corpus() -> list[Document]:
         train = documents([("0", "x"), ("1", "y"), ("2", "x")], "train")
         return [*train, *documents([("0", "x"), ("1", "z")], "validation")]
@@ -111,7 +111,7 @@ def test_given_splits_are_kept_and_training_loses_what_validation_holds():
     assert [piece.text for piece in pieces if piece.split == "validation"] == [b"x", b"", b"z", b""]
 
 
-def test_a_given_split_without_text():
+def test_a_given_split_without_text_is_refused() -> None:
     corpus = [Document("a", [b"x"], "train"), Document("b", [b"x"], "validation")]
     message = r"data\.corpus: the train split holds no text that the other does not"
     with pytest.raises(ConfigError, match=message):
@@ -119,7 +119,7 @@ def test_a_given_split_without_text():
 
 
 @pytest.mark.parametrize("texts", [[], [("a", "")]], ids=["no document", "empty document"])
-def test_no_text_at_all(texts: list[tuple[str, str]]):
+def test_no_text_at_all_is_refused(texts: list[tuple[str, str]]) -> None:
     with pytest.raises(ConfigError, match=r"data\.corpus: there is no text in it; every document"):
         plan_split(documents(texts), 5)
 
@@ -129,7 +129,7 @@ def test_no_text_at_all(texts: list[tuple[str, str]]):
     [[("a", "x")], [("a", "x"), ("b", "Y")], [("a", "x"), ("b", "y"), ("c", "z")]],
     ids=["fewer", "other", "more"],
 )
-def test_a_corpus_that_changes_meanwhile_is_refused(later: list[tuple[str, str]]):
+def test_a_corpus_that_changes_meanwhile_is_refused(later: list[tuple[str, str]]) -> None:
     plan = plan_split(documents([("a", "x"), ("b", "y")]), 50)
     with pytest.raises(ConfigError, match=r"changed while it was being read; start again"):
         list(split_pieces(documents(later), plan))

@@ -25,13 +25,13 @@ TOKENIZERS = pytest.mark.parametrize(
 
 @TOKENIZERS
 @given(text=st.text())
-def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str):
+def test_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text.encode())) == text
 
 
 @TOKENIZERS
 @given(content=st.binary())
-def test_any_bytes_come_back_exactly(tokenizer: Tokenizer, content: bytes):
+def test_any_bytes_come_back_exactly(tokenizer: Tokenizer, content: bytes) -> None:
     ids = tokenizer.encode(content)
     assert b"".join(tokenizer.token_bytes[index] for index in ids) == content
     assert tokenizer.decode(ids) == content.decode("utf-8", errors="replace")
@@ -39,19 +39,19 @@ def test_any_bytes_come_back_exactly(tokenizer: Tokenizer, content: bytes):
 
 @TOKENIZERS
 @given(content=st.binary())
-def test_byte_lengths_sum_to_the_bytes_encoded(tokenizer: Tokenizer, content: bytes):
+def test_byte_lengths_sum_to_the_bytes_encoded(tokenizer: Tokenizer, content: bytes) -> None:
     assert tokenizer.byte_lengths[tokenizer.encode(content)].sum() == len(content)
 
 
 @TOKENIZERS
-def test_the_end_of_document_is_no_text(tokenizer: Tokenizer):
+def test_the_end_of_document_is_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.byte_lengths[tokenizer.end_of_document] == 0
     assert tokenizer.decode([tokenizer.end_of_document]) == ""
     assert tokenizer.end_of_document not in tokenizer.encode(b"<|endoftext|>")
 
 
 @TOKENIZERS
-def test_ids_are_small_and_below_the_vocabulary(tokenizer: Tokenizer):
+def test_ids_are_small_and_below_the_vocabulary(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(bytes(range(256)))
     assert ids.dtype == tokenizer.dtype == np.uint16
     assert ids.ndim == 1
@@ -60,7 +60,7 @@ def test_ids_are_small_and_below_the_vocabulary(tokenizer: Tokenizer):
 
 
 @TOKENIZERS
-def test_a_batch_is_its_texts(tokenizer: Tokenizer):
+def test_a_batch_encodes_as_its_texts_do(tokenizer: Tokenizer) -> None:
     texts = [b"the theme", b"", b"\xff caf\xc3\xa9 \xfe", b"thesis"]
     for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
@@ -69,57 +69,61 @@ def test_a_batch_is_its_texts(tokenizer: Tokenizer):
 @pytest.mark.parametrize(
     ("config", "tokenizer"), [(BytesConfig(), BytesTokenizer()), (BPEConfig(), BPE)], ids=str
 )
-def test_restored_from_json(config: TokenizerConfig, tokenizer: Tokenizer):
+def test_a_tokenizer_is_restored_from_json(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
     restored = config.restore(json.loads(json.dumps(tokenizer.to_dict())))
     assert restored.token_bytes == tokenizer.token_bytes
     assert restored.end_of_document == tokenizer.end_of_document
     np.testing.assert_array_equal(restored.encode(TEXT), tokenizer.encode(TEXT))
 
 
-def test_restored_as_another_kind():
+def test_restoring_as_another_kind_is_refused() -> None:
     message = r"data\.tokenizer\.type: 'bpe', but the stored tokenizer is 'bytes'; use the config"
     with pytest.raises(ConfigError, match=message):
         BPETokenizer.from_dict(BytesTokenizer().to_dict())
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_ids_are_as_wide_as_the_vocabulary_needs(vocab_size: int, dtype: type[np.unsignedinteger]):
+def test_ids_are_as_wide_as_the_vocabulary_needs(
+    vocab_size: int, dtype: type[np.unsignedinteger]
+) -> None:
     tokenizer = BytesTokenizer()
     Tokenizer.__init__(tokenizer, [b"x"] * vocab_size, end_of_document=0)
     assert tokenizer.dtype == dtype
 
 
 class TestBytes:
-    def test_ids_are_the_bytes(self):
+    def test_ids_are_the_bytes(self) -> None:
         tokenizer = BytesTokenizer()
         assert tokenizer.encode("aé".encode()).tolist() == [97, 195, 169]
         assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
         assert tokenizer.byte_lengths.sum() == 256
 
-    def test_half_a_character_decodes_to_the_replacement_character(self):
+    def test_half_a_character_decodes_to_the_replacement_character(self) -> None:
         assert BytesTokenizer().decode([97, 195]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 class TestBPE:
-    def test_learns_what_is_frequent(self):
+    def test_learns_what_is_frequent(self) -> None:
         assert b" the" in BPE.token_bytes
         assert len(BPE.encode(TEXT)) < len(TEXT) / 3
 
-    def test_a_short_text_yields_a_smaller_vocabulary(self):
+    def test_a_short_text_yields_a_smaller_vocabulary(self) -> None:
         # "abab" twice as a word: the end, 256 bytes, and the merges "ab" and "abab".
         tokenizer = train_bpe([b"abab\nabab"], vocab_size=512)
         assert tokenizer.vocab_size == 259
         assert tokenizer.token_bytes[-2:] == (b"ab", b"abab")
         assert len(tokenizer.encode(b"abab")) == 1
 
-    def test_no_text_leaves_the_bytes(self):
+    def test_no_text_leaves_the_bytes(self) -> None:
         assert train_bpe([], vocab_size=512).vocab_size == 257
 
-    def test_training_is_deterministic_and_survives_invalid_bytes(self):
+    def test_training_is_deterministic_and_survives_invalid_bytes(self) -> None:
         text = [TEXT, b"\xff\xfe" + TEXT]
         assert train_bpe(text, 512).to_dict() == train_bpe(text, 512).to_dict()
 
-    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch):
+    def test_without_tokenizers_the_message_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setitem(sys.modules, "tokenizers", None)
         message = r"data\.tokenizer\.type: 'bpe' needs .* pip install 'moe_ffn\[train\]'"
         with pytest.raises(ConfigError, match=message):

@@ -57,7 +57,7 @@ def test_weights_carry_the_gradient_of_computed_pairs_alone(make_routing: Any) -
     assert weights.grad.tolist() == [20, 10, 0]
 
 
-def test_no_pairs(make_routing: Any) -> None:
+def test_a_plan_without_pairs_ends_every_expert_at_zero(make_routing: Any) -> None:
     empty = torch.zeros(0)
     routing = make_routing(
         [[0]],

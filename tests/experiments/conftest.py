@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_line import exit_on_bad_input
+from experiments.command_line import exit_on_bad_input, parse_config
+from experiments.config import TrainConfig
 from experiments.train import main
 
 TINY = """
@@ -87,6 +88,60 @@ def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             patch.setattr(sys, "argv", ["train.py", *args])
             code = exit_on_bad_input(main)
         return Result(code, stdout.getvalue(), stderr.getvalue(), args, where)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def config_of() -> Callable[[list[str]], TrainConfig]:
+    """The config that the program makes of a command line."""
+    return lambda args: parse_config(args, TrainConfig, command="train")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe() -> str:
+    """The option of a Mixture of Experts with a capacity."""
+    return "{type: moe, num_experts: 4, capacity: {factor: 1.0, eval_factor: 1.0}}"
+
+
+@pytest.fixture(scope="session")
+def moe_run(
+    run_train: Callable[..., Result], tiny_moe: str, tmp_path_factory: pytest.TempPathFactory
+) -> Result:
+    """Six steps of a Mixture of Experts with a capacity; validations at 4 and at the end."""
+    return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", tiny_moe)
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"a folder"
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def refuse(
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
+
+    def run(*argv: str, lines: int = 1) -> str:
+        before = _tree(tmp_path)
+        args = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache"), *argv]
+        monkeypatch.setattr(sys, "argv", ["train.py", *args])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        errors = [line for line in printed.err.splitlines() if not line.startswith("data: ")]
+        assert code == 2
+        assert len(errors) == lines <= 3, printed.err
+        assert all(line.startswith("error: ") for line in errors), printed.err
+        assert "Traceback" not in printed.err + printed.out
+        assert printed.out == "", "a run was announced that does not happen"
+        assert _tree(tmp_path) == before, "something was written"
+        return "\n".join(line.removeprefix("error: ") for line in errors)
 
     return run
 

@@ -62,7 +62,9 @@ MERGES = {
 
 
 @pytest.mark.parametrize(("below", "above", "merged"), MERGES.values(), ids=MERGES)
-def test_merge(below: str, above: str, merged: str) -> None:
+def test_merging_follows_the_rules_and_changes_no_argument(
+    below: str, above: str, merged: str
+) -> None:
     old, new = yaml.safe_load(below), yaml.safe_load(above)
 
     assert merge(old, new) == yaml.safe_load(merged)
@@ -110,7 +112,7 @@ def test_another_type_carries_no_same_named_argument_over() -> None:
     ],
     ids=" ".join,
 )
-def test_ways_to_swap_the_block(argv: list[str]) -> None:
+def test_every_way_to_swap_the_block_gives_the_same_config(argv: list[str]) -> None:
     assert parse(*argv) == TrainConfig.model_validate({"model": {"ffn": {"type": "swiglu"}}})
 
 

@@ -1,12 +1,9 @@
-"""The program from its command line to the files it promises."""
+"""The program from its command line to the files it promises and what it shows."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,31 +14,12 @@ import yaml
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from experiments.command_line import parse_config
 from experiments.config import TrainConfig
-from experiments.run_folder import make_run_folder
-from moe_ffn.ffn.config import FFNConfig
 from moe_ffn.training.module import LanguageModel
 
 RunTrain = Callable[..., Any]
-ROOT = Path(__file__).parents[2]
+ConfigOf = Callable[[list[str]], TrainConfig]
 VOCAB_SIZE = 257
-MOE = "{type: moe, num_experts: 4, capacity: {factor: 1.0, eval_factor: 1.0}}"
-
-
-def config_of(args: list[str]) -> TrainConfig:
-    return parse_config(args, TrainConfig, command="train")
-
-
-@pytest.fixture(scope="module")
-def moe_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Six steps of a Mixture of Experts with a capacity; validations at 4 and at the end."""
-    return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", MOE)
-
-
-@pytest.fixture(scope="module")
-def dense_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_train(tmp_path_factory.mktemp("dense"), "--model.ffn", "dense")
 
 
 # -- the files
@@ -101,37 +79,11 @@ def test_the_last_weights_are_kept_at_every_validation(run_train: RunTrain, tmp_
     assert last["global_step"] == 6
 
 
-# torch's tracer looks at `.grad` of what it traces and is warned by torch.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("ffn", ["moe", "swiglu"])
-def test_compiled_training_is_the_same_training(
-    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ffn: str
-) -> None:
-    # The eager backend traces as the real one does, and generates no code, which takes minutes.
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self: compile_module(self, backend="eager")
-    )
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "compiled").mkdir()
-    options = ["--model.ffn", ffn, "--trainer.max_steps", "3"]
-
-    plain = run_train(tmp_path / "plain", *options)
-    compiled = run_train(tmp_path / "compiled", *options, "--trainer.compile", "true")
-
-    assert compiled.code == 0, compiled.stderr
-    assert float(compiled.rows[0]["train/loss"]) == pytest.approx(
-        float(plain.rows[0]["train/loss"]), rel=1e-6
-    )
-    weights = torch.load(compiled.folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    assert not any("_orig_mod" in name for name in weights)
-
-
 def test_nothing_is_written_outside_the_run(moe_run: Any) -> None:
     assert [path.name for path in moe_run.where.iterdir()] == ["runs"]
 
 
-def test_config_yaml_resolves_to_the_same_config(moe_run: Any) -> None:
+def test_config_yaml_resolves_to_the_same_config(moe_run: Any, config_of: ConfigOf) -> None:
     assert config_of(["--config", str(moe_run.folder / "config.yaml")]) == config_of(moe_run.args)
 
 
@@ -194,7 +146,7 @@ def test_objective_is_the_loss_and_the_weighted_balancing_losses(moe_run: Any) -
             assert value[name] == pytest.approx(sum(layers) / 2, rel=1e-5)
 
 
-def test_learning_rate_is_the_one_the_step_was_made_with(moe_run: Any) -> None:
+def test_learning_rate_is_the_one_the_step_was_made_with(moe_run: Any, config_of: ConfigOf) -> None:
     # warmup_fraction 0.05 of 6 steps rounds to none. Step 6 of 6 is number 5, after 5/6 of the
     # cosine: 0.1 + 0.9 * (1 + cos(5/6 pi)) / 2 = 0.1 + 0.45 * (1 - 0.8660254) = 0.1602886
     rate = config_of(moe_run.args).optimizer.learning_rate
@@ -222,7 +174,9 @@ def test_sample_txt_starts_with_the_prompt(moe_run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_checkpoints_load_with_weights_only_into_a_fresh_model(moe_run: Any, name: str) -> None:
+def test_checkpoints_load_with_weights_only_into_a_fresh_model(
+    moe_run: Any, config_of: ConfigOf, name: str
+) -> None:
     checkpoint = torch.load(moe_run.folder / f"checkpoints/{name}.ckpt", weights_only=True)
     config = config_of(moe_run.args)
     torch.manual_seed(99)
@@ -247,7 +201,7 @@ def test_checkpoints_load_with_weights_only_into_a_fresh_model(moe_run: Any, nam
 # -- the screen
 
 
-def test_the_model_table_adds_up(moe_run: Any) -> None:
+def test_the_model_table_adds_up(moe_run: Any, config_of: ConfigOf) -> None:
     config = config_of(moe_run.args)
     total = config.model.num_params(VOCAB_SIZE, 16)
     active = config.model.num_active_params(VOCAB_SIZE, 16)
@@ -288,324 +242,3 @@ def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:
 
     assert len(other) == 1
     assert re.fullmatch(r"step 6/6  loss \d\.\d{3}  [\d,]+ tokens/s  0 s left", other[0])
-
-
-# -- the variants
-
-
-def test_a_dense_run_has_nothing_of_routing(dense_run: Any) -> None:
-    assert dense_run.code == 0
-    assert not [n for n in dense_run.columns if "rout" in n or "balance" in n or "expert" in n]
-    assert json.loads((dense_run.folder / "summary.json").read_text())["routing"] == {}
-    assert "expert" not in dense_run.stdout
-
-
-def test_a_dropless_run_has_no_capacity_used(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--trainer.max_steps", "1")
-
-    assert not [name for name in run.columns if "capacity" in name]
-    text = (run.folder / "summary.json").read_text()
-    assert json.loads(text)["routing"]["layer_00"]["capacity_used"] is None
-    assert "NaN" not in text
-
-
-def test_balancing_losses_are_logged_also_at_weight_zero(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    run = run_train(
-        tmp_path, "--objective", "{load_balance: 0.0, router_z: 0.0}", "--trainer.max_steps", "2"
-    )
-
-    row = next(row for row in run.rows if "train/loss" in row)
-    assert float(row["train/load_balance"]) >= 1
-    assert float(row["train/router_z"]) > 0
-    assert float(row["train/objective"]) == float(row["train/loss"])
-
-
-@pytest.mark.parametrize("block", sorted(FFNConfig.members))
-def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
-    run = run_train(tmp_path, "--model.ffn.type", block, "--trainer.max_steps", "2")
-
-    assert run.code == 0, run.stderr
-    assert run.folder.name.startswith(f"{block}-")
-    losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
-    assert 4 < losses[0] < 7  # log 257 = 5.55 at random
-    is_sparse = FFNConfig.model_validate(block).is_sparse
-    assert any("routing/" in name for name in run.columns) == is_sparse
-
-
-def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--model.ffn_at", "{0: swiglu}", "--trainer.max_steps", "2")
-
-    layers = {found[0] for name in run.columns if (found := re.findall(r"layer_\d\d", name))}
-    assert layers == {"layer_01"}
-    assert re.search(r"^ffn 0 +swiglu ", run.stdout, re.MULTILINE)
-    assert re.search(r"^ffn 1 +moe, 8 experts", run.stdout, re.MULTILINE)
-
-
-def test_accumulation_counts_optimizer_steps(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--trainer.accumulate_grad_batches", "3")
-
-    assert [(row["step"], "train/loss" in row) for row in run.rows] == [
-        ("2", True),
-        ("4", True),
-        ("4", False),
-        ("6", True),
-        ("6", False),
-    ]
-    # 4 sequences x 16 tokens x 3 batches.
-    assert "192 tokens per step" in run.stdout
-
-
-def test_early_stopping_stops_and_writes_the_steps_since_the_last_row(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    # No validation improves by 100 nats: the first is the best, and the second is one too many.
-    run = run_train(
-        tmp_path,
-        "--trainer.early_stopping", "{patience: 1, min_delta: 100}",
-        "--trainer.max_steps", "50",
-        "--trainer.validate_every_n_steps", "3",
-        "--logging.every_n_steps", "4",
-    )  # fmt: skip
-
-    assert run.code == 0
-    assert [int(row["step"]) for row in run.rows if "validation/loss" in row] == [3, 6]
-    assert [int(row["step"]) for row in run.rows if "train/loss" in row] == [4, 6]
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_gradient_norm_is_logged_however_gradients_are_clipped(
-    run_train: RunTrain, tmp_path: Path, moe_run: Any, algorithm: str
-) -> None:
-    run = run_train(
-        tmp_path,
-        "--model.ffn", MOE,
-        "--trainer.gradient_clip_algorithm", algorithm,
-        "--trainer.gradient_clip_val", "1e-4",
-        "--logging.every_n_steps", "1",
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
-
-    assert float(run.rows[0]["train/gradient_norm"]) > 0.1, "the norm before clipping"
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
-def test_precisions_train(run_train: RunTrain, tmp_path: Path, precision: str) -> None:
-    run = run_train(
-        tmp_path, "--trainer.precision", precision, "--trainer.max_steps", "2", "--model.ffn", MOE
-    )
-
-    assert run.code == 0
-    assert f"precision {precision}; " in run.stdout
-    assert 4 < float(run.rows[0]["train/loss"]) < 7
-
-
-def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    runs = []
-    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        (tmp_path / name).mkdir()
-        runs.append(
-            run_train(tmp_path / name, "--seed", seed, "--model.dropout", "0.1", "--trainer.max_steps", "2")
-        )  # fmt: skip
-    rows = [
-        [{k: v for k, v in row.items() if "second" not in k} for row in run.rows] for run in runs
-    ]
-
-    assert rows[0] == rows[1]
-    assert rows[0] != rows[2]
-    texts = [(run.folder / "sample.txt").read_text() for run in runs]
-    assert texts[0] == texts[1]
-
-
-def test_a_run_that_diverges_is_reported_and_not_a_crash(
-    run_train: RunTrain, tmp_path: Path
-) -> None:
-    run = run_train(
-        tmp_path,
-        "--optimizer", "{learning_rate: 1e+9, schedule: {warmup_fraction: 0.0}}",
-        "--trainer.gradient_clip_val", "0",
-        "--model.norm_placement", "post",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
-    assert "validation loss nan" in run.stdout
-    assert "training has diverged: lower optimizer.learning_rate" in run.stdout
-    summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary["validation_loss"] is None
-    assert (run.folder / "checkpoints/last.ckpt").exists()
-
-
-def test_automatic_names_never_collide(tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path)}})
-
-    folders = [make_run_folder(config) for _ in range(5)]
-
-    assert len(set(folders)) == 5
-    assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
-
-
-def test_an_own_block_names_its_run(run_train: RunTrain, tmp_path: Path) -> None:
-    (tmp_path / "blocks").mkdir()
-    (tmp_path / "blocks" / "own.py").write_text(
-        "from moe_ffn.ffn.config import DenseConfig, FFNConfig\n"
-        "class LowRank(FFNConfig, frozen=True):\n"
-        "    rank: int = 4\n"
-        "    def build(self, d_model): return DenseConfig(d_ff=self.rank).build(d_model)\n"
-        "    def num_params(self, d_model): return DenseConfig(d_ff=self.rank).num_params(d_model)\n"
-        "    def flops_per_token(self, d_model): return 2 * self.num_params(d_model)\n"
-    )
-
-    run = run_train(
-        tmp_path,
-        "--model.ffn.type", "blocks/own.py:LowRank",
-        "--model.ffn.rank", "3",
-        "--trainer.max_steps", "1",
-    )  # fmt: skip
-
-    assert run.code == 0, run.stderr
-    assert run.folder.name.startswith("LowRank-")
-    assert config_of(["--config", str(run.folder / "config.yaml")]).model.ffn.to_dict()["rank"] == 3
-
-
-# -- wandb
-
-
-def test_without_wandb_metrics_go_to_the_csv(
-    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-
-    run = run_train(tmp_path, "--logging.wandb.mode", "auto", "--trainer.max_steps", "2")
-
-    assert run.code == 0
-    assert "wandb: not installed, metrics are in metrics.csv (pip install wandb)" in run.stdout
-    assert "train/loss" in run.columns
-    assert not (run.folder / "wandb").exists()
-
-
-def test_wandb_without_key_network_or_terminal_keeps_the_run_offline(
-    tiny_yaml: Path, tmp_path: Path
-) -> None:
-    # The real client, in a process of its own: no key, no terminal, and WANDB_MODE="" counts as unset.
-    home = tmp_path / "home of the client"  # which keeps its logs there
-    home.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(home), "COLUMNS": "200"}
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "experiments.train",
-            "--config", str(tiny_yaml),
-            "--data.cache_dir", str(tmp_path / "cache"),
-            "--logging.wandb", "{mode: auto, tags: [a test]}",
-            "--model.ffn", MOE,
-            "--trainer.max_steps", "3",
-            "--run.name", "kept",
-        ],
-        cwd=tmp_path,
-        env={**environment, "WANDB_MODE": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert not re.search(r"api key|enter your choice", done.stdout + done.stderr, re.IGNORECASE)
-    (offline,) = (tmp_path / "runs" / "kept" / "wandb").glob("offline-run-*")
-    assert f"wandb: offline; to upload: wandb sync runs/kept/wandb/{offline.name}" in done.stdout
-    assert not (tmp_path / "wandb").exists()
-
-    records = _wandb_records(offline, environment)
-    (run,) = [record["run"] for record in records if record["type"] == "run"]
-    assert run["display_name"] == "kept"
-    assert run["tags"] == ["a test", "moe"]
-    facts = run["config"]["update"]
-    assert facts["model"]["ffn"]["num_experts"] == 4
-    assert {"corpus_sha256", "git_revision", "num_params", "num_active_params"} <= facts.keys()
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    assert [row["trainer/global_step"] for row in rows] == [2, 3, 3]
-    assert rows[0].keys() >= {
-        "train/loss",
-        "train/tokens_per_second",
-        "train/learning_rate",
-        "train/gradient_norm",
-        "routing/layer_01/load/expert_03",
-        "routing/layer_00/dropped_fraction",
-        "routing/layer_00/entropy",
-        "routing/layer_00/max_violation",
-        "routing/layer_00/load_balance",
-        "routing/layer_00/router_z",
-    }
-    assert rows[2].keys() >= {
-        "validation/loss",
-        "validation/bits_per_byte",
-        "validation/routing/layer_00/capacity_used",
-    }
-    # Charts run over optimizer steps, not over wandb's count of rows.
-    assert "trainer/global_step" in str([r for r in records if r["type"] == "metric"])
-    assert records[-1]["exit"]["exit_code"] == 0
-
-
-def _wandb_records(run: Path, environment: dict[str, str]) -> list[Any]:
-    inspected = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [json.loads(line) for line in inspected.stdout.splitlines()]
-
-
-# -- several ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("validation_tokens", [160, 64], ids=["3 batches", "1 batch"])
-def test_two_processes_do_what_one_does(
-    run_train: RunTrain, tiny_yaml: Path, tmp_path: Path, validation_tokens: int
-) -> None:
-    options = [
-        "--data.validation_tokens", str(validation_tokens),
-        "--logging.every_n_steps", "1",
-        "--objective.load_balance", "0.0",
-        "--optimizer.learning_rate", "1e-3",
-    ]  # fmt: skip
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one = run_train(tmp_path / "one", *options)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "experiments.train",
-            "--config", str(tiny_yaml),
-            "--data.cache_dir", str(tmp_path / "cache"),
-            "--trainer.devices", "2",
-            "--trainer.strategy", "ddp",
-            *options,
-        ],
-        cwd=tmp_path / "two",
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path / "two")
-    assert len(two.rows) == len(one.rows) == 8
-    assert done.stdout.count("Results in ") == 1
-    # The same global batch, whoever computes which part of it.
-    assert float(two.rows[0]["train/loss"]) == pytest.approx(
-        float(one.rows[0]["train/loss"]), abs=1e-5
-    )
-    for mine, theirs in zip(one.rows, two.rows, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name in mine.keys() & {"train/loss", "validation/loss", "validation/bits_per_byte"}:
-            assert float(theirs[name]) == pytest.approx(float(mine[name]), abs=1e-3), name
-    assert "sync_dist" not in done.stderr

@@ -65,7 +65,7 @@ def own_file(tmp_path: Path) -> Path:
     ["dense", {"type": "dense"}, DenseConfig(), {"type": "dense", "d_ff": 32}],
     ids=["name", "mapping", "config", "with_options"],
 )
-def test_the_ways_to_name_a_block(config: Any) -> None:
+def test_every_way_to_name_a_block_builds_it(config: Any) -> None:
     ffn = build_ffn(config, d_model=8)
     assert sum(parameter.numel() for parameter in ffn.parameters()) == 2 * 8 * 32
 
@@ -89,13 +89,13 @@ def test_nested_options_reach_their_parts() -> None:
 # ---------------------------------------------------------------------------- a class of one's own
 
 
-def test_own_class_by_path(own_file: Path) -> None:
+def test_an_own_class_is_built_by_path(own_file: Path) -> None:
     ffn = build_ffn({"type": f"{own_file}:ScaleConfig", "factor": 3.0}, d_model=8)
     assert ffn(torch.ones(2, 8)).hidden.tolist() == [[3.0] * 8] * 2
     assert build_ffn(f"{own_file}:ScaleConfig", d_model=8)(torch.ones(8)).hidden.sum() == 16
 
 
-def test_own_class_by_module(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_class_is_built_by_module(own_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(own_file.parent)
     try:
         ffn = build_ffn({"type": "own_blocks:ScaleConfig"}, d_model=8)
@@ -104,7 +104,7 @@ def test_own_class_by_module(own_file: Path, monkeypatch: pytest.MonkeyPatch) ->
         sys.modules.pop("own_blocks", None)
 
 
-def test_own_class_as_a_shared_expert(own_file: Path) -> None:
+def test_an_own_class_serves_as_a_shared_expert(own_file: Path) -> None:
     own = {"type": f"{own_file}:ScaleConfig", "factor": 0.0}
     ffn = build_ffn({"type": "moe", "shared_expert": own}, d_model=8)
     assert ffn(torch.ones(2, 8)).hidden.shape == (2, 8)
@@ -130,7 +130,7 @@ def test_own_options_are_checked_too(own_file: Path) -> None:
         ("Unfinished", ":Unfinished' must define build, flops_per_token"),
     ],
 )
-def test_own_class_that_cannot_serve(own_file: Path, name: str, message: str) -> None:
+def test_an_own_class_that_cannot_serve_is_refused(own_file: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_ffn(f"{own_file}:{name}", d_model=8)
 
@@ -161,7 +161,7 @@ def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_import_paths_that_lead_nowhere(tag: str, message: str) -> None:
+def test_import_paths_that_lead_nowhere_are_told(tag: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_ffn(tag, d_model=8)
 
@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(config: Any, message: str) -> None:
+def test_bad_options_are_refused_by_path(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(message)) as caught:
         build_ffn(config, d_model=8)
     assert "\n" not in str(caught.value)  # one mistake, one line

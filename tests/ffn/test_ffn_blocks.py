@@ -112,7 +112,7 @@ def test_positions_are_independent_of_each_other(config: dict[str, Any]) -> None
 
 
 @every_variant
-def test_causal_as_the_config_says(config: dict[str, Any]) -> None:
+def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any]) -> None:
     ffn = build(config).double().eval()
     x = tokens(2, 6, 8)
     altered = x.clone()
@@ -229,7 +229,9 @@ def test_a_gated_block_costs_what_a_dense_one_does(d_model: int) -> None:
         (2, 64, 64),  # never less than one multiple
     ],
 )
-def test_default_gated_widths(d_model: int, multiple_of: int, width: int) -> None:
+def test_default_gated_widths_are_rounded_up_to_the_multiple(
+    d_model: int, multiple_of: int, width: int
+) -> None:
     assert GatedConfig(multiple_of=multiple_of).width(d_model) == width
 
 

@@ -8,7 +8,7 @@ import torch
 from moe_ffn.metrics.language import LanguageMetrics
 
 
-def test_loss_and_bits_per_byte() -> None:
+def test_loss_is_per_token_and_bits_are_per_byte() -> None:
     # Tokens of 1, 2, 2, 1 nats: 1.5 nats each. They stand for 3, 1, 0 and 4 bytes of text:
     # 6 nats / ln 2 = 8.65617 bits over 8 bytes.
     metrics = LanguageMetrics()

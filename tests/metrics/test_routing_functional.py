@@ -43,7 +43,9 @@ def test_load_is_counted_before_dropping_and_without_padding(make_routing: Any) 
     ],
     ids=["balanced", "twice_the_mean", "collapsed", "one_expert", "nothing"],
 )
-def test_max_violation(load: list[float], violation: float) -> None:
+def test_max_violation_is_the_excess_over_the_mean_load(
+    load: list[float], violation: float
+) -> None:
     assert max_violation(torch.tensor(load)).item() == pytest.approx(violation)
 
 
@@ -60,7 +62,7 @@ def test_dropped_fraction_of_nothing_is_zero(make_routing: Any) -> None:
     assert dropped_fraction(routing).item() == 0
 
 
-def test_entropy(make_routing: Any) -> None:
+def test_entropy_is_the_mean_over_tokens_in_nats(make_routing: Any) -> None:
     # ln 4 when undecided, 0 when sure, and for (1/2, 1/4, 1/4, 0): 1/2 ln 2 + 1/2 ln 4 = 1.5 ln 2.
     scores = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0], [0.5, 0.25, 0.25, 0.0]])
     routing = make_routing([[0]] * 3, 4, scores_TE=scores)
@@ -75,7 +77,7 @@ def test_entropy_normalises_scores_and_skips_padding(make_routing: Any) -> None:
     assert routing_entropy(routing).item() == pytest.approx(math.log(2), rel=1e-6)
 
 
-def test_capacity_used(make_routing: Any) -> None:
+def test_capacity_used_is_the_share_of_places_taken(make_routing: Any) -> None:
     # Four pairs over two experts, factor 1.5: C = 3, so 6 places. Expert 0 takes three of its four.
     routing = limit_by_position(make_routing([[0]] * 4, 2), 1.5)
     assert capacity_used(routing).item() == pytest.approx(3 / 6)

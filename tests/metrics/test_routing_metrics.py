@@ -9,7 +9,7 @@ from moe_ffn.capacity import limit_by_position
 from moe_ffn.metrics.routing import RoutingMetrics
 
 
-def test_means_over_batches(make_routing: Any) -> None:
+def test_values_are_means_over_batches(make_routing: Any) -> None:
     metrics = RoutingMetrics(num_experts=2)
     # Two batches collapsed onto opposite experts: each has MaxVio 1, together they are balanced.
     # C = ceil(4 / 2) = 2 in the first, so half of its pairs are dropped and 2 of 4 places taken.
@@ -27,7 +27,7 @@ def test_means_over_batches(make_routing: Any) -> None:
     assert values["router_z"].item() == pytest.approx(0.480453, abs=1e-6)
 
 
-def test_keys_and_dropless(make_routing: Any) -> None:
+def test_every_measure_is_there_and_capacity_used_is_nan_when_dropless(make_routing: Any) -> None:
     metrics = RoutingMetrics(num_experts=3)
     metrics.update(make_routing([[0], [1]], 3))
     values = metrics.compute()
@@ -54,7 +54,7 @@ def test_nothing_of_the_graph_is_kept(route_logits: Any) -> None:
     assert not any(value.requires_grad for value in metrics.compute().values())
 
 
-def test_reset_forgets(make_routing: Any) -> None:
+def test_reset_forgets_earlier_batches(make_routing: Any) -> None:
     metrics = RoutingMetrics(num_experts=2)
     metrics.update(make_routing([[0]], 2))
     metrics.compute()

@@ -81,7 +81,7 @@ def test_grouped_heads_equal_full_attention_with_repeated_heads() -> None:
     )
 
 
-def test_causal_mask_by_hand() -> None:
+def test_the_causal_mask_equals_the_one_made_by_hand() -> None:
     # Token 1 is padding: nobody else sees it.
     mask = causal_mask(torch.tensor([[True, False, True]]))
     assert mask.shape == (1, 1, 3, 3)
@@ -110,7 +110,7 @@ def test_dropout_is_for_training_only() -> None:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_num_params(num_kv_heads: int, bias: bool) -> None:
+def test_num_params_counts_the_built_module(num_kv_heads: int, bias: bool) -> None:
     config = AttentionConfig(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
     module = CausalSelfAttention(config, D_MODEL)
     assert config.num_params(D_MODEL) == sum(p.numel() for p in module.parameters())

@@ -197,7 +197,7 @@ def a_block_and_its_input(**config: Any) -> tuple[Any, Any, Tensor]:
 
 
 @pytest.mark.parametrize("norm", NormConfig.members)
-def test_pre_norm_formula(norm: str) -> None:
+def test_pre_norm_adds_what_the_normed_stream_gives(norm: str) -> None:
     block, positions, x = a_block_and_its_input(ffn="moe", norm=norm, norm_placement="pre")
     output = block(x, positions, TokenContext())
     stream = x + block.attention(block.attention_norm(x), positions, None)
@@ -207,7 +207,7 @@ def test_pre_norm_formula(norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", NormConfig.members)
-def test_post_norm_formula(norm: str) -> None:
+def test_post_norm_norms_the_sum(norm: str) -> None:
     block, positions, x = a_block_and_its_input(ffn="moe", norm=norm, norm_placement="post")
     output = block(x, positions, TokenContext())
     stream = block.attention_norm(x + block.attention(x, positions, None))
@@ -316,7 +316,9 @@ SIZES = list(
     SIZES,
     ids=["-".join(str(part) for part in size[:-1]) + "-tied" * size[-1] for size in SIZES],
 )
-def test_num_params(ffn: str, positions: str, norm: str, placement: str, tied: bool) -> None:
+def test_num_params_counts_the_built_model(
+    ffn: str, positions: str, norm: str, placement: str, tied: bool
+) -> None:
     sparse = {"type": "moe", "num_experts": 8, "experts": {"type": "swiglu", "d_ff": 40}}
     model = build(
         ffn=sparse if ffn == "moe" else ffn,
@@ -335,7 +337,7 @@ def test_num_params(ffn: str, positions: str, norm: str, placement: str, tied: b
 
 
 @pytest.mark.parametrize("ffn", ["dense", "swiglu", "conv", "moe"])
-def test_flops_per_token(ffn: str) -> None:
+def test_flops_per_token_equal_what_torch_counts(ffn: str) -> None:
     model = build(ffn=ffn, attention={"num_heads": 4, "num_kv_heads": 2})
     # The fused attention of a CPU is not counted, its separate products are.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

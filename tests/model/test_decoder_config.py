@@ -50,14 +50,14 @@ def test_layers_by_slice_and_the_last_wins(ffn_at: dict[Any, Any], layers: str) 
 @pytest.mark.parametrize(
     "where", ["one", "", "1.5", "0:1:0", "0:1:2:3", "a:b", "1,2", "None"], ids=repr
 )
-def test_bad_slices(where: str) -> None:
+def test_bad_slices_are_refused(where: str) -> None:
     message = f"ffn_at '{where}' must be a layer or a Python slice, such as '0' or '1::2'"
     with pytest.raises(ValidationError, match=re.escape(message)):
         types({where: "moe"})
 
 
 @pytest.mark.parametrize("where", ["5", "-6", "3:2", "7:"], ids=repr)
-def test_slices_that_name_no_layer(where: str) -> None:
+def test_slices_that_name_no_layer_are_refused(where: str) -> None:
     message = f"ffn_at '{where}' names none of the 5 layers (0 to 4)"
     with pytest.raises(ValidationError, match=re.escape(message)):
         types({where: "moe"})
@@ -104,7 +104,7 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value)[:60],
 )
-def test_refused(config: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_by_path(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         DecoderConfig.model_validate(config)
     (line,) = explain(caught.value)

@@ -109,7 +109,7 @@ def test_evaluation_is_dropless_however_long_the_text() -> None:
     assert whole.tolist() == generate(model, torch.tensor([1, 2]), 4, temperature=0).tolist()
 
 
-def test_no_tokens_to_write() -> None:
+def test_no_tokens_to_write_give_an_empty_text() -> None:
     assert generate(decoder(), torch.tensor([1]), 0).shape == (0,)
 
 

@@ -35,7 +35,7 @@ def test_rope_angles_by_hand() -> None:
     assert rotate(one.roll(2), 3).tolist() == pytest.approx([-sin(3), 0, cos(3), 0], abs=FLOAT32)
 
 
-def test_rope_base() -> None:
+def test_rope_angles_follow_the_base() -> None:
     # base 100: 100^(-2/4) = 0.1
     turned = rotate(torch.tensor([0, 1.0, 0, 0]), 5, base=100.0)
     assert turned.tolist() == pytest.approx([0, cos(0.5), 0, sin(0.5)], abs=FLOAT32)
@@ -79,7 +79,7 @@ def test_learned_positions_are_added_and_learn() -> None:
 
 
 @pytest.mark.parametrize("member", PositionsConfig.members)
-def test_one_place_each(member: str) -> None:
+def test_every_member_either_embeds_or_rotates(member: str) -> None:
     torch.manual_seed(0)
     positions = PositionsConfig.model_validate(member).build(8, 8, 16)
     x = torch.randn(2, 3, 8)

@@ -14,7 +14,7 @@ from moe_ffn.routing.base import RouterLinear
 from moe_ffn.routing.config import TopKRouterConfig
 
 
-def test_hand_worked_scores_and_choice(route_logits: Any) -> None:
+def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None:
     # softmax of (ln 1, ln 2, ln 5) is (1, 2, 5) / 8: experts 2 and 1, weights 0.625 and 0.25.
     routing = route_logits(torch.tensor([[1.0, 2.0, 5.0]]).log(), k=2)
     assert routing.expert_ids_N.tolist() == [2, 1]
@@ -38,7 +38,7 @@ def test_renormalized_weights_add_up_to_one(route_logits: Any) -> None:
     [(False, [0.368572, 0.288633]), (True, [0.560818, 0.439182])],
     ids=["pre_softmax", "post_softmax"],
 )
-def test_published_weights_of_the_first_token(
+def test_weights_of_the_first_token_equal_the_published_ones(
     route_logits: Any, published_logits_LTE: Tensor, renormalize: bool, weights: list[float]
 ) -> None:
     routing = route_logits(published_logits_LTE[0], k=2, renormalize=renormalize)
@@ -53,7 +53,7 @@ def test_published_weights_of_the_first_token(
         (2, [4, 3, 4, 3, 2, 4, 2, 2]),  # deepspeed top2_counts, megatron cf1.0_before
     ],
 )
-def test_published_counts(
+def test_counts_equal_the_published_ones(
     route_logits: Any, published_logits_LTE: Tensor, k: int, counts: list[int]
 ) -> None:
     routing = route_logits(published_logits_LTE[0], k=k)
@@ -144,12 +144,12 @@ def test_renormalizing_one_weight_is_refused() -> None:
     ],
     ids=["k_above_experts", "k_zero", "k_not_whole", "misspelt"],
 )
-def test_refused_routers(router: dict[str, Any], message: str) -> None:
+def test_bad_router_options_are_refused_by_path(router: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_ffn({"type": "moe", "num_experts": 8, "router": router}, d_model=8)
 
 
-def test_sizes() -> None:
+def test_the_config_knows_the_size_and_causality_of_its_router() -> None:
     config = TopKRouterConfig(k=2)
     assert config.experts_per_token(8) == 2
     assert config.num_params(16, 8) == sum(p.numel() for p in config.build(16, 8).parameters())

@@ -271,7 +271,7 @@ def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) ->
 # -- names
 
 
-def test_flatten_routing() -> None:
+def test_flat_routing_has_a_value_per_expert_and_leaves_nan_out() -> None:
     values = {
         3: {"entropy": torch.tensor(0.5), "load": torch.tensor([0.25, 0.75])},
         12: {"capacity_used": torch.tensor(torch.nan)},

@@ -47,7 +47,9 @@ def logits_BSV() -> Tensor:
     return torch.tensor([[[0.0, 0.0], [0.0, LOG_3]]])
 
 
-def test_every_part_by_hand(logits_BSV: Tensor, lopsided: Routing, balanced: Routing) -> None:
+def test_every_part_equals_the_one_worked_by_hand(
+    logits_BSV: Tensor, lopsided: Routing, balanced: Routing
+) -> None:
     weights = ObjectiveConfig(load_balance=0.1, router_z=0.01)
 
     found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided, 3: balanced}, weights)

@@ -149,7 +149,9 @@ WSD = WSDConfig(warmup_fraction=0.1, final_fraction=0.1, decay_fraction=0.2)
         pytest.param(WSDConfig(warmup_fraction=0.0, decay_fraction=1.0), 50, 0.55, id="only falls"),
     ],
 )
-def test_multiplier(schedule: ScheduleConfig, step: int, expected: float) -> None:
+def test_the_multiplier_equals_the_one_worked_by_hand(
+    schedule: ScheduleConfig, step: int, expected: float
+) -> None:
     assert schedule.multiplier(step, max_steps=100) == pytest.approx(expected)
 
 

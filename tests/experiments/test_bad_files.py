@@ -1,0 +1,185 @@
+"""Every mistake in a file or folder is answered by exit code 2 and a line that names it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# -- config files
+
+FILES = {
+    "not YAML": ("model: [1", r"is not valid YAML \(line 1\): .+"),
+    "tab": ("model:\n\td_model: 3", r"is not valid YAML \(line 2\): .+"),
+    "a list": ("- 1\n- 2", r"must hold a YAML mapping, got list$"),
+    "a word": ("moe", r"must hold a YAML mapping, got str$"),
+    "a key twice": ("seed: 1\nseed: 2", r"is not valid YAML \(line 2\): 'seed' is given twice$"),
+    "a key twice, deep": (
+        "model:\n  ffn:\n    type: moe\n    type: glu",
+        r"is not valid YAML \(line 4\): 'type' is given twice$",
+    ),
+    "a list as a key": ("? [1, 2]\n: 3", r"is not valid YAML.*: .+"),
+    "a Python object": ("seed: !!python/object:os.system {}", r"is not valid YAML \(line 1\): .+"),
+    "two documents": ("seed: 1\n---\nseed: 2", r"is not valid YAML \(line \d\): .+"),
+    "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
+    "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
+    "binary": (bytes(range(32)), r"is not valid YAML: .+"),
+}
+
+
+@pytest.mark.parametrize(("content", "answer"), FILES.values(), ids=FILES)
+def test_a_bad_config_file_is_refused_by_its_name(
+    refuse: Callable[..., str], tmp_path: Path, content: str | bytes, answer: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    said = refuse("--config", str(path))
+
+    assert re.match(re.escape(f"--config {path}: ") + answer, said), said
+
+
+def test_an_unknown_key_of_a_config_file_is_refused_by_path(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("model:\n  ffn: {num_expert: 4}\n")
+
+    said = refuse("--config", "mine.yaml")
+
+    assert said == "model.ffn.num_expert: unknown; did you mean 'num_experts'?"
+
+
+def test_a_number_as_a_key_of_a_config_file_is_refused(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("1: 2\n")
+
+    assert refuse("--config", "mine.yaml").startswith("1: unknown; known: seed, run, ")
+
+
+def test_a_config_file_that_is_missing_or_a_folder_is_refused(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "folder").mkdir()
+
+    assert refuse("--config", "no.yaml") == "--config no.yaml: No such file or directory"
+    assert refuse("--config", "folder") == "--config folder: Is a directory"
+
+
+# -- a class of one's own
+
+OWN = {
+    "raises": ("1 / 0", "importing '{path}' failed: ZeroDivisionError: division by zero"),
+    "lacks a package": (
+        "import no_such_package",
+        "importing '{path}' failed: ModuleNotFoundError: No module named 'no_such_package'",
+    ),
+    "does not define the class": ("Blok = 3", "'{path}' has no 'Block'; did you mean 'Blok'?"),
+    "is no config": ("Block = dict", "'{path}:Block' must be a subclass of FFNConfig, got <class 'dict'>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "answer"), OWN.values(), ids=OWN)
+def test_an_own_class_that_cannot_be_used_is_refused_by_path(
+    refuse: Callable[..., str], tmp_path: Path, source: str, answer: str
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(source)
+
+    said = refuse("--model.ffn.type", f"{path}:Block")
+
+    assert said == "model.ffn.type: " + answer.format(path=path)
+
+
+# -- data
+
+
+def test_an_empty_text_file_is_refused(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+
+    said = refuse("--data.corpus.paths", "empty.txt")
+
+    assert said == "data.corpus.paths: 'empty.txt' is empty; give a file with text in it"
+
+
+def test_a_text_file_that_is_not_text_is_refused(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\x00\xff")
+
+    said = refuse("--data.corpus.paths", "picture.png")
+
+    assert said == (
+        "data.corpus.paths: 'picture.png' is not UTF-8 text; convert it to UTF-8 or leave it out"
+    )
+
+
+def test_a_sequence_longer_than_the_corpus_is_refused(
+    run_train: Callable[..., Any], tmp_path: Path
+) -> None:
+    # Only the encoded text has a length, so the cache may exist afterwards; no run does.
+    result = run_train(tmp_path, "--data.seq_len", "100000")
+
+    said = [line for line in result.stderr.splitlines() if not line.startswith("data: ")]
+    assert (result.code, result.stdout, len(said)) == (2, "", 1)
+    assert re.fullmatch(
+        r"error: data\.seq_len \(100000\) must be shorter than the train split \(\d+ tokens\): lower "
+        r"data\.seq_len, give more text, or move data\.validation_percent between the splits",
+        said[0],
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+# -- where a run is written
+
+
+def test_a_file_in_the_place_of_the_output_folder_is_refused(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+
+    assert refuse("--run.output_dir", "file") == "run.output_dir: 'file' is a file, not a folder"
+    assert (
+        refuse("--run.output_dir", "file/a/b") == "run.output_dir: 'file' is a file, not a folder"
+    )
+
+
+def test_an_output_folder_that_not_even_root_can_make_is_refused(
+    refuse: Callable[..., str],
+) -> None:
+    assert refuse("--run.output_dir", "/proc/moe_ffn/runs") == (
+        "run.output_dir: '/proc/moe_ffn/runs' cannot be written (No such file or directory); choose "
+        "another with --run.output_dir"
+    )
+
+
+def test_the_home_of_somebody_who_does_not_exist_is_refused(refuse: Callable[..., str]) -> None:
+    said = refuse("--run.output_dir", "~nobody-of-this-name/runs")
+
+    assert said.startswith("run.output_dir: '~nobody-of-this-name/runs': ")
+
+
+@pytest.mark.parametrize("content", ["a finished run", None], ids=["with files", "empty"])
+def test_an_existing_run_is_never_overwritten(
+    refuse: Callable[..., str], tmp_path: Path, content: str | None
+) -> None:
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    if content is not None:
+        (folder / "metrics.csv").write_text(content)
+
+    assert refuse("--run.name", "mine") == (
+        "run.name: 'runs/mine' exists and is never overwritten; choose another name or remove it"
+    )
+
+
+def test_an_existing_file_of_the_run_s_name_is_never_overwritten(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").write_text("a file")
+
+    assert refuse("--run.name", "mine").startswith("run.name: 'runs/mine' exists")

@@ -1,0 +1,110 @@
+"""Every config goes to plain values and back, and its JSON schema knows every member."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from moe_ffn import DecoderConfig, FFNConfig
+from moe_ffn.config import TaggedConfig
+from moe_ffn.config_schema import json_schema
+from moe_ffn.experts.config import ExpertsConfig
+from moe_ffn.model.config import NormConfig, PositionsConfig
+from moe_ffn.routing.config import RouterConfig
+
+FAMILIES: list[type[TaggedConfig]] = [
+    FFNConfig,
+    RouterConfig,
+    ExpertsConfig,
+    PositionsConfig,
+    NormConfig,
+]
+
+# ------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize(
+    ("family", "tag"),
+    [(family, tag) for family in FAMILIES for tag in family.members],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_every_member_goes_to_a_dict_and_back(family: type[TaggedConfig], tag: str) -> None:
+    config = family.model_validate(tag)
+    plain = config.to_dict()
+    assert plain["type"] == tag
+    assert family.model_validate(plain) == config
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain  # nothing but plain values
+
+
+def test_nested_members_keep_the_options_of_their_own_class() -> None:
+    data = {
+        "ffn": {
+            "type": "moe",
+            "experts": {"type": "geglu", "d_ff": 12},
+            "shared_expert": {"type": "conv", "kernel_size": 2},
+        },
+        "ffn_at": {"0": {"type": "dense", "activation": "relu"}},
+        "positions": {"type": "rope", "base": 500.0},
+    }
+    config = DecoderConfig.model_validate(data)
+    plain = config.to_dict()
+    assert plain["ffn"]["experts"]["d_ff"] == 12
+    assert plain["ffn"]["shared_expert"]["kernel_size"] == 2
+    assert plain["ffn_at"]["0"]["activation"] == "relu"
+    assert plain["positions"] == {"type": "rope", "base": 500.0}
+    assert DecoderConfig.model_validate(plain) == config
+    assert DecoderConfig.model_validate(json.loads(json.dumps(plain))) == config
+
+
+# -------------------------------------------------------------------------------- JSON schema
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return json_schema(DecoderConfig)
+
+
+def nodes(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, list):
+        return [found for item in node for found in nodes(item)]
+    if isinstance(node, dict):
+        return [node, *(found for item in node.values() for found in nodes(item))]
+    return []
+
+
+def test_schema_is_finite_json(schema: dict[str, Any]) -> None:
+    text = json.dumps(schema, allow_nan=False)
+    assert json.loads(text) == schema
+    assert len(text) < 200_000
+
+
+def test_schema_references_all_lead_somewhere(schema: dict[str, Any]) -> None:
+    references = {node["$ref"] for node in nodes(schema) if "$ref" in node}
+    assert "#/$defs/FFNConfig" in references
+    for reference in references:
+        assert reference.startswith("#/$defs/")
+        assert schema["$defs"][reference.removeprefix("#/$defs/")], reference
+    assert not any("x-family" in node for node in nodes(schema))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_schema_knows_every_member(schema: dict[str, Any], family: type[TaggedConfig]) -> None:
+    branches = schema["$defs"][family.__name__]["anyOf"]
+    named = [branch["enum"] for branch in branches if "enum" in branch]
+    assert named == [list(family.members)]  # the shorthand
+    tags = set()
+    for branch in branches:
+        tag = branch.get("properties", {}).get("type", {})
+        tags |= set(tag.get("enum", [])) | {tag[key] for key in ("const",) if key in tag}
+    assert tags == set(family.members)
+    # and classes of one's own, by import path
+    assert any(b.get("properties", {}).get("type", {}).get("pattern") == ":" for b in branches)
+
+
+def test_schema_explains_and_bounds(schema: dict[str, Any]) -> None:
+    layers = schema["properties"]["num_layers"]
+    assert layers["minimum"] == 1
+    assert layers["description"].startswith("Blocks of attention")
+    assert schema["additionalProperties"] is False
