@@ -5,6 +5,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# By path, or a clone called moe_ffn in the current folder would shadow the package.
+EDITABLE := --config-settings editable_mode=compat
+CODE := moe_ffn experiments tests
 
 .PHONY: help setup train test test-slow lint format lock clean
 
@@ -23,13 +26,13 @@ test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
 
 lint: $(INSTALLED)  ## format, lint and types
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check $(CODE)
+	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/basedpyright
 
 format: $(INSTALLED)  ## mend format and lint
-	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix $(CODE)
+	$(VENV)/bin/ruff format $(CODE)
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)
@@ -48,8 +51,9 @@ clean:  ## remove the environment and caches, not the runs
 $(INSTALLED): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, got " + sys.version.split()[0])'
+	@echo "setting up $(VENV), once; this takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.lock)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable . $(EDITABLE)
 	@touch $@

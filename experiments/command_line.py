@@ -24,6 +24,7 @@ from moe_ffn.config_schema import json_schema
 from moe_ffn.errors import ConfigError, explain
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
@@ -36,6 +37,9 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> RootConfig:
@@ -88,7 +92,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     while remaining:
         flag = remaining.pop(0)
         if not flag.startswith("--") or flag == "--":
-            raise ConfigError(f"'{flag}': expected an option such as --model.ffn.type swiglu")
+            is_file = flag.endswith((".yaml", ".yml"))
+            hint = f"--config {flag}" if is_file else "an option such as --model.ffn.type swiglu"
+            raise ConfigError(f"'{flag}': expected {hint}")
         path, has_value, value = flag.removeprefix("--").partition("=")
         if not has_value:
             if not remaining or remaining[0].startswith("--"):

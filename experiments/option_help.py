@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -70,7 +70,8 @@ def _rows(
         yield f"{path}.NAME", "VALUE", f"Further names: {', '.join(further)}."
     for name, field in config.model_fields.items():
         below = value.get(name) if isinstance(value, Mapping) else None
-        below = field.get_default(call_default_factory=True) if below is None else below
+        if below is None:
+            below = "(required)" if field.is_required() else field.get_default()
         below = below.to_dict() if isinstance(below, Config) else below
         here = f"{path}.{name}"
         if name == "type" and issubclass(config, TaggedConfig):
@@ -78,7 +79,10 @@ def _rows(
             choices = ", ".join([*family.members, "module:ClassName"])
             yield here, _show(below), f"{_first_line(config)} One of: {choices}."
         else:
-            yield from _rows(field.annotation, below, here, field.description or "")
+            meaning = " ".join((field.description or "").split())
+            if get_origin(field.annotation) is Literal:
+                meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
+            yield from _rows(field.annotation, below, here, meaning)
 
 
 def _is_root(cls: type) -> bool:

@@ -39,8 +39,9 @@ class Report:
     def print(self, console: Console) -> None:
         say = _plain_printer(console)
         say(
-            f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per "
-            f"byte (unigram model: {self.unigram_loss:.4f}); {self.tokens_per_second:,.0f} tokens/s"
+            f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per byte\n"
+            f"unigram model   {self.unigram_loss:.4f} nats per token\n"
+            f"throughput      {self.tokens_per_second:,.0f} tokens/s"
         )
         if not math.isfinite(self.loss):
             say("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
@@ -70,16 +71,18 @@ class Report:
         }
         text = json.dumps(_without_nan(summary), indent=2)
         (self.folder / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
-        (self.folder / "sample.txt").write_text(self.sample_prompt + self.sample, encoding="utf-8")
+        if self.sample:
+            text = self.sample_prompt + self.sample
+            (self.folder / "sample.txt").write_text(text, encoding="utf-8")
 
     def _unused_experts(self) -> str:
-        unused = [
-            f"layer {layer} expert {expert}"
+        unused = {
+            layer: [expert for expert, share in enumerate(values["load"].tolist()) if share == 0]
             for layer, values in self.routing.items()
-            for expert, share in enumerate(values["load"].tolist())
-            if share == 0
-        ]
-        return f"never used: {', '.join(unused)}" if unused else "every expert is used"
+        }
+        layers = [f"layer {k}: {', '.join(map(str, v))}" for k, v in unused.items() if v]
+        used = f"never used: {'; '.join(layers)}" if layers else "every expert is used"
+        return f"{used}\nMaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
 
 
 _FILES = {

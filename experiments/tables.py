@@ -14,6 +14,9 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn.config import FFNConfig
 from moe_ffn.sizes import linear_flops
 
+MOST_EXPERT_COLUMNS = 8
+"""More experts than this have no columns of their own: a terminal has 80."""
+
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
     """What will be trained: layers, FFN types, parameters, FLOPs and tokens per step."""
@@ -73,28 +76,34 @@ def describe_data(data: PreparedData) -> str:
     train, validation = (f"{_short(size.num_tokens)} tokens" for size in sizes)
     return (
         f"data: {train} to train on, {validation} to validate on, "
-        f"vocabulary {data.tokenizer.vocab_size}, corpus sha256 {data.corpus_sha256[:12]}"
+        f"vocabulary {data.tokenizer.vocab_size}\ncorpus sha256 {data.corpus_sha256[:12]}"
     )
 
 
 def load_table(routing: Mapping[int, Mapping[str, Tensor]]) -> Table:
     """How the validation's tokens spread over the experts: percent of the pairs, layer by layer."""
     num_experts = max(len(values["load"]) for values in routing.values())
+    in_columns = num_experts <= MOST_EXPERT_COLUMNS
     table = Table(
-        title="Load of each expert on the validation split, percent of (token, expert) pairs",
+        title="Load of each expert on the validation split, percent of its pairs",
         title_justify="left",
         box=None,
         pad_edge=False,
     )
     table.add_column("layer", justify="right")
-    for expert in range(num_experts):
+    for expert in range(num_experts if in_columns else 0):
         table.add_column(str(expert), justify="right")
+    if not in_columns:
+        table.add_column(f"experts 0 to {num_experts - 1}, in order")
     for name in ("MaxVio", "entropy", "dropped"):
         table.add_column(name, justify="right")
     for layer, values in routing.items():
         load = values["load"].tolist()
         cells = [_shade(share, 1 / len(load)) for share in load]
-        cells += [Text("")] * (num_experts - len(load))
+        if in_columns:
+            cells += [Text("")] * (num_experts - len(load))
+        else:
+            cells = [Text(" ").join(cells)]
         table.add_row(
             str(layer),
             *cells,
@@ -109,7 +118,7 @@ def _shade(share: float, fair: float) -> Text:
     """Green near the fair share, yellow beyond a factor 1.5 either way, red beyond 3."""
     ratio = max(share / fair, fair / share) if share > 0 else float("inf")
     style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
-    return Text(f"{100 * share:.1f}", style=style)
+    return Text(f"{100 * share:4.1f}", style=style)
 
 
 def _counts(total: int, active: int, flops: int) -> list[str]:

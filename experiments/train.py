@@ -5,14 +5,18 @@ python -m experiments.train --help
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from experiments.command_line import exit_on_bad_input, parse_config
 from experiments.config import TrainConfig
+from experiments.run_folder import check_run_folder
 
 
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, TrainConfig, command="python -m experiments.train")
+    if "LOCAL_RANK" not in os.environ:  # the first of the ranks, which makes the folder
+        check_run_folder(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
     from experiments.training_run import train
 

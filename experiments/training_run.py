@@ -24,7 +24,7 @@ from experiments.assemble import (
     quiet_libraries,
     run_facts,
 )
-from experiments.command_line import to_yaml
+from experiments.command_line import EXIT_INTERRUPTED, to_yaml
 from experiments.config import TrainConfig
 from experiments.report import Report
 from experiments.run_folder import (
@@ -61,7 +61,7 @@ def train(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)
     module = build_module(config, data)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-    console.print(f"\n{describe_data(data)}", highlight=False)
+    console.print(f"\n{describe_data(data)}", highlight=False, soft_wrap=True)
 
     folder = Path(config.run.output_dir)
     loggers: list[Logger] = []
@@ -70,8 +70,8 @@ def train(config: TrainConfig) -> None:
         facts = run_facts(config, data, precision)
         write_run_files(config, data, facts, folder)
         loggers, wandb_line = make_loggers(config, folder, facts)
-        console.print(f"precision {precision}; {wandb_line}", highlight=False)
-        console.print(f"writing to {folder}/\n", highlight=False)
+        for line in (f"precision {precision}", wandb_line, f"writing to {folder}/\n"):
+            console.print(line, highlight=False, soft_wrap=True)
 
     callbacks = make_callbacks(config, folder)
     trainer = build_trainer(config, folder, precision, loggers, callbacks)
@@ -85,7 +85,7 @@ def train(config: TrainConfig) -> None:
         status = "success"
     except SystemExit:  # Lightning's answer to Ctrl-C
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
-        raise
+        raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         close(loggers, status)
     if is_main:

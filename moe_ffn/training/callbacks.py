@@ -40,7 +40,9 @@ class RoutingByLayer:
 
     def compute(self) -> dict[int, dict[str, Tensor]]:
         """The values of each layer since the last reset, on every rank."""
-        return {layer: metrics.compute() for layer, metrics in sorted(self.layers.items())}
+        values = {layer: metrics.compute() for layer, metrics in sorted(self.layers.items())}
+        # torchmetrics squeezes what has one element, and so the load of a single expert.
+        return {layer: v | {"load": v["load"].reshape(-1)} for layer, v in values.items()}
 
     def reset(self) -> None:
         for metrics in self.layers.values():

@@ -221,6 +221,10 @@ REFUSED = {
         "--trainer.accelerator cpu --trainer.precision 16-mixed",
         "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed",
     ),
+    "config file without its flag": (
+        "configs/moe.yaml",
+        "'configs/moe.yaml': expected --config configs/moe.yaml",
+    ),
     "seed beyond 63 bits": (
         "--seed 99999999999999999999999",
         "seed: must be less than 9223372036854775808, got 99999999999999999999999",

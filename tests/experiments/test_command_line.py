@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.command_line import merge, parse_config, parse_overrides, read_yaml, to_yaml
+from experiments.command_line import (
+    exit_on_bad_input,
+    merge,
+    parse_config,
+    parse_overrides,
+    read_yaml,
+    to_yaml,
+)
 from experiments.config import TrainConfig
 from moe_ffn.errors import ConfigError
 
@@ -340,3 +347,27 @@ def test_a_config_of_this_program_is_read_back_from_a_file(tmp_path: Path) -> No
     path.write_text(to_yaml(TrainConfig()), encoding="utf-8")
 
     assert read_yaml(path) == TrainConfig().to_dict()
+
+
+def test_help_says_which_values_an_option_takes_and_which_it_requires(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--data.corpus.type", "text", "--help")
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--data.corpus.paths (required)" in shown
+    assert "One of: auto, loop, grouped_mm." in shown
+    assert "PydanticUndefined" not in shown
+    assert "Further names: accelerator, benchmark," in shown
+
+
+def test_an_interrupt_before_training_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["train"])
+    assert exit_on_bad_input(interrupted) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -136,7 +136,7 @@ def test_a_run_trains_in_every_precision(
     )
 
     assert run.code == 0
-    assert f"precision {precision}; " in run.stdout
+    assert f"precision {precision}\n" in run.stdout
     assert 4 < float(run.rows[0]["train/loss"]) < 7
 
 

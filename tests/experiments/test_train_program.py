@@ -221,8 +221,8 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
 
     assert (
         f"validation loss {summary['validation_loss']:.4f} nats per token, "
-        f"{summary['validation_bits_per_byte']:.3f} bits per byte "
-        f"(unigram model: {summary['unigram_loss']:.4f}); "
+        f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
+        f"unigram model   {summary['unigram_loss']:.4f} nats per token\n"
     ) in moe_run.stdout
     assert "Load of each expert on the validation split" in moe_run.stdout
     for layer, values in enumerate(summary["routing"].values()):
@@ -231,6 +231,23 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
     assert "Sample:\ndef " in moe_run.stdout
     assert f"Results in runs/{moe_run.folder.name}/" in moe_run.stdout
     assert "wandb: off" in moe_run.stdout
+
+
+@pytest.mark.parametrize("num_experts", [1, 32])
+def test_the_load_of_any_number_of_experts_is_shown_whole(
+    run_train: RunTrain, tmp_path: Path, num_experts: int
+) -> None:
+    ffn = f"{{type: moe, num_experts: {num_experts}, router: {{type: top_k, k: 1}}}}"
+    run = run_train(tmp_path, "--model.ffn", ffn, "--trainer.max_steps", "1")
+
+    assert run.code == 0, run.stderr
+    table = run.stdout.partition("Load of each expert")[2].partition("Sample:")[0]
+    assert "…" not in table
+    summary = json.loads((run.folder / "summary.json").read_text())
+    for values in summary["routing"].values():
+        assert len(values["load"]) == num_experts
+        shares = [f"{100 * share:.1f}" for share in values["load"]]
+        assert all(share in table for share in shares)
 
 
 def test_the_screen_holds_no_control_characters(moe_run: Any) -> None:
