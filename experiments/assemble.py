@@ -186,6 +186,5 @@ def quiet_libraries() -> None:
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         ".*does not have many workers",
         "Experiment logs directory .* exists and is not empty",
-        "You are using `torch.load` with `weights_only=False`",
     ):
         warnings.filterwarnings("ignore", message=message)

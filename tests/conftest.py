@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,15 @@ from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.config import TopKRouterConfig
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, most of all where tests share the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
