@@ -5,6 +5,7 @@ The names stand apart from the functions so that configs can check them without 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -43,3 +44,16 @@ def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
         "identity": lambda x: x,
     }
     return functions[name]
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """GPT-OSS's gate: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * gate * (self.alpha * gate).sigmoid()

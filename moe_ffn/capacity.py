@@ -5,6 +5,7 @@ T tokens, E experts, N (token, expert) pairs, C capacity
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,38 +14,90 @@ from torch import Tensor
 
 from moe_ffn.outputs import Routing, count_pairs
 
+Priority = Callable[[Routing], Tensor]
+"""Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""
 
-def limit_by_position(routing: Routing, factor: float | None) -> Routing:
+
+def limit(
+    routing: Routing, factor: float | None, priority: Priority, *, renormalize: bool = False
+) -> Routing:
     """Mark as dropped what exceeds each expert's capacity C = ceil(factor * N / E).
 
     N counts the pairs of real tokens, so C is what a perfectly balanced router would need, times
     `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). None is
     dropless and returns the routing as it is.
 
-    Pairs are served by position in their sequence, then by sequence, then by the token's own order of
-    preference. Position first is what keeps a causal model causal: in a batch, a late token of one
-    sequence never displaces an early token of another, nor of its own. What is dropped loses its
-    weight; the survivors are not renormalised.
+    Args:
+        routing: nothing dropped yet.
+        factor: the capacity factor.
+        priority: whom an expert serves first: `by_position`, `by_probability` or `at_random`.
+        renormalize: scale a token's surviving weights up to the sum they had; without it, what is
+            dropped loses its weight.
     """
     if factor is None:
         return routing
     # In whole numbers: in floating point 0.3 * 50 is a little over 15, and its ceiling 16.
     per_pair = Fraction(factor).limit_denominator(1_000_000) / routing.num_experts
     capacity = -(-routing.real_N.sum() * per_pair.numerator // per_pair.denominator)
-    place_N = place_in_queue(routing)
-    return replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
+    place_N = place_in_queue(routing, priority(routing))
+    limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
+    return renormalize_survivors(limited) if renormalize else limited
 
 
-def place_in_queue(routing: Routing) -> Tensor:
+def by_position(routing: Routing) -> Tensor:
+    """Earlier positions first, then earlier sequences, then the token's own order of preference.
+
+    Position first is what keeps a causal model causal: in a batch, a late token of one sequence never
+    displaces an early token of another, nor of its own.
+    """
+    return routing.token_ids_N % max(routing.sequence_length, 1)
+
+
+def by_probability(routing: Routing) -> Tensor:
+    """Larger weights first, as in batch-prioritised routing (Riquelme et al. 2021, V-MoE).
+
+    Not causal: a later token with a larger weight displaces an earlier one.
+    """
+    return -routing.weights_N.detach().nan_to_num(nan=-torch.inf)
+
+
+def at_random(routing: Routing) -> Tensor:
+    """In random order, from torch's generator (DeepSpeed's random token selection). Not causal."""
+    return torch.rand(routing.token_ids_N.shape, device=routing.token_ids_N.device)
+
+
+DROP_POLICIES: dict[str, Priority] = {
+    "position": by_position,
+    "probability": by_probability,
+    "random": at_random,
+}
+"""Every policy under its name in `capacity.drop`."""
+
+
+def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
     """int64 (N,): how many real pairs stand before each pair at the same expert."""
-    position_N = routing.token_ids_N % max(routing.sequence_length, 1)
-    # One key sorts by expert, then position; stability leaves the rest in pair order. Padding comes
-    # last, under an expert of its own, so that it takes nobody's place.
+    # Padding comes last, under an expert of its own, so that it takes nobody's place.
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
-    key_N = expert_ids_N * max(routing.sequence_length, 1) + position_N
-    order_N = key_N.argsort(stable=True)
+    by_priority_N = priority_N.argsort(stable=True)
+    order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
     counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)
     starts_E = counts_E.cumsum(0) - counts_E
     ranks_N = torch.arange(len(order_N), device=order_N.device)
     place_N = ranks_N - starts_E[expert_ids_N[order_N]]
     return torch.empty_like(place_N).scatter_(0, order_N, place_N)
+
+
+def renormalize_survivors(routing: Routing) -> Routing:
+    """Each token's surviving weights scaled so that their sum is what it was before dropping.
+
+    DeepSpeed renormalises to 1, which is the same where the router's own weights add up to 1. A token
+    with no survivor keeps none.
+    """
+    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    kept_N = torch.where(routing.computed_N, routing.weights_N, 0)
+    zeros_T = weights_N.new_zeros(routing.num_tokens)
+    before_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
+    after_T = zeros_T.index_add(0, routing.token_ids_N, kept_N)
+    tiny = torch.finfo(weights_N.dtype).tiny
+    ratio_T = torch.where(after_T > 0, before_T / after_T.clamp(min=tiny), 1)
+    return replace(routing, weights_N=routing.weights_N * ratio_T[routing.token_ids_N])

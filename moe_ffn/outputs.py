@@ -40,7 +40,8 @@ class TokenContext:
 class Routing:
     """Who goes where: N (token, expert, weight) pairs and the scores they came from.
 
-    Pairs stand in token-major order. Only `weights_N`, `logits_TE` and `scores_TE` carry gradients.
+    Pairs stand in token-major order. Only `weights_N`, `logits_TE`, `scores_TE` and
+    `selection_probs_TE` carry gradients.
     """
 
     token_ids_N: Tensor
@@ -71,6 +72,18 @@ class Routing:
     capacity: Tensor | None = None
     """int64 scalar, the pairs one expert may take; None when dropless."""
 
+    chosen_N: Tensor | None = None
+    """bool, False for pairs that the router listed and did not choose; None when it chose all. A router
+    whose number of pairs depends on the data lists the most there can be, so that shapes do not."""
+
+    target_k: float | None = None
+    """Experts per token that a rule has to steer the router towards (ReLU routing); None where the
+    router itself keeps to a number."""
+
+    selection_probs_TE: Tensor | None = None
+    """How probable it was, over the router's noise, that each expert is among a token's k: the smooth
+    count of noisy top-k routing; None elsewhere."""
+
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
@@ -89,10 +102,9 @@ class Routing:
 
     @property
     def real_N(self) -> Tensor:
-        """bool: True for the pairs of real tokens."""
-        if self.mask_T is None:
-            return torch.ones_like(self.dropped_N)
-        return self.mask_T[self.token_ids_N]
+        """bool: True for the pairs that the router chose for real tokens."""
+        real_N = torch.ones_like(self.dropped_N) if self.chosen_N is None else self.chosen_N
+        return real_N if self.mask_T is None else real_N & self.mask_T[self.token_ids_N]
 
     @property
     def computed_N(self) -> Tensor:
@@ -118,6 +130,9 @@ class FFNOutput:
 
     routing: Routing | None = None
     """Where the tokens went; None where nothing was routed."""
+
+    inner_routing: Routing | None = None
+    """Where a sparse block inside this one sent the tokens it was given (mixture-of-depths)."""
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:

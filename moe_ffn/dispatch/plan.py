@@ -34,12 +34,15 @@ class Plan:
 torch.export.register_dataclass(Plan)
 
 
-def make_plan(routing: Routing) -> Plan:
-    """Sort the routing's pairs by expert; a stable sort, so ties keep token order."""
-    computed_N = routing.computed_N
-    key_N = routing.expert_ids_N.masked_fill(~computed_N, routing.num_experts)
+def make_plan(routing: Routing, num_experts: int) -> Plan:
+    """Sort the pairs of the first `num_experts` experts by expert; ties keep token order.
+
+    Experts behind those are no networks (`ffn.zero_computation`): their pairs are not in the plan.
+    """
+    computed_N = routing.computed_N & (routing.expert_ids_N < num_experts)
+    key_N = routing.expert_ids_N.masked_fill(~computed_N, num_experts)
     order_N = key_N.argsort(stable=True)
-    counts_E = count_pairs(key_N, routing.num_experts + 1)[:-1]
+    counts_E = count_pairs(key_N, num_experts + 1)[:-1]
     return Plan(
         token_ids_N=routing.token_ids_N[order_N],
         weights_N=routing.weights_N.masked_fill(~computed_N, 0)[order_N],

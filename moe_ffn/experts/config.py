@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from moe_ffn.activations import Activation, GatedType
+from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
 from moe_ffn.config import TaggedConfig
 from moe_ffn.sizes import gated_params, gated_width, linear_flops, mlp_params, round_width
 
@@ -68,10 +68,17 @@ class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
         return MLPExperts(self, d_model, num_experts, experts_per_token)
 
 
-class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
-    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
+class ThreeMatrixExpertsConfig(_MatrixExpertsConfig, frozen=True):
+    """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
 
-    type: GatedType = "swiglu"
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        """What stands for activation(gate) * up; None where that is what is computed."""
+        return None
+
+    @property
+    @abstractmethod
+    def gate_activation(self) -> Activation: ...
 
     def width(self, d_model: int, experts_per_token: float) -> int:
         return self.d_ff or gated_width(d_model / experts_per_token)
@@ -86,3 +93,31 @@ class GatedExpertsConfig(_MatrixExpertsConfig, frozen=True):
         from moe_ffn.experts.gated import GatedExperts
 
         return GatedExperts(self, d_model, num_experts, experts_per_token)
+
+
+class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
+
+    type: GatedType = "swiglu"
+
+    @property
+    def gate_activation(self) -> Activation:
+        return GATE_ACTIVATIONS[self.type]
+
+
+class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
+
+    type: Literal["clamped_swiglu"] = "clamped_swiglu"
+    alpha: float = Field(default=1.702, gt=0)
+    """Slope inside the sigmoid."""
+    limit: float = Field(default=7.0, gt=0)
+    """Bound of the gate from above, and of the linear part on both sides."""
+
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        return ClampedSwiGLU(self.alpha, self.limit)
+
+    @property
+    def gate_activation(self) -> Activation:
+        return "silu"

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_ffn.activations import GATE_ACTIVATIONS
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.experts.base import Experts, stacked_linear
-from moe_ffn.experts.config import GatedExpertsConfig
+from moe_ffn.experts.config import ThreeMatrixExpertsConfig
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 
@@ -18,7 +17,7 @@ from moe_ffn.kernels.select import run_experts
 class GatedExperts(Experts):
     def __init__(
         self,
-        config: GatedExpertsConfig,
+        config: ThreeMatrixExpertsConfig,
         d_model: int,
         num_experts: int,
         experts_per_token: float,
@@ -32,7 +31,7 @@ class GatedExperts(Experts):
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         weights = ExpertWeights(
-            activation=GATE_ACTIVATIONS[self.config.type],
+            activation=self.config.gate_activation,
             up_EFD=self.up,
             down_EDF=self.down,
             gate_EFD=self.gate,
@@ -40,5 +39,6 @@ class GatedExperts(Experts):
             gate_bias_EF=self.gate_bias,
             down_bias_ED=self.down_bias,
             dropout=self.config.dropout if self.training else 0.0,
+            clamped=self.config.clamped,
         )
         return run_experts(x_TD, plan, weights, self.config.backend)

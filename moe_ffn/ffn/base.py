@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from moe_ffn.outputs import FFNOutput, TokenContext
+from moe_ffn.routing.base import Router
 
 
 class FFNBlock(nn.Module, ABC):
@@ -32,3 +33,7 @@ class FFNBlock(nn.Module, ABC):
             hidden, of the shape and dtype of `x`, and the routing, None for a dense block.
 
         """
+
+    def routers(self) -> dict[str, Router]:
+        """The routers behind the Routings that this block returns, under their names in `FFNOutput`."""
+        return {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moe_ffn.activations import activation_function
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.config import ConvConfig
+from moe_ffn.ffn.dense_config import ConvConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from moe_ffn.activations import GATE_ACTIVATIONS, activation_function
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.config import GatedConfig
+from moe_ffn.ffn.dense_config import GatedConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 
 

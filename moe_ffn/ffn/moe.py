@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_ffn.capacity import limit_by_position
+from moe_ffn.capacity import DROP_POLICIES, Priority, limit
 from moe_ffn.dispatch.plan import make_plan
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.config import MoEConfig
+from moe_ffn.ffn.sparse_config import MoEConfig
+from moe_ffn.ffn.zero_computation import ZeroComputationExperts
 from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
+from moe_ffn.routing.base import Router
 
 
 class MoEFFN(FFNBlock):
@@ -22,24 +24,43 @@ class MoEFFN(FFNBlock):
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
         self.capacity = config.capacity
-        self.router = config.router.build(d_model, config.num_experts)
+        self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.experts.build(d_model, config.num_experts, config.experts_per_token)
-        shared = config.shared_expert
-        self.shared_expert = None if shared is None else shared.build(d_model)
+        self.zero_computation = self.shared_expert = None
+        if config.zero_computation.total:
+            self.zero_computation = ZeroComputationExperts(config.zero_computation, d_model)
+        if config.shared_expert is not None:
+            self.shared_expert = config.shared_expert.build(d_model)
+            self.combine = config.combine.build(d_model, config.experts_per_token)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         x_TD, flat_context = flatten_tokens(x, context)
         routing = self.router(x_TD, flat_context)
-        routing = limit_by_position(routing, self.capacity_factor)
-        plan = make_plan(routing)
+        routing = limit(
+            routing, self.capacity_factor, self.drop, renormalize=self.capacity.renormalize
+        )
+        plan = make_plan(routing, self.num_experts)
         y_TD = self.experts(x_TD, plan)
+        if self.zero_computation is not None:
+            y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         hidden = y_TD.view_as(x)
         if self.shared_expert is not None:
-            hidden = hidden + self.shared_expert(x, context).hidden
+            hidden = self.combine(hidden, self.shared_expert(x, context).hidden, x)
         return FFNOutput(hidden, routing)
+
+    def routers(self) -> dict[str, Router]:
+        return {"routing": self.router}
 
     @property
     def capacity_factor(self) -> float | None:
         """Training and evaluation each have their own; None drops nothing."""
         return self.capacity.factor if self.training else self.capacity.eval_factor
+
+    @property
+    def drop(self) -> Priority:
+        """Whom an expert serves first; nothing is random in evaluation."""
+        if self.capacity.drop == "random" and not self.training:
+            return DROP_POLICIES["position"]
+        return DROP_POLICIES[self.capacity.drop]

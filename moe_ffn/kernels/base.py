@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.activations import Activation, activation_function
+from moe_ffn.activations import Activation, ClampedSwiGLU, activation_function
 from moe_ffn.dispatch.plan import Plan
 
 
@@ -32,6 +32,8 @@ class ExpertWeights:
     down_bias_ED: Tensor | None = None
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
+    clamped: ClampedSwiGLU | None = None
+    """Stands for the product of activated gate and up, where experts have a gate of this kind."""
 
     @property
     def num_experts(self) -> int:
@@ -40,7 +42,12 @@ class ExpertWeights:
     def activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
         """The hidden units from the first product or products."""
         act = activation_function(self.activation)
-        hidden = act(up) if gate is None else act(gate) * up
+        if gate is None:
+            hidden = act(up)
+        elif self.clamped is not None:
+            hidden = self.clamped(gate, up)
+        else:
+            hidden = act(gate) * up
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
 

@@ -29,17 +29,16 @@ def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    sizes.append(plan.token_ids_N.shape[0] - ends[-1])  # the tail that nobody computes
-    *inputs, tail = x_TD.index_select(0, plan.token_ids_N).split(sizes)
+    # Without the tail that nobody computes: of ReLU or top-p routing it may be most of the list.
+    computed = Plan(plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]], plan.offsets_E)
+    inputs = list(x_TD.index_select(0, computed.token_ids_N).split(sizes))
     up_E = _linear_per_expert(inputs, weights.up_EFD, weights.up_bias_EF)
     gate_E: list[Tensor] | list[None] = [None] * weights.num_experts
     if weights.gate_EFD is not None:
         gate_E = _linear_per_expert(inputs, weights.gate_EFD, weights.gate_bias_EF)
     hidden_E = [weights.activate(up, gate) for up, gate in zip(up_E, gate_E, strict=True)]
     outputs = _linear_per_expert(hidden_E, weights.down_EDF, weights.down_bias_ED)
-    return combine(
-        torch.cat([*outputs, torch.zeros_like(tail, dtype=outputs[0].dtype)]), x_TD, plan
-    )
+    return combine(torch.cat(outputs), x_TD, computed)
 
 
 def _linear_per_expert(

@@ -1,26 +1,62 @@
 """What every router is: (tokens, context) -> Routing.
 
-T tokens, D model width, E experts
+T tokens, D model width, E experts, K listed experts per token, N = T*K pairs
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from moe_ffn.initialization import init_linear_
 from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base_config import LinearRouterConfig
 
 
 class Router(nn.Module, ABC):
     """Chooses experts for tokens. Holds no counters: all it observed is in the `Routing` it returns."""
 
+    correction_bias_E: Tensor | None
+    """float32, added to the scores for selection alone; a rule of `moe_ffn.balancing.bias_rules` moves
+    it between optimizer steps, never `forward`. None for a router without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("correction_bias_E", None)
+
     @abstractmethod
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         """Route flattened tokens; `context` is flattened too (`outputs.flatten_tokens`)."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # `module.bfloat16()` comes through here. A step of 0.001 is lost on a bfloat16 bias near 1.
+        kept = self.correction_bias_E
+        super()._apply(fn, recurse)
+        if kept is not None and self.correction_bias_E is not None:
+            self.correction_bias_E = kept.to(self.correction_bias_E.device)
+        return self
+
+
+class LinearRouter(Router):
+    """A router whose logits are a projection of the token, with jitter in training if asked."""
+
+    def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__()
+        self.jitter = config.jitter
+        self.projection = RouterLinear(d_model, num_experts, config.bias)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """(T, E), float32 or wider. The experts themselves see the tokens without the jitter."""
+        if self.training and self.jitter:
+            noise_TD = torch.empty_like(x_TD, dtype=self.projection.dtype_for(x_TD))
+            x_TD = x_TD * noise_TD.uniform_(1 - self.jitter, 1 + self.jitter)
+        return self.projection(x_TD)
 
 
 class RouterLinear(nn.Module):
@@ -30,13 +66,58 @@ class RouterLinear(nn.Module):
     experts' logits often tie (Switch Transformer, section 2.4, "selective precision").
     """
 
-    def __init__(self, d_model: int, num_experts: int) -> None:
+    def __init__(self, d_model: int, num_experts: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if bias else None
         init_linear_(self.weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Logits (T, E), float32 (float64 for a float64 layer)."""
-        dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+        dtype = self.dtype_for(x_TD)
+        bias_E = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
-            return F.linear(x_TD.to(dtype), self.weight.to(dtype))
+            return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias_E)
+
+    @staticmethod
+    def dtype_for(x_TD: Tensor) -> torch.dtype:
+        return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+
+
+def token_choice(
+    weights_TK: Tensor,
+    expert_ids_TK: Tensor,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    context: TokenContext,
+    *,
+    chosen_TK: Tensor | None = None,
+    target_k: float | None = None,
+    selection_probs_TE: Tensor | None = None,
+) -> Routing:
+    """The Routing of a router in which every token lists K experts: N = T*K pairs, token-major."""
+    num_tokens, k = expert_ids_TK.shape
+    token_ids_T = torch.arange(num_tokens, device=expert_ids_TK.device)
+    return Routing(
+        token_ids_N=token_ids_T.repeat_interleave(k),
+        expert_ids_N=rearrange(expert_ids_TK, "t k -> (t k)"),
+        weights_N=rearrange(weights_TK, "t k -> (t k)"),
+        dropped_N=torch.zeros(num_tokens * k, dtype=torch.bool, device=expert_ids_TK.device),
+        logits_TE=logits_TE,
+        scores_TE=scores_TE,
+        mask_T=context.mask,
+        sequence_length=context.sequence_length or num_tokens,
+        chosen_N=None if chosen_TK is None else rearrange(chosen_TK, "t k -> (t k)"),
+        target_k=target_k,
+        selection_probs_TE=selection_probs_TE,
+    )
+
+
+def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    """bool (T,): the tokens that may be compared with others: real, and without NaN or infinity.
+
+    A router that ranks tokens against each other would otherwise let one broken token, or padding, take
+    places from all.
+    """
+    finite_T = logits_TE.isfinite().all(dim=-1)
+    return finite_T if mask_T is None else finite_T & mask_T

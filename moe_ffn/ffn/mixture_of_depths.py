@@ -1,0 +1,74 @@
+"""Mixture-of-depths: some tokens pass through a block, the others past it.
+
+B sequences, S tokens of a sequence, M the most tokens of one sequence that pass, D model width
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.sparse_config import MixtureOfDepthsConfig
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, flatten_tokens
+from moe_ffn.routing.base import Router
+
+
+class MixtureOfDepthsFFN(FFNBlock):
+    """y = r(x) * f(x) for the tokens its router of one expert chooses, 0 for the rest.
+
+    Raposo et al. 2024 (arXiv:2404.02258), equation 1, without the residual, which is the model's.
+    The chosen tokens of each sequence are moved together, in their order, so that the block computes
+    those alone and sees a sequence of them.
+    """
+
+    def __init__(self, config: MixtureOfDepthsConfig, d_model: int) -> None:
+        super().__init__()
+        self.router = config.router.build(d_model, 1)
+        self.ffn = config.ffn.build(d_model)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        x_TD, flat = flatten_tokens(x, context)
+        routing = self.router(x_TD, flat)
+        length = max(routing.sequence_length, 1)
+        weights_BS, chosen_BS = (
+            rearrange(value_T, "(b s) -> b s", s=length) for value_T in per_token(routing)
+        )
+        x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
+        # The chosen first, each part in its own order; as wide as the fullest sequence.
+        order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
+        width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
+        picked_BM = order_BS[:, :width]
+        index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
+        inner = self.ffn(
+            x_BSD.gather(1, index_BMD),
+            TokenContext(
+                mask=chosen_BS.gather(1, picked_BM),
+                token_ids=self._picked_ids(flat, picked_BM, length),
+            ),
+        )
+        weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, picked_BM).unsqueeze(-1)
+        passed_BMD = weights_BM1 * inner.hidden
+        hidden = torch.zeros(x_BSD.shape, dtype=passed_BMD.dtype, device=x.device)
+        hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
+        return FFNOutput(hidden.reshape(x.shape), routing, inner.routing)
+
+    def routers(self) -> dict[str, Router]:
+        inner = self.ffn.routers()
+        return {"routing": self.router} | ({"inner_routing": inner["routing"]} if inner else {})
+
+    @staticmethod
+    def _picked_ids(flat: TokenContext, picked_BM: Tensor, length: int) -> Tensor | None:
+        if flat.token_ids is None:
+            return None
+        return rearrange(flat.token_ids, "(b s) -> b s", s=length).gather(1, picked_BM)
+
+
+def per_token(routing: Routing) -> tuple[Tensor, Tensor]:
+    """The weight of each token and whether it was chosen, both (T,), of a routing to a single expert."""
+    chosen_T = torch.zeros(routing.num_tokens, dtype=torch.bool, device=routing.token_ids_N.device)
+    ids_N = routing.token_ids_N
+    chosen_T = chosen_T.scatter(0, ids_N, routing.computed_N)
+    weights_T = routing.weights_N.new_zeros(routing.num_tokens).scatter(0, ids_N, routing.weights_N)
+    return weights_T, chosen_T

@@ -1,0 +1,76 @@
+"""Soft MoE: experts over slots that are weighted means of all tokens.
+
+B sequences, S tokens of a sequence, D model width, E experts, P slots of all experts
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.sparse_config import SoftMoEConfig
+from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
+
+
+class SoftMoEFFN(FFNBlock):
+    """Slots are softmax-weighted means of tokens; tokens softmax-weighted means of the experts' slots.
+
+    Puigcerver et al. 2023 (arXiv:2308.00951), equations 1 to 3, with the normalisation of section 2.3:
+    tokens and slots' parameters at unit length, times a learned scale.
+    """
+
+    def __init__(self, config: SoftMoEConfig, d_model: int) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.slots_per_expert = config.slots_per_expert
+        self.experts = config.experts.build(d_model, config.num_experts, 1)
+        self.slots_PD = nn.Parameter(torch.empty(config.num_slots, d_model))
+        self.scale = nn.Parameter(torch.ones(1))
+        nn.init.normal_(self.slots_PD)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        x_TD, flat = flatten_tokens(x, context)
+        length = max(flat.sequence_length or 1, 1)
+        x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
+        logits_BSP = self.logits(x_BSD)
+        if flat.mask is None:
+            dispatch_BSP = logits_BSP.softmax(dim=1)
+        else:
+            mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
+            # Not -inf: the slots of a sequence of nothing but padding would be NaN.
+            least = torch.finfo(logits_BSP.dtype).min
+            dispatch_BSP = logits_BSP.masked_fill(~mask_BS1, least).softmax(dim=1) * mask_BS1
+        dtype = logits_BSP.dtype
+        slots_BPD = einsum(dispatch_BSP, x_BSD.to(dtype), "b s p, b s d -> b p d")
+        y_BPD = self.run_experts(slots_BPD.to(x.dtype))
+        combine_BSP = logits_BSP.softmax(dim=-1)
+        if flat.mask is not None:
+            combine_BSP = combine_BSP * rearrange(flat.mask, "(b s) -> b s 1", s=length)
+        hidden = einsum(combine_BSP, y_BPD.to(dtype), "b s p, b p d -> b s d")
+        return FFNOutput(hidden.to(x.dtype).reshape(x.shape))
+
+    def logits(self, x_BSD: Tensor) -> Tensor:
+        """(B, S, P), float32 or wider, as a router's."""
+        dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
+        with torch.autocast(device_type=x_BSD.device.type, enabled=False):
+            slots_PD = self.scale.to(dtype) * F.normalize(self.slots_PD.to(dtype), dim=-1)
+            return F.linear(F.normalize(x_BSD.to(dtype), dim=-1), slots_PD)
+
+    def run_experts(self, slots_BPD: Tensor) -> Tensor:
+        """Each expert on its slots of every sequence: a plan that is known beforehand."""
+        num_sequences = slots_BPD.shape[0]
+        num_slots = num_sequences * self.slots_per_expert
+        device = slots_BPD.device
+        slots_ND = rearrange(slots_BPD, "b (e p) d -> (e b p) d", e=self.num_experts)
+        ends_E = torch.arange(1, self.num_experts + 1, device=device) * num_slots
+        plan = Plan(
+            token_ids_N=torch.arange(self.num_experts * num_slots, device=device),
+            weights_N=torch.ones(self.num_experts * num_slots, device=device),
+            offsets_E=ends_E.to(torch.int32),
+        )
+        y_ND = self.experts(slots_ND, plan)
+        return rearrange(y_ND, "(e b p) d -> b (e p) d", e=self.num_experts, b=num_sequences)

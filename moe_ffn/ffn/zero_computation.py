@@ -1,0 +1,58 @@
+"""Experts without a network: zero, copy and constant.
+
+T tokens, D model width, N (token, expert) pairs, Z experts without computation, C constant experts
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from moe_ffn.ffn.sparse_config import ZeroComputationConfig
+from moe_ffn.initialization import init_linear_
+from moe_ffn.outputs import Routing
+
+
+class ZeroComputationExperts(nn.Module):
+    """MoE++ (Jin et al. 2024, arXiv:2410.07348), section 3.1.
+
+    zero(x) = 0; copy(x) = x; constant(x) = a_1 x + a_2 v with [a_1, a_2] = softmax(W x).
+    """
+
+    def __init__(self, config: ZeroComputationConfig, d_model: int) -> None:
+        super().__init__()
+        self.num_zero = config.num_zero
+        self.num_copy = config.num_copy
+        self.vector_CD = self.mix_C2D = None
+        if config.num_constant:
+            self.vector_CD = nn.Parameter(torch.empty(config.num_constant, d_model))
+            self.mix_C2D = nn.Parameter(torch.empty(config.num_constant, 2, d_model))
+            init_linear_(self.vector_CD)
+            init_linear_(self.mix_C2D)
+
+    def forward(self, x_TD: Tensor, routing: Routing, first: int) -> Tensor:
+        """The weighted sum of the chosen ones, (T, D); they are the experts from id `first` on."""
+        weights_TZ = weights_of(routing, first)
+        copies = weights_TZ[:, self.num_zero : self.num_zero + self.num_copy]
+        y_TD = copies.sum(dim=-1, keepdim=True) * x_TD
+        if self.vector_CD is not None and self.mix_C2D is not None:
+            weights_TC = weights_TZ[:, self.num_zero + self.num_copy :]
+            # Whoever is not chosen has weight 0, which a NaN in x would turn into NaN.
+            mix_TC2 = einsum(x_TD, self.mix_C2D, "t d, c m d -> t c m").softmax(dim=-1)
+            shares_TC2 = weights_TC.unsqueeze(-1) * mix_TC2
+            token_TD = shares_TC2[..., 0].sum(dim=-1, keepdim=True) * x_TD
+            y_TD = y_TD + token_TD + shares_TC2[..., 1] @ self.vector_CD.to(shares_TC2.dtype)
+        return y_TD.to(x_TD.dtype)
+
+
+def weights_of(routing: Routing, first: int) -> Tensor:
+    """(T, Z): each token's weight for the experts from id `first` on, 0 where not computed."""
+    num_zero_computation = routing.num_experts - first
+    here_N = routing.computed_N & (routing.expert_ids_N >= first)
+    place_N = routing.token_ids_N * num_zero_computation + (routing.expert_ids_N - first)
+    flat = routing.weights_N.new_zeros(routing.num_tokens * num_zero_computation)
+    flat = flat.index_add(
+        0, place_N.masked_fill(~here_N, 0), routing.weights_N.masked_fill(~here_N, 0)
+    )
+    return rearrange(flat, "(t z) -> t z", z=num_zero_computation)

@@ -1,0 +1,69 @@
+"""BASE routing: a balanced assignment of tokens to experts.
+
+T tokens, D model width, E experts, C places at each expert
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, comparable, token_choice
+from moe_ffn.routing.config import BalancedAssignmentRouterConfig
+
+
+class BalancedAssignmentRouter(LinearRouter):
+    """One expert per token, at most ceil(tokens / E) tokens per expert in training.
+
+    BASE layers (Lewis et al. 2021, arXiv:2103.16716): the assignment has the highest total logit, the
+    expert's output is weighted by the sigmoid of its logit; evaluation takes the largest logit.
+    """
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid()
+        expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
+        if self.training:
+            counted_T = comparable(logits_TE, context.mask)
+            expert_ids_T[counted_T] = assign(logits_TE.detach()[counted_T])
+        expert_ids_T1 = expert_ids_T.unsqueeze(-1)
+        weights_T1 = scores_TE.gather(-1, expert_ids_T1)
+        return token_choice(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
+
+
+def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
+    """int64 (T,): an expert for every token, none with more than C = ceil(T / E), of highest total value.
+
+    The auction of Bertsekas and Castanon (1989) with several like places at each expert: tokens without
+    a place bid for the expert they gain most from, as much as makes the next best one equally good; an
+    expert keeps its C highest bids, and its price is the lowest of them once it is full. The total is
+    within T * precision * (range of the values) of the best there is.
+    """
+    num_tokens, num_experts = values_TE.shape
+    if num_tokens == 0 or num_experts == 1:
+        return torch.zeros(num_tokens, dtype=torch.int64, device=values_TE.device)
+    places = -(-num_tokens // num_experts)
+    values_TE = values_TE.double()
+    # With every value equal there is nothing to gain; any positive step will do.
+    spread = float(values_TE.max() - values_TE.min()) or 1.0
+    step = precision * spread
+
+    unassigned = -1
+    expert_ids_T = torch.full((num_tokens,), unassigned, device=values_TE.device)
+    bids_T = torch.zeros(num_tokens, dtype=torch.float64, device=values_TE.device)
+    prices_E = torch.zeros(num_experts, dtype=torch.float64, device=values_TE.device)
+    while bool((waiting_T := expert_ids_T == unassigned).any()):
+        gains, best = (values_TE[waiting_T] - prices_E).topk(2, dim=-1)
+        bids_T[waiting_T] = prices_E[best[:, 0]] + gains[:, 0] - gains[:, 1] + step
+        expert_ids_T[waiting_T] = best[:, 0]
+        for expert in best[:, 0].unique().tolist():
+            bidders = (expert_ids_T == expert).nonzero().squeeze(-1)
+            if len(bidders) < places:
+                continue
+            kept = bids_T[bidders].topk(places)
+            prices_E[expert] = kept.values[-1]
+            rejected = torch.ones_like(bidders, dtype=torch.bool)
+            rejected[kept.indices] = False
+            expert_ids_T[bidders[rejected]] = unassigned
+    return expert_ids_T

@@ -1,0 +1,71 @@
+"""Expert choice routing: the experts choose the tokens.
+
+B groups of tokens, S tokens of a group, E experts, C tokens listed per expert and group, N = B*C*E pairs
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, comparable
+from moe_ffn.routing.config import ExpertChoiceRouterConfig
+
+
+class ExpertChoiceRouter(LinearRouter):
+    """Each expert takes its ceil(k * tokens / E) best tokens, weighted by their score.
+
+    Zhou et al. 2022 (arXiv:2202.09368), section 3.2. A token that nobody takes passes by.
+    """
+
+    def __init__(self, config: ExpertChoiceRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.share = Fraction(config.k).limit_denominator(1_000_000) / num_experts
+        self.per_sequence = config.among == "sequence"
+        self.score = config.score
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
+        num_tokens, num_experts = logits_TE.shape
+        sequence_length = context.sequence_length or num_tokens
+        size = max(sequence_length if self.per_sequence else num_tokens, 1)
+
+        comparable_T = comparable(logits_TE, context.mask)
+        ranking_TE = scores_TE.detach().masked_fill(~comparable_T.unsqueeze(-1), -1)
+        ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=size)
+        token_ids_BEC = ranking_BES.topk(math.ceil(self.share * size), dim=-1).indices
+        num_groups, _, num_listed = token_ids_BEC.shape
+        # Padding is listed behind all others, so that shapes don't depend on it, and not chosen.
+        num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)
+        num_chosen_B = -(-num_comparable_B * self.share.numerator // self.share.denominator)
+        ranks_C = torch.arange(num_listed, device=x_TD.device)
+        chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)
+
+        starts_B11 = torch.arange(num_groups, device=x_TD.device).view(-1, 1, 1) * size
+        token_ids_N = (token_ids_BEC + starts_B11).flatten()
+        expert_ids_N = repeat(
+            torch.arange(num_experts, device=x_TD.device),
+            "e -> (b e c)",
+            b=num_groups,
+            c=num_listed,
+        )
+        chosen_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
+        order_N = token_ids_N.argsort(stable=True)  # token-major, as all pairs are
+        token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]
+        return Routing(
+            token_ids_N=token_ids_N,
+            expert_ids_N=expert_ids_N,
+            weights_N=scores_TE[token_ids_N, expert_ids_N],
+            dropped_N=torch.zeros_like(token_ids_N, dtype=torch.bool),
+            logits_TE=logits_TE,
+            scores_TE=scores_TE,
+            mask_T=context.mask,
+            sequence_length=sequence_length,
+            chosen_N=chosen_N[order_N],
+        )

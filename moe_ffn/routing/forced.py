@@ -1,0 +1,35 @@
+"""Forced routing: a load that is known beforehand, for benchmarks and tests.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.config import ForcedRouterConfig
+
+
+class ForcedRouter(LinearRouter):
+    """A `skew` share of the tokens goes to the first k experts, the others to the next k in turn."""
+
+    def __init__(self, config: ForcedRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.k = config.k
+        self.skew = config.skew
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.softmax(dim=-1)
+        num_tokens, num_experts = logits_TE.shape
+        index_T = torch.arange(num_tokens, device=x_TD.device)
+        # Spread evenly: the number of skewed tokens up to t is skew * t, rounded down.
+        skewed_T = ((index_T + 1) * self.skew).floor() > (index_T * self.skew).floor()
+        turn_T = (~skewed_T).cumsum(0) - 1
+        first_T1 = torch.where(skewed_T, 0, turn_T * self.k).unsqueeze(-1)
+        expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % num_experts
+        weights_TK = scores_TE.gather(-1, expert_ids_TK)
+        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

@@ -1,0 +1,55 @@
+"""Hash routing: a fixed function of the token's id.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import Router, RouterLinear, token_choice
+from moe_ffn.routing.config import HashRouterConfig
+
+
+class HashRouter(Router):
+    """Token ids to experts by a hash, each with weight 1 / k (Roller et al. 2021, arXiv:2106.04426).
+
+    The k experts of a token are neighbours, counted round from the one the hash names, so they differ.
+    """
+
+    def __init__(self, config: HashRouterConfig, num_experts: int) -> None:
+        super().__init__()
+        self.k = config.k
+        self.seed = config.seed
+        self.num_experts = num_experts
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        """Scores say which experts were named; logits are 0, since nothing was weighed.
+
+        Raises:
+            ValueError: the context has no token ids.
+        """
+        if context.token_ids is None:
+            raise ValueError(
+                "router.type 'hash' routes by token id: call the block with "
+                "TokenContext(token_ids=...)"
+            )
+        first_T1 = hash_of(context.token_ids, self.seed).remainder(self.num_experts).unsqueeze(-1)
+        expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % self.num_experts
+        dtype = RouterLinear.dtype_for(x_TD)
+        scores_TE = torch.zeros(len(x_TD), self.num_experts, dtype=dtype, device=x_TD.device)
+        weights_TK = torch.full_like(expert_ids_TK, 1 / self.k, dtype=dtype)
+        scores_TE.scatter_(1, expert_ids_TK, weights_TK)
+        return token_choice(
+            weights_TK, expert_ids_TK, torch.zeros_like(scores_TE), scores_TE, context
+        )
+
+
+def hash_of(ids: Tensor, seed: int) -> Tensor:
+    """Non-negative int64, well spread for neighbouring ids: the 32-bit mixer of MurmurHash3."""
+    h = (ids + 0x9E3779B1 * (seed + 1)) & 0xFFFFFFFF
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        h = ((h ^ (h >> shift)) * multiplier) & 0xFFFFFFFF
+    return h ^ (h >> 16)

@@ -1,0 +1,64 @@
+"""Noisy top-k routing.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, RouterLinear, token_choice
+from moe_ffn.routing.config import NoisyTopKRouterConfig
+
+LEAST_NOISE = 1e-2
+"""Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""
+
+
+class NoisyTopKRouter(LinearRouter):
+    """h = W x + noise * softplus(W_noise x); softmax over a token's k largest h.
+
+    Shazeer et al. 2017 (arXiv:1701.06538), equations 3 to 5. In evaluation h = W x.
+    """
+
+    def __init__(self, config: NoisyTopKRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.k = config.k
+        self.noise = RouterLinear(d_model, num_experts)
+        nn.init.zeros_(self.noise.weight)  # section A: no token starts noisier than another
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        noisy_TE, selection_probs_TE = logits_TE, None
+        if self.training:
+            scale_TE = F.softplus(self.noise(x_TD)) + LEAST_NOISE
+            noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
+            selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, self.k)
+        top_TK, expert_ids_TK = noisy_TE.topk(self.k, dim=-1)
+        return token_choice(
+            top_TK.softmax(dim=-1),
+            expert_ids_TK,
+            logits_TE,
+            noisy_TE.softmax(dim=-1),
+            context,
+            selection_probs_TE=selection_probs_TE,
+        )
+
+
+def selection_probabilities(
+    logits_TE: Tensor, noisy_TE: Tensor, scale_TE: Tensor, k: int
+) -> Tensor:
+    """P(x, i): how probable expert i is among the k if its own noise were drawn again (equation 9).
+
+    Its logit then has to pass the k-th largest of the others: the (k+1)-th of all for an expert that is
+    among the k now, the k-th for the rest. With k = E nothing has to be passed, and P is 1.
+    """
+    num_experts = logits_TE.shape[-1]
+    if k == num_experts:
+        return torch.ones_like(logits_TE)
+    top = noisy_TE.topk(k + 1, dim=-1).values
+    last_in, first_out = top[:, k - 1 : k], top[:, k : k + 1]
+    threshold_TE = torch.where(noisy_TE > first_out, first_out, last_in)
+    return torch.special.ndtr((logits_TE - threshold_TE) / scale_TE)

@@ -1,0 +1,40 @@
+"""ReLU routing: fully differentiable, sparse because a rule makes it so.
+
+T tokens, D model width, E experts
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.config import ReLURouterConfig
+
+
+class ReLURouter(LinearRouter):
+    """Every expert with a positive logit, weighted by it (ReMoE, arXiv:2412.14711, equation 5)."""
+
+    def __init__(self, config: ReLURouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.k = config.k
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.relu()
+        num_tokens, num_experts = logits_TE.shape
+        expert_ids_TE = repeat(
+            torch.arange(num_experts, device=x_TD.device), "e -> t e", t=num_tokens
+        )
+        return token_choice(
+            scores_TE,
+            expert_ids_TE,
+            logits_TE,
+            scores_TE,
+            context,
+            # Not `> 0`: a token whose logits are NaN must not pass as one that chose nobody.
+            chosen_TK=~(logits_TE <= 0),
+            target_k=self.k,
+        )

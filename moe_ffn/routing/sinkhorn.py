@@ -1,0 +1,74 @@
+"""Sinkhorn routing: scores made balanced before each token chooses.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, comparable, token_choice
+from moe_ffn.routing.config import SinkhornRouterConfig
+
+
+class SinkhornRouter(LinearRouter):
+    """In training the k largest of Sinkhorn's balanced scores; in evaluation of the plain ones.
+
+    S-BASE (Clark et al. 2022, arXiv:2202.01169), as in Megatron-LM's router: no gradient flows through
+    the balancing, weights are the plain scores of the chosen.
+    """
+
+    def __init__(self, config: SinkhornRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.k = config.k
+        self.tolerance = config.tolerance
+        self.max_iterations = config.max_iterations
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid() if self.k == 1 else logits_TE.softmax(dim=-1)
+        ranking_TE = scores_TE.detach()
+        if self.training:
+            ranking_TE = sinkhorn(
+                logits_TE.detach(),
+                comparable(logits_TE, context.mask),
+                self.tolerance,
+                self.max_iterations,
+            )
+        expert_ids_TK = ranking_TE.topk(self.k, dim=-1).indices
+        weights_TK = scores_TE.gather(-1, expert_ids_TK)
+        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+
+
+def sinkhorn(
+    logits_TE: Tensor, counted_T: Tensor, tolerance: float = 1e-4, max_iterations: int = 100
+) -> Tensor:
+    """exp(logits) scaled by rows and columns until each row and each column sums to its share.
+
+    The result's logarithm, up to a constant of each row, which a choice by rows does not see. Worked in
+    logarithms, so that large logits do not overflow.
+
+    Args:
+        logits_TE: the router's logits.
+        counted_T: False for tokens that take no part, such as padding; their rows come back as they are.
+        tolerance: stop when the columns' factors move by less than this, relative to their mean.
+        max_iterations: stop at the latest after this many rounds.
+    """
+    num_experts = logits_TE.shape[-1]
+    counted_T1 = counted_T.unsqueeze(-1)
+    safe_TE = logits_TE.masked_fill(~counted_T1, 0)
+    column_E = torch.zeros(num_experts, dtype=logits_TE.dtype, device=logits_TE.device)
+    if not bool(counted_T.any()):
+        return logits_TE
+    for _ in range(max_iterations):
+        row_T1 = -(safe_TE + column_E).logsumexp(dim=-1, keepdim=True)
+        filled_TE = (safe_TE + row_T1).masked_fill(~counted_T1, -torch.inf)
+        new_E = -filled_TE.logsumexp(dim=0)
+        new_E = new_E - new_E.logsumexp(dim=0)  # fixes the constant that rows and columns can trade
+        moved = (new_E.softmax(0) - column_E.softmax(0)).abs().sum()
+        column_E = new_E
+        if moved < tolerance:
+            break
+    return torch.where(counted_T1, logits_TE + column_E, logits_TE)
