@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.command_line import exit_on_bad_input, parse_value, validate
+from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
 
 
@@ -30,6 +31,11 @@ def main(argv: Sequence[str]) -> int:
     from experiments.saved_run import load_run
 
     run = load_run(folder)
+    if not run.config.model.causal:
+        raise ConfigError(
+            f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
+            "continue a text; use a run with causal: true"
+        )
     print(sample.prompt + sample_text(run.decoder, run.tokenizer, sample, seed))
     return 0
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from experiments.tables import load_table
+from experiments.tables import load_table, short_name
 
 SUMMARY_FILE = "summary.json"
 
@@ -30,7 +30,7 @@ class Report:
     unigram_loss: float
     """What a model that knows only the frequencies scores there, in nats per token."""
     tokens_per_second: float
-    routing: Mapping[int, Mapping[str, Tensor]]
+    routing: Mapping[str, Mapping[str, Tensor]]
     """For each sparse layer, its `RoutingMetrics` on the validation split."""
     sample: str
     """What the model made of `sample_prompt`."""
@@ -65,7 +65,7 @@ class Report:
             "unigram_loss": self.unigram_loss,
             "tokens_per_second": self.tokens_per_second,
             "routing": {
-                f"layer_{layer:02d}": {name: value.tolist() for name, value in values.items()}
+                layer: {name: value.tolist() for name, value in values.items()}
                 for layer, values in self.routing.items()
             },
         }
@@ -80,7 +80,9 @@ class Report:
             layer: [expert for expert, share in enumerate(values["load"].tolist()) if share == 0]
             for layer, values in self.routing.items()
         }
-        layers = [f"layer {k}: {', '.join(map(str, v))}" for k, v in unused.items() if v]
+        layers = [
+            f"layer {short_name(k)}: {', '.join(map(str, v))}" for k, v in unused.items() if v
+        ]
         used = f"never used: {'; '.join(layers)}" if layers else "every expert is used"
         return f"{used}\nMaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
 

@@ -32,6 +32,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     for name in ("parameters", "active", "FLOPs/token"):
         table.add_column(name, justify="right")
     embeddings = vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
+    embeddings += 0 if model.causal else model.d_model  # of the mask
     tied = "tied" if model.tie_embeddings else "untied"
     output_flops = linear_flops(model.d_model, vocab_size)  # looking an embedding up costs none
     table.add_row(
@@ -41,7 +42,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     )
     attention = model.attention.num_params(model.d_model)
     heads = f"{model.attention.num_heads} heads, {model.attention.kv_heads} key-value"
-    attention_flops = model.attention.flops_per_token(model.d_model, seq_len)
+    attention_flops = model.attention.flops_per_token(model.d_model, seq_len, model.causal)
     table.add_row(
         f"attention x {model.num_layers}",
         heads,
@@ -58,7 +59,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
             *_counts(
                 len(layers) * ffn.num_params(model.d_model),
                 len(layers) * ffn.num_active_params(model.d_model),
-                len(layers) * ffn.flops_per_token(model.d_model),
+                len(layers) * ffn.flops_per_token(model.d_model, seq_len),
             ),
         )
     rest = model.num_norm_params() + model.positions.num_params(model.d_model, seq_len)
@@ -80,7 +81,7 @@ def describe_data(data: PreparedData) -> str:
     )
 
 
-def load_table(routing: Mapping[int, Mapping[str, Tensor]]) -> Table:
+def load_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
     """How the validation's tokens spread over the experts: percent of the pairs, layer by layer."""
     num_experts = max(len(values["load"]) for values in routing.values())
     in_columns = num_experts <= MOST_EXPERT_COLUMNS
@@ -105,13 +106,19 @@ def load_table(routing: Mapping[int, Mapping[str, Tensor]]) -> Table:
         else:
             cells = [Text(" ").join(cells)]
         table.add_row(
-            str(layer),
+            short_name(layer),
             *cells,
             f"{values['max_violation'].item():.2f}",
             f"{values['entropy'].item():.2f}",
             f"{values['dropped_fraction'].item():.1%}",
         )
     return table
+
+
+def short_name(layer: str) -> str:
+    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
+    number, _, part = layer.removeprefix("layer_").partition("/")
+    return f"{int(number)} {part}".rstrip()
 
 
 def _shade(share: float, fair: float) -> Text:

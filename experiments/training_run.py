@@ -135,9 +135,10 @@ def make_report(
         unigram_loss=unigram_loss_of(config, data),
         tokens_per_second=callbacks.steps.tokens_per_second,
         routing=callbacks.validation.routing,
-        # A model that has diverged has no probabilities to draw from.
+        # A model that has diverged has no probabilities to draw from, and one that sees both sides
+        # writes no text from left to right.
         sample=sample_text(module.decoder, data.tokenizer, config.sample, config.seed)
-        if math.isfinite(loss)
+        if math.isfinite(loss) and config.model.causal
         else "",
         sample_prompt=config.sample.prompt,
     )

@@ -13,59 +13,191 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
-    from moe_ffn.config import Config
-    from moe_ffn.errors import ConfigError
-    from moe_ffn.experts.base import Experts
-    from moe_ffn.experts.config import ExpertsConfig, GatedExpertsConfig, MLPExpertsConfig
-    from moe_ffn.ffn.base import FFNBlock
+    from moe_ffn.balancing.bias_rules import (
+        BiasRule,
+        QuantileRule,
+        SignRule,
+    )
+    from moe_ffn.balancing.config import (
+        BiasRuleConfig,
+        QuantileRuleConfig,
+        SignRuleConfig,
+    )
+    from moe_ffn.balancing.losses import (
+        global_load_balancing_loss,
+        importance_loss,
+        load_balancing_loss,
+        load_loss,
+        pooled_load_balancing_loss,
+        relu_sparsity_loss,
+        router_entropy,
+        router_z_loss,
+        sequence_load_balancing_loss,
+    )
+    from moe_ffn.balancing.sparsity import (
+        sparsity_weight_after,
+    )
+    from moe_ffn.config import (
+        Config,
+    )
+    from moe_ffn.errors import (
+        ConfigError,
+    )
+    from moe_ffn.experts.base import (
+        Experts,
+    )
+    from moe_ffn.experts.config import (
+        ClampedSwiGLUExpertsConfig,
+        ExpertsConfig,
+        GatedExpertsConfig,
+        MLPExpertsConfig,
+    )
+    from moe_ffn.ffn.base import (
+        FFNBlock,
+    )
+    from moe_ffn.ffn.combine import (
+        Combine,
+    )
     from moe_ffn.ffn.config import (
         CapacityConfig,
+        CombineConfig,
         ConvConfig,
         DenseConfig,
         FFNConfig,
         GatedConfig,
         IdentityConfig,
+        MixtureOfDepthsConfig,
         MoEConfig,
+        SoftMoEConfig,
+        ZeroComputationConfig,
         build_ffn,
     )
-    from moe_ffn.model.config import DecoderConfig
-    from moe_ffn.model.decoder import Decoder, DecoderOutput
-    from moe_ffn.outputs import FFNOutput, Routing, TokenContext
-    from moe_ffn.routing.base import Router
-    from moe_ffn.routing.config import RouterConfig, TopKRouterConfig
+    from moe_ffn.model.config import (
+        DecoderConfig,
+    )
+    from moe_ffn.model.decoder import (
+        Decoder,
+        DecoderOutput,
+    )
+    from moe_ffn.outputs import (
+        FFNOutput,
+        Routing,
+        TokenContext,
+    )
+    from moe_ffn.routing.base import (
+        LinearRouter,
+        Router,
+        token_choice,
+    )
+    from moe_ffn.routing.config import (
+        BalancedAssignmentRouterConfig,
+        ExpertChoiceRouterConfig,
+        ForcedRouterConfig,
+        GroupsConfig,
+        HashRouterConfig,
+        LinearRouterConfig,
+        NoisyTopKRouterConfig,
+        ReLURouterConfig,
+        RouterConfig,
+        SigmoidTopKRouterConfig,
+        SinkhornRouterConfig,
+        TopKRouterConfig,
+        TopPRouterConfig,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "balancing.losses": ("load_balancing_loss", "router_z_loss"),
+    "balancing.bias_rules": (
+        "BiasRule",
+        "QuantileRule",
+        "SignRule",
+    ),
+    "balancing.config": (
+        "BiasRuleConfig",
+        "QuantileRuleConfig",
+        "SignRuleConfig",
+    ),
+    "balancing.losses": (
+        "global_load_balancing_loss",
+        "importance_loss",
+        "load_balancing_loss",
+        "load_loss",
+        "pooled_load_balancing_loss",
+        "relu_sparsity_loss",
+        "router_entropy",
+        "router_z_loss",
+        "sequence_load_balancing_loss",
+    ),
+    "balancing.sparsity": ("sparsity_weight_after",),
     "config": ("Config",),
     "errors": ("ConfigError",),
     "experts.base": ("Experts",),
-    "experts.config": ("ExpertsConfig", "GatedExpertsConfig", "MLPExpertsConfig"),
+    "experts.config": (
+        "ClampedSwiGLUExpertsConfig",
+        "ExpertsConfig",
+        "GatedExpertsConfig",
+        "MLPExpertsConfig",
+    ),
     "ffn.base": ("FFNBlock",),
+    "ffn.combine": ("Combine",),
     "ffn.config": (
         "CapacityConfig",
+        "CombineConfig",
         "ConvConfig",
         "DenseConfig",
         "FFNConfig",
         "GatedConfig",
         "IdentityConfig",
+        "MixtureOfDepthsConfig",
         "MoEConfig",
+        "SoftMoEConfig",
+        "ZeroComputationConfig",
         "build_ffn",
     ),
     "model.config": ("DecoderConfig",),
-    "model.decoder": ("Decoder", "DecoderOutput"),
-    "outputs": ("FFNOutput", "Routing", "TokenContext"),
-    "routing.base": ("Router",),
-    "routing.config": ("RouterConfig", "TopKRouterConfig"),
+    "model.decoder": (
+        "Decoder",
+        "DecoderOutput",
+    ),
+    "outputs": (
+        "FFNOutput",
+        "Routing",
+        "TokenContext",
+    ),
+    "routing.base": (
+        "LinearRouter",
+        "Router",
+        "token_choice",
+    ),
+    "routing.config": (
+        "BalancedAssignmentRouterConfig",
+        "ExpertChoiceRouterConfig",
+        "ForcedRouterConfig",
+        "GroupsConfig",
+        "HashRouterConfig",
+        "LinearRouterConfig",
+        "NoisyTopKRouterConfig",
+        "ReLURouterConfig",
+        "RouterConfig",
+        "SigmoidTopKRouterConfig",
+        "SinkhornRouterConfig",
+        "TopKRouterConfig",
+        "TopPRouterConfig",
+    ),
 }
 """Where each public name lives; the same lines as the imports above, which only type checkers run."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BalancedAssignmentRouterConfig",
+    "BiasRule",
+    "BiasRuleConfig",
     "CapacityConfig",
+    "ClampedSwiGLUExpertsConfig",
+    "Combine",
+    "CombineConfig",
     "Config",
     "ConfigError",
     "ConvConfig",
@@ -73,24 +205,51 @@ __all__ = [
     "DecoderConfig",
     "DecoderOutput",
     "DenseConfig",
+    "ExpertChoiceRouterConfig",
     "Experts",
     "ExpertsConfig",
     "FFNBlock",
     "FFNConfig",
     "FFNOutput",
+    "ForcedRouterConfig",
     "GatedConfig",
     "GatedExpertsConfig",
+    "GroupsConfig",
+    "HashRouterConfig",
     "IdentityConfig",
+    "LinearRouter",
+    "LinearRouterConfig",
     "MLPExpertsConfig",
+    "MixtureOfDepthsConfig",
     "MoEConfig",
+    "NoisyTopKRouterConfig",
+    "QuantileRule",
+    "QuantileRuleConfig",
+    "ReLURouterConfig",
     "Router",
     "RouterConfig",
     "Routing",
+    "SigmoidTopKRouterConfig",
+    "SignRule",
+    "SignRuleConfig",
+    "SinkhornRouterConfig",
+    "SoftMoEConfig",
     "TokenContext",
     "TopKRouterConfig",
+    "TopPRouterConfig",
+    "ZeroComputationConfig",
     "build_ffn",
+    "global_load_balancing_loss",
+    "importance_loss",
     "load_balancing_loss",
+    "load_loss",
+    "pooled_load_balancing_loss",
+    "relu_sparsity_loss",
+    "router_entropy",
     "router_z_loss",
+    "sequence_load_balancing_loss",
+    "sparsity_weight_after",
+    "token_choice",
 ]
 
 

@@ -42,10 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Where the parts meet. It does not know the model around it.
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts"},
     # Sees FFNBlock and its configs, not what stands behind them.
-    "model": FOUNDATION | {"ffn"},
+    "model": FOUNDATION | {"ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
-    "training": FOUNDATION | {"balancing", "metrics", "model", "data"},
+    "training": FOUNDATION | {"balancing", "metrics", "model", "data", "routing"},
     # The public names.
     "__init__": FOUNDATION | {"balancing", "routing", "experts", "ffn", "model"},
 }

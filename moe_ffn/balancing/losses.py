@@ -1,13 +1,14 @@
-"""Balancing losses: pure functions of one layer's Routing, with coefficient 1.
+"""Balancing losses: pure functions of Routings, with coefficient 1.
 
-T tokens, E experts, N (token, expert) pairs
+T tokens, E experts, N (token, expert) pairs, B sequences
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, count_pairs
@@ -24,7 +25,95 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
-    return routing.num_experts * (expert_load(routing) * mean_scores(routing)).sum()
+    return _load_times_scores(
+        pairs_per_expert(routing), _sum_of_scores(routing), routing.num_real_tokens
+    )
+
+
+def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
+    """`load_balancing_loss` of all layers' tokens thrown together, as Hugging Face computes it.
+
+    Two layers that collapse onto opposite halves of their experts look balanced here; it exists for
+    comparison with models trained that way. Hugging Face's value is k times this one.
+
+    Raises:
+        ValueError: the layers differ in their number of experts.
+    """
+    if len({routing.num_experts for routing in layers}) > 1:
+        sizes = ", ".join(str(routing.num_experts) for routing in layers)
+        raise ValueError(
+            f"load_balance_pooled needs equally many experts in every layer, got {sizes}; "
+            "use load_balance"
+        )
+    load_E = sum(pairs_per_expert(routing) for routing in layers)
+    scores_E = sum(_sum_of_scores(routing) for routing in layers)
+    num_tokens = sum(routing.num_real_tokens for routing in layers)
+    assert isinstance(load_E, Tensor)
+    assert isinstance(scores_E, Tensor)
+    return _load_times_scores(load_E, scores_E, num_tokens)
+
+
+def sequence_load_balancing_loss(routing: Routing) -> Tensor:
+    """The mean over sequences of each one's load-balancing loss (DeepSeek-V3, section 2.1.2).
+
+    Asks every single sequence to be balanced. Sequences of nothing but padding don't count.
+    """
+    length = max(routing.sequence_length, 1)
+    num_sequences = routing.num_tokens // length
+    real_N = routing.real_N
+    cell_N = routing.token_ids_N // length * routing.num_experts + routing.expert_ids_N
+    pairs = count_pairs(
+        cell_N.masked_fill(~real_N, num_sequences * routing.num_experts),
+        num_sequences * routing.num_experts + 1,
+    )[:-1]
+    pairs_BE = rearrange(pairs, "(b e) -> b e", e=routing.num_experts)
+    real_TE = _real_only(normalized_scores(routing), routing)
+    scores_BE = reduce(real_TE, "(b s) e -> b e", "sum", s=length)
+    num_tokens_B = torch.full((num_sequences,), length, device=pairs.device)
+    if routing.mask_T is not None:
+        num_tokens_B = reduce(routing.mask_T.long(), "(b s) -> b", "sum", s=length)
+    losses_B = _load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
+    return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
+
+
+def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Tensor) -> Tensor:
+    """One batch's part of the load-balancing loss of the whole optimizer step.
+
+    The parts of a step's batches, on all ranks, add up to `load_balancing_loss` of all their tokens
+    together, and so do their gradients (Qiu et al. 2025, "Demons in the Detail", arXiv:2501.11873).
+
+    Args:
+        routing: of one batch on one rank.
+        pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
+        num_tokens: real tokens, summed alike.
+    """
+    return _load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
+
+
+def importance_loss(routing: Routing) -> Tensor:
+    """CV^2 of the experts' importance, the sum of their weights (Shazeer et al. 2017, equation 7).
+
+    0 at balance. The weights are those of the chosen pairs, before dropping.
+    """
+    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    importance_E = weights_N.new_zeros(routing.num_experts)
+    return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))
+
+
+def load_loss(routing: Routing) -> Tensor:
+    """CV^2 of the experts' load, counted smoothly over the router's noise (Shazeer et al. 2017, eq. 11).
+
+    0 at balance; 0 in evaluation, where there is no noise.
+
+    Raises:
+        ValueError: the router has no noise over which to count.
+    """
+    if routing.selection_probs_TE is None:
+        raise ValueError(
+            "load_cv2 needs selection_probs_TE, which router.type 'noisy_top_k' returns in training; "
+            "use load_balance with other routers"
+        )
+    return cv_squared(_real_only(routing.selection_probs_TE, routing).sum(dim=0))
 
 
 def router_z_loss(routing: Routing) -> Tensor:
@@ -32,11 +121,53 @@ def router_z_loss(routing: Routing) -> Tensor:
     return mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing)
 
 
+def router_entropy(routing: Routing) -> Tensor:
+    """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided.
+
+    As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
+    2024, arXiv:2403.07652, equation 6).
+    """
+    entropy_T = torch.special.entr(normalized_scores(routing)).sum(dim=-1)
+    return mean_over_tokens(entropy_T, routing)
+
+
+def relu_sparsity_loss(routing: Routing) -> Tensor:
+    """E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
+
+    Wang et al. 2024 (arXiv:2412.14711), equation 10: an L1 norm whose weight is larger for an expert
+    with more tokens. `balancing.sparsity` moves its weight in the objective. k is `routing.target_k`.
+
+    Raises:
+        ValueError: the router has no `target_k`.
+    """
+    if routing.target_k is None:
+        raise ValueError("relu_sparsity needs a router that has a target_k, such as 'relu'")
+    pairs_E = pairs_per_expert(routing).to(routing.scores_TE.dtype)
+    share_E = pairs_E / (routing.target_k * routing.num_real_tokens).clamp(min=1)
+    scores_E = mean_over_tokens(routing.scores_TE, routing)
+    return routing.num_experts * (share_E * scores_E).sum()
+
+
 BALANCING_LOSSES: dict[str, Callable[[Routing], Tensor]] = {
     "load_balance": load_balancing_loss,
+    "load_balance_sequence": sequence_load_balancing_loss,
+    "importance_cv2": importance_loss,
+    "load_cv2": load_loss,
     "router_z": router_z_loss,
+    "router_entropy": router_entropy,
 }
-"""Every balancing loss under the name of its weight in the objective and of its metric."""
+"""Every loss of one layer's routing, under the name of its weight in the objective."""
+
+
+def cv_squared(values_E: Tensor) -> Tensor:
+    """The square of the coefficient of variation, variance / mean^2; the variance is of a sample.
+
+    As in Tutel and fastmoe; 0 for a single value.
+    """
+    if len(values_E) == 1:
+        return torch.zeros_like(values_E).sum()
+    tiny = torch.finfo(values_E.dtype).tiny
+    return values_E.var() / values_E.mean().square().clamp(min=tiny)
 
 
 def pairs_per_expert(routing: Routing) -> Tensor:
@@ -58,14 +189,26 @@ def normalized_scores(routing: Routing) -> Tensor:
     return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
 
 
-def mean_scores(routing: Routing) -> Tensor:
-    """(E,): each expert's score, normalised over the experts and averaged over the real tokens."""
-    return mean_over_tokens(normalized_scores(routing), routing)
-
-
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
     """The mean of (T, ...) values over the real tokens; 0 where there are none."""
+    return _real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
+
+
+def _real_only(values: Tensor, routing: Routing) -> Tensor:
+    """(T, ...) values with 0 for padding."""
     if routing.mask_T is None:
-        return values.sum(dim=0) / max(routing.num_tokens, 1)
-    real = routing.mask_T.view(-1, *[1] * (values.ndim - 1))
-    return values.masked_fill(~real, 0).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
+        return values
+    return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
+
+
+def _sum_of_scores(routing: Routing) -> Tensor:
+    """(E,): each expert's normalised score, summed over the real tokens."""
+    return _real_only(normalized_scores(routing), routing).sum(dim=0)
+
+
+def _load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+    """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
+    pairs_E = pairs_E.to(scores_E.dtype)
+    load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean_E = scores_E / torch.as_tensor(num_tokens, device=scores_E.device).clamp(min=1)
+    return scores_E.shape[-1] * (load_E * mean_E).sum(dim=-1)

@@ -35,7 +35,9 @@ class CapacityConfig(Config, frozen=True):
     def not_causal_because(self) -> str | None:
         if self.drop == "position" or (self.factor is None and self.eval_factor is None):
             return None
-        return f"capacity.drop '{self.drop}' lets later tokens displace earlier ones; use 'position'"
+        return (
+            f"capacity.drop '{self.drop}' lets later tokens displace earlier ones; use 'position'"
+        )
 
 
 class ZeroComputationConfig(Config, frozen=True):
@@ -59,7 +61,9 @@ class ZeroComputationConfig(Config, frozen=True):
         return self.num_constant * (d_model + linear_params(d_model, 2, bias=False))
 
     def flops_per_token(self, d_model: int) -> int:
-        return self.num_constant * linear_flops(d_model, 2) + linear_flops(self.num_constant, d_model)
+        return self.num_constant * linear_flops(d_model, 2) + linear_flops(
+            self.num_constant, d_model
+        )
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -189,7 +193,9 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         return mixing + round(self.num_slots * self.experts.flops_per_pair(d_model, 1) / seq_len)
 
     def describe(self) -> str:
-        return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.num_slots} slots"
+        return (
+            f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.num_slots} slots"
+        )
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import mean_over_tokens, normalized_scores
 from moe_ffn.outputs import Routing
 
 
@@ -28,10 +27,10 @@ def dropped_fraction(routing: Routing) -> Tensor:
     return (routing.dropped_N & real_N).sum() / real_N.sum().clamp(min=1)
 
 
-def routing_entropy(routing: Routing) -> Tensor:
-    """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided."""
-    entropy_T = torch.special.entr(normalized_scores(routing)).sum(dim=-1)
-    return mean_over_tokens(entropy_T, routing)
+def nonfinite_tokens(routing: Routing) -> Tensor:
+    """How many real tokens have a logit that is NaN or infinite: something before this layer broke."""
+    broken_T = ~routing.logits_TE.isfinite().all(dim=-1)
+    return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 
 def capacity_used(routing: Routing) -> Tensor:

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from moe_ffn.balancing.losses import BALANCING_LOSSES, pairs_per_expert
-from moe_ffn.metrics.functional import max_violation, routing_entropy
+from moe_ffn.balancing.losses import (
+    load_balancing_loss,
+    pairs_per_expert,
+    router_entropy,
+    router_z_loss,
+)
+from moe_ffn.metrics.functional import max_violation, nonfinite_tokens
 from moe_ffn.outputs import Routing
 
 
@@ -26,12 +31,13 @@ class RoutingMetrics(Metric):
     num_dropped: Tensor
     num_places: Tensor
     num_tokens: Tensor
+    num_nonfinite: Tensor
     sums: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
-        for name in ("num_dropped", "num_places", "num_tokens"):
+        for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
         self.add_state("sums", torch.zeros(len(_PER_TOKEN)), "sum")
 
@@ -43,12 +49,14 @@ class RoutingMetrics(Metric):
         if routing.capacity is not None:
             self.num_places += routing.capacity * routing.num_experts
         self.num_tokens += num_tokens
+        self.num_nonfinite += nonfinite_tokens(routing)
         values = torch.stack([function(routing) for function in _PER_TOKEN.values()])
         self.sums += values * num_tokens
 
     def compute(self) -> dict[str, Tensor]:
         """`load` (E,), and scalars: `max_violation`, `dropped_fraction`, `capacity_used` (nan when
-        dropless), `entropy` in nats, and the unweighted balancing losses.
+        dropless), `experts_per_token`, `nonfinite_tokens` (whose logits are NaN or infinite), `entropy` in
+        nats, and the unweighted losses.
         """
         num_pairs = self.pairs_E.sum()
         load_E = self.pairs_E / num_pairs.clamp(min=1)
@@ -60,8 +68,14 @@ class RoutingMetrics(Metric):
             "capacity_used": (num_pairs - self.num_dropped) / self.num_places.float()
             if self.num_places
             else torch.full_like(means[0], torch.nan),
+            "experts_per_token": num_pairs / self.num_tokens.clamp(min=1),
+            "nonfinite_tokens": self.num_nonfinite,
             **dict(zip(_PER_TOKEN, means, strict=True)),
         }
 
 
-_PER_TOKEN = {"entropy": routing_entropy, **BALANCING_LOSSES}
+_PER_TOKEN = {
+    "entropy": router_entropy,
+    "load_balance": load_balancing_loss,
+    "router_z": router_z_loss,
+}

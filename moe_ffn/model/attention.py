@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped-query heads.
+"""Self-attention with grouped-query heads.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -14,11 +14,12 @@ from moe_ffn.model.config import AttentionConfig
 from moe_ffn.model.positions import Positions
 
 
-class CausalSelfAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v over the tokens up to each one."""
+class SelfAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v over the tokens up to each one, or over all if not causal."""
 
-    def __init__(self, config: AttentionConfig, d_model: int) -> None:
+    def __init__(self, config: AttentionConfig, d_model: int, causal: bool) -> None:
         super().__init__()
+        self.causal = causal
         self.num_heads = config.num_heads
         self.num_kv_heads = config.kv_heads
         self.dropout = config.dropout
@@ -42,22 +43,21 @@ class CausalSelfAttention(nn.Module):
             positions.rotate(query),
             positions.rotate(key),
             value,
-            attn_mask=None if mask_BS is None else causal_mask(mask_BS),
-            is_causal=mask_BS is None,
+            attn_mask=None if mask_BS is None else attention_mask(mask_BS, self.causal),
+            is_causal=self.causal and mask_BS is None,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
 
 
-def causal_mask(mask_BS: Tensor) -> Tensor:
+def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
     """Who may attend to whom, bool (B, 1, S, S).
 
     Every token may attend to itself, so that the row of a padded token is no softmax over nothing.
     """
     length = mask_BS.shape[-1]
-    ones = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
-    allowed = (ones.tril() & mask_BS[:, None, :]) | torch.eye(
-        length, dtype=torch.bool, device=mask_BS.device
-    )
+    seen = torch.ones(length, length, dtype=torch.bool, device=mask_BS.device)
+    itself = torch.eye(length, dtype=torch.bool, device=mask_BS.device)
+    allowed = ((seen.tril() if causal else seen) & mask_BS[:, None, :]) | itself
     return allowed[:, None]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from moe_ffn.ffn.config import FFNConfig
-from moe_ffn.model.attention import CausalSelfAttention
+from moe_ffn.model.attention import SelfAttention
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.model.positions import Positions
 from moe_ffn.outputs import FFNOutput, TokenContext
@@ -18,7 +19,7 @@ class Block(nn.Module, ABC):
 
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
         super().__init__()
-        self.attention = CausalSelfAttention(config.attention, config.d_model)
+        self.attention = SelfAttention(config.attention, config.d_model, config.causal)
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = ffn.build(config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
@@ -35,7 +36,7 @@ class PreNormBlock(Block):
     def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
         ffn = self.ffn(self.ffn_norm(x), context)
-        return FFNOutput(x + self.dropout(ffn.hidden), ffn.routing)
+        return replace(ffn, hidden=x + self.dropout(ffn.hidden))
 
 
 class PostNormBlock(Block):
@@ -45,4 +46,4 @@ class PostNormBlock(Block):
         attended = self.dropout(self.attention(x, positions, context.mask))
         x = self.attention_norm(x + attended)
         ffn = self.ffn(x, context)
-        return FFNOutput(self.ffn_norm(x + self.dropout(ffn.hidden)), ffn.routing)
+        return replace(ffn, hidden=self.ffn_norm(x + self.dropout(ffn.hidden)))

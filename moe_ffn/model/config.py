@@ -109,7 +109,7 @@ class LayerNormConfig(NormConfig, frozen=True):
 
 
 class AttentionConfig(Config, frozen=True):
-    """Causal self-attention; fewer key-value heads than query heads is grouped-query attention."""
+    """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
 
     num_heads: int = Field(default=4, ge=1)
     """Query heads; must divide d_model."""
@@ -137,11 +137,12 @@ class AttentionConfig(Config, frozen=True):
         query_and_output = 2 * linear_params(d_model, d_model, self.bias)
         return query_and_output + 2 * linear_params(d_model, d_kv, self.bias)
 
-    def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        """Forward FLOPs per token of a causal sequence, which attends to (seq_len + 1) / 2 on average."""
+    def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
+        """Forward FLOPs per token; in a causal sequence it attends to (seq_len + 1) / 2 on average."""
         d_kv = d_model // self.num_heads * self.kv_heads
         projections = 2 * linear_flops(d_model, d_model) + 2 * linear_flops(d_model, d_kv)
-        return projections + 2 * d_model * (seq_len + 1)
+        attended = (seq_len + 1) / 2 if causal else seq_len
+        return projections + round(4 * d_model * attended)
 
 
 def _string_keys(value: Any) -> Any:
@@ -150,18 +151,20 @@ def _string_keys(value: Any) -> Any:
 
 
 class DecoderConfig(Config, frozen=True):
-    """A causal Transformer decoder over tokens."""
+    """A Transformer over tokens: a causal decoder, or a bidirectional encoder."""
 
     d_model: int = Field(default=128, ge=1)
     """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1)
     """Blocks of attention and feed-forward."""
+    causal: bool = True
+    """Predict the next token from those before it. False: see both sides, guess masked tokens."""
     ffn: FFNConfig = MoEConfig()
     """The feed-forward block of every layer."""
     ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = Field(default={})
     """Layers that differ, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last wins."""
     attention: AttentionConfig = AttentionConfig()
-    """Causal self-attention."""
+    """Self-attention."""
     positions: PositionsConfig = RotaryConfig()
     """How the model knows where a token stands."""
     norm: NormConfig = RMSNormConfig()
@@ -174,6 +177,8 @@ class DecoderConfig(Config, frozen=True):
     """Use the token embeddings as the output matrix."""
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(d_model), as in 2017."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass: less memory."""
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> DecoderConfig:
@@ -191,10 +196,10 @@ class DecoderConfig(Config, frozen=True):
                 f"positions.type 'sinusoidal' needs an even d_model, got {self.d_model}"
             )
         for layer, ffn in enumerate(self.layer_ffns()):
-            if not ffn.is_causal:
+            if self.causal and not ffn.is_causal:
                 raise ValueError(
-                    f"the '{ffn.type}' block of layer {layer} lets later tokens change earlier outputs, "
-                    "which a causal decoder refuses; for 'conv' set causal: true"
+                    f"causal (true) refuses the '{ffn.type}' block of layer {layer}: "
+                    f"{ffn.not_causal_because}, or set model.causal: false"
                 )
         return self
 
@@ -233,8 +238,9 @@ class DecoderConfig(Config, frozen=True):
 
     def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
         """Forward FLOPs of the matrix products for one token; training costs three times that."""
-        ffn = sum(ffn.flops_per_token(self.d_model) for ffn in self.layer_ffns())
-        attention = self.num_layers * self.attention.flops_per_token(self.d_model, seq_len)
+        ffn = sum(ffn.flops_per_token(self.d_model, seq_len) for ffn in self.layer_ffns())
+        attention = self.attention.flops_per_token(self.d_model, seq_len, self.causal)
+        attention *= self.num_layers
         return ffn + attention + linear_flops(self.d_model, vocab_size)
 
     def num_norm_params(self) -> int:
@@ -245,6 +251,7 @@ class DecoderConfig(Config, frozen=True):
     def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
         return (
             vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+            + (0 if self.causal else self.d_model)  # the embedding of the mask
             + self.positions.num_params(self.d_model, max_seq_len)
             + self.num_layers * self.attention.num_params(self.d_model)
             + self.num_norm_params()

@@ -1,4 +1,4 @@
-"""The causal Transformer decoder; of the feed-forward it knows only `FFNBlock`.
+"""The Transformer; of the feed-forward it knows only `FFNBlock`.
 
 B batch, S sequence, V vocabulary
 """
@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from moe_ffn.model.block import PostNormBlock, PreNormBlock
+from moe_ffn.model.block import Block, PostNormBlock, PreNormBlock
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+
+if TYPE_CHECKING:
+    from moe_ffn.routing.base import Router
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,11 @@ class DecoderOutput:
     """What the decoder predicts, and where its tokens went."""
 
     logits: Tensor
-    """(B, S, V), scores of the next token at each position."""
+    """(B, S, V), scores of the next token at each position; of the token itself, if not causal."""
 
-    routings: dict[int, Routing]
-    """For each sparse layer, by its index, where the tokens went."""
+    routings: dict[str, Routing]
+    """Where the tokens went, for each sparse layer: `layer_03`, and `layer_03/inner` for a sparse block
+    inside a mixture of depths."""
 
 
 torch.export.register_dataclass(DecoderOutput)
@@ -39,6 +45,11 @@ class Decoder(nn.Module):
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=0.02)
+        self.mask_token_id = vocab_size
+        self.mask_embedding = None
+        if not config.causal:
+            self.mask_embedding = nn.Parameter(torch.empty(config.d_model))
+            nn.init.normal_(self.mask_embedding, std=0.02)
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
         self.positions = config.positions.build(config.d_model, config.head_dim, max_seq_len)
         self.dropout = nn.Dropout(config.dropout)
@@ -53,10 +64,11 @@ class Decoder(nn.Module):
             self.unembedding.weight = self.embedding.weight
 
     def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> DecoderOutput:
-        """Next-token logits at every position.
+        """Logits over the vocabulary at every position.
 
         Args:
-            token_ids: int64 (B, S), S at most `max_seq_len`.
+            token_ids: int64 (B, S), S at most `max_seq_len`; a model that is not causal also takes
+                `mask_token_id`, which stands behind the vocabulary.
             mask: bool (B, S), True for real tokens; None when all are.
 
         Raises:
@@ -68,12 +80,41 @@ class Decoder(nn.Module):
                 f"max_seq_len ({self.max_seq_len})"
             )
         context = TokenContext(mask=mask, token_ids=token_ids)
-        x = self.positions.embed(self.embedding(token_ids) * self.embedding_scale)
+        x = self.positions.embed(self._embed(token_ids) * self.embedding_scale)
         x = self.dropout(x)
-        routings: dict[int, Routing] = {}
+        routings: dict[str, Routing] = {}
         for index, layer in enumerate(self.layers):
-            output = layer(x, self.positions, context)
+            output = self._run(layer, x, context)
             x = output.hidden
-            if output.routing is not None:
-                routings[index] = output.routing
+            for kind, name in layer_names(index).items():
+                routing = getattr(output, kind)
+                if routing is not None:
+                    routings[name] = routing
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings)
+
+    def routers(self) -> dict[str, Router]:
+        """The routers behind `DecoderOutput.routings`, under the same names."""
+        return {
+            layer_names(index)[kind]: router
+            for index, layer in enumerate(self.layers)
+            for kind, router in cast("Block", layer).ffn.routers().items()
+        }
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.mask_embedding is None:
+            return self.embedding(token_ids)
+        masked = (token_ids == self.mask_token_id).unsqueeze(-1)
+        known = self.embedding(token_ids.clamp(max=self.mask_token_id - 1))
+        return torch.where(masked, self.mask_embedding, known)
+
+    def _run(self, layer: nn.Module, x: Tensor, context: TokenContext) -> FFNOutput:
+        if self.config.activation_checkpointing and torch.is_grad_enabled():
+            return cast(
+                "FFNOutput", checkpoint(layer, x, self.positions, context, use_reentrant=False)
+            )
+        return layer(x, self.positions, context)
+
+
+def layer_names(index: int) -> dict[str, str]:
+    """What the routings of a layer are called, by their names in `FFNOutput`."""
+    return {"routing": f"layer_{index:02d}", "inner_routing": f"layer_{index:02d}/inner"}

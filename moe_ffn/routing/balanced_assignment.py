@@ -10,7 +10,6 @@ from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, comparable, token_choice
-from moe_ffn.routing.config import BalancedAssignmentRouterConfig
 
 
 class BalancedAssignmentRouter(LinearRouter):

@@ -114,7 +114,7 @@ def token_choice(
 
 
 def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """bool (T,): the tokens that may be compared with others: real, and without NaN or infinity.
+    """Bool (T,): the tokens that may be compared with others: real, and without NaN or infinity.
 
     A router that ranks tokens against each other would otherwise let one broken token, or padding, take
     places from all.

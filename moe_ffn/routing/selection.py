@@ -42,7 +42,7 @@ class Selection:
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:
-    """bool (T, E): True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2).
+    """Bool (T, E): True in the `keep` groups with the highest scores (DeepSeek-V3, section 2.1.2).
 
     A group's score is the sum over its best experts: two of them in DeepSeek-V3 and its copies in
     torchtitan and Hugging Face, k / keep of them in Megatron-LM.

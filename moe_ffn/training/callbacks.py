@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,9 +28,9 @@ class RoutingByLayer:
     """One `RoutingMetrics` per sparse layer, made when the layer is first seen."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, RoutingMetrics] = {}
+        self.layers: dict[str, RoutingMetrics] = {}
 
-    def update(self, routings: Mapping[int, Routing], counted: bool = True) -> None:
+    def update(self, routings: Mapping[str, Routing], counted: bool = True) -> None:
         """Add a batch; one not `counted` only creates the metrics, so that all ranks reduce the same."""
         for layer, routing in routings.items():
             if layer not in self.layers:
@@ -38,7 +39,7 @@ class RoutingByLayer:
             if counted:
                 self.layers[layer].update(routing)
 
-    def compute(self) -> dict[int, dict[str, Tensor]]:
+    def compute(self) -> dict[str, dict[str, Tensor]]:
         """The values of each layer since the last reset, on every rank."""
         values = {layer: metrics.compute() for layer, metrics in sorted(self.layers.items())}
         # torchmetrics squeezes what has one element, and so the load of a single expert.
@@ -50,16 +51,16 @@ class RoutingByLayer:
 
 
 def flatten_routing(
-    values: Mapping[int, Mapping[str, Tensor]], prefix: str = ""
+    values: Mapping[str, Mapping[str, Tensor]], prefix: str = ""
 ) -> dict[str, float]:
-    """`{3: {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load/expert_00`.
+    """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load/expert_00`.
 
     nan, which says that a value does not exist (the capacity of a dropless layer), is left out.
     """
     row: dict[str, float] = {}
     for layer, metrics in values.items():
         for name, value in metrics.items():
-            key = f"{prefix}routing/layer_{layer:02d}/{name}"
+            key = f"{prefix}routing/{layer}/{name}"
             if value.ndim:
                 row |= {f"{key}/expert_{e:02d}": v for e, v in enumerate(value.tolist())}
             elif not value.isnan():
@@ -81,6 +82,7 @@ class StepLogger(Callback):
         self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
+        self._told: set[str] = set()
 
     @property
     def tokens_per_second(self) -> float:
@@ -132,12 +134,26 @@ class StepLogger(Callback):
             self._write(self._values(trainer, pl_module), trainer)
 
     def _values(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        routing = self._routing.compute()
+        self._tell_of_broken_tokens(routing, trainer)
         return {
             **self._window.means(trainer),
             "train/learning_rate": self._learning_rate,
             "train/gradient_norm": float(pl_module.gradient_norm),  # pyright: ignore[reportArgumentType]
-            **flatten_routing(self._routing.compute()),
+            **flatten_routing(routing),
         }
+
+    def _tell_of_broken_tokens(
+        self, routing: Mapping[str, Mapping[str, Tensor]], trainer: Trainer
+    ) -> None:
+        """Name the layers that tokens reached with NaN or infinity, once each."""
+        for layer, values in routing.items():
+            if values["nonfinite_tokens"] and layer not in self._told:
+                self._told.add(layer)
+                rank_zero_warn(
+                    f"step {trainer.global_step}: {int(values['nonfinite_tokens'])} tokens reached the "
+                    f"router of {layer} with NaN or infinity; something before that layer broke"
+                )
 
     def _write(self, row: dict[str, float], trainer: Trainer) -> None:
         if self._window.seconds:
@@ -182,7 +198,7 @@ class ValidationLogger(Callback):
         """`loss` and `bits_per_byte` of the newest validation."""
         self.last_step = -1
         """The optimizer step it was made at; -1 before the first."""
-        self.routing: dict[int, dict[str, Tensor]] = {}
+        self.routing: dict[str, dict[str, Tensor]] = {}
         """For each sparse layer, `RoutingMetrics` over the newest validation."""
         self._routing = RoutingByLayer()
 
@@ -190,7 +206,7 @@ class ValidationLogger(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: dict[str, dict[int, Routing]],
+        outputs: dict[str, dict[str, Routing]],
         batch: LoadedBatch,
         batch_idx: int,
         dataloader_idx: int = 0,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from moe_ffn.balancing.config import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
 from moe_ffn.config import Config, TaggedConfig
 
 
@@ -77,12 +78,34 @@ class OptimizerConfig(Config, frozen=True):
 
 
 class ObjectiveConfig(Config, frozen=True):
-    """Weights of what is added to the cross-entropy; each loss is a mean over the sparse layers."""
+    """The weights of what is added to the cross-entropy, and the rules that need no weight.
+
+    Each loss is a mean over the sparse layers; docs/routing.md compares them.
+    """
 
     load_balance: float = Field(default=0.01, ge=0)
-    """Weight of the Switch load-balancing loss, which is 1 at balance."""
+    """Weight of the Switch load-balancing loss, which is 1 at balance; of each batch and rank by itself."""
+    load_balance_global: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of all batches and ranks of an optimizer step together. With
+    accumulation it costs one more forward pass of each batch."""
+    load_balance_sequence: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of each sequence by itself (DeepSeek-V3)."""
+    load_balance_pooled: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of all layers' tokens together, as Hugging Face has it."""
+    importance_cv2: float = Field(default=0.0, ge=0)
+    """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer 2017)."""
+    load_cv2: float = Field(default=0.0, ge=0)
+    """Weight of that of the experts' smooth load; for router.type 'noisy_top_k' alone."""
     router_z: float = Field(default=0.001, ge=0)
     """Weight of the router z-loss."""
+    router_entropy: float = Field(default=0.0, ge=0)
+    """Weight of the entropy of each token's scores, which makes top-p routers decide."""
+    relu_sparsity: SparsityRuleConfig = SparsityRuleConfig()
+    """The rule that brings routers of type 'relu' to their k; no other router is concerned."""
+    bias_rule: BiasRuleConfig = SignRuleConfig()
+    """The rule that moves the bias of routers with correction_bias; no other router is concerned."""
+    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
+    """Share of the tokens that a model with causal: false has to guess."""
 
 
 class EarlyStoppingConfig(Config, frozen=True):

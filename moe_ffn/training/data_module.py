@@ -8,6 +8,7 @@ from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.config import DataConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training.loaders import TrainLoader, ValidationLoader
+from moe_ffn.training.module import LanguageModel
 
 
 class TokenData(LightningDataModule):
@@ -37,11 +38,14 @@ class TokenData(LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        return TrainLoader(
+        loader = TrainLoader(
             batches,
             self.num_batches,
             start=lambda: trainer.global_step * trainer.accumulate_grad_batches,
         )
+        if isinstance(trainer.lightning_module, LanguageModel):
+            trainer.lightning_module.batch_of_step = loader.batch
+        return loader
 
     def val_dataloader(self) -> ValidationLoader:
         trainer = self._trainer()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
+from moe_ffn.training.masking import IGNORED_TARGET
 from moe_ffn.training.module import LoadedBatch
-from moe_ffn.training.objective import IGNORED_TARGET
 
 
 class TrainLoader:
@@ -29,7 +29,11 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         for index in range(self.start(), self.num_batches):
-            yield _loaded(index, self.batches[index])
+            yield self.batch(index)
+
+    def batch(self, index: int) -> LoadedBatch:
+        """Any batch of the run."""
+        return _loaded(index, self.batches[index])
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: by having the two methods a loader tells Lightning that it can be resumed."""

@@ -5,6 +5,7 @@ B batch, S sequence, V vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,8 +20,11 @@ from moe_ffn.metrics.language import LanguageMetrics
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig, OptimizerConfig
-from moe_ffn.training.objective import IGNORED_TARGET, Objective, objective
+from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
+from moe_ffn.training.objective import Objective, StepTotals, objective
 from moe_ffn.training.optimizer import build_optimizer, build_schedule
+from moe_ffn.training.steering import RouterSteering
+from moe_ffn.training.step_totals import count_step
 
 
 class LoadedBatch(TypedDict):
@@ -36,11 +40,11 @@ class TrainStepOutput(TypedDict):
 
     loss: Tensor
     objective: Objective
-    routings: dict[int, Routing]
+    routings: dict[str, Routing]
 
 
 class LanguageModel(LightningModule):
-    """Next-token prediction. It logs nothing itself: `training.callbacks` reads what steps return."""
+    """Predicts next tokens, or masked ones. Logs nothing: `training.callbacks` reads what steps return."""
 
     byte_lengths: Tensor
 
@@ -69,6 +73,11 @@ class LanguageModel(LightningModule):
         self.max_steps = max_steps
         self.seed = seed
         self.register_buffer("byte_lengths", byte_lengths, persistent=False)
+        self.steering = RouterSteering(objective)
+        self.batch_of_step: Callable[[int], LoadedBatch] | None = None
+        """Any batch of the run by its index, for the global-batch rule under accumulation; set by the
+        data module."""
+        self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
         # Plain values only, so that the checkpoint loads with weights_only=True.
@@ -86,25 +95,38 @@ class LanguageModel(LightningModule):
         )
 
     def on_train_batch_start(self, batch: LoadedBatch, batch_idx: int) -> None:
-        # The randomness of a step depends on which step it is and on nothing before it, so a resumed
-        # run repeats the unbroken one to the bit without any generator state in the checkpoint.
-        entropy = [self.seed, batch["index"], self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        self._seed_batch(batch["index"])
 
     def training_step(self, batch: LoadedBatch, batch_idx: int) -> TrainStepOutput:
-        output = self.decoder(batch["input_ids"])
+        input_ids, target_ids = self._inputs_and_targets(batch)
+        if self._counts_ahead and batch["index"] % self.trainer.accumulate_grad_batches == 0:
+            self._step_totals = self._count_ahead(batch["index"])
+            self._seed_batch(batch["index"])
+            input_ids, target_ids = self._inputs_and_targets(batch)
+        output = self.decoder(input_ids)
+        routings = {layer: routing.detach() for layer, routing in output.routings.items()}
+        if self.objective_config.load_balance_global and not self._counts_ahead:
+            self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
         losses = objective(
-            output.logits, batch["target_ids"], output.routings, self.objective_config
+            output.logits,
+            target_ids,
+            output.routings,
+            self.objective_config,
+            sparsity_weight=self.steering.sparsity_weight,
+            step_totals=self._step_totals,
         )
-        return TrainStepOutput(
-            loss=losses.total,
-            objective=losses.detach(),
-            routings={layer: routing.detach() for layer, routing in output.routings.items()},
-        )
+        self.steering.observe(routings, self.decoder.routers())
+        return TrainStepOutput(loss=losses.total, objective=losses.detach(), routings=routings)
 
-    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[str, dict[int, Routing]]:
-        output = self.decoder(batch["input_ids"])
-        targets = batch["target_ids"].flatten()
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.steering.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
+
+    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[str, dict[str, Routing]]:
+        # The same tokens are masked in every validation and on any number of ranks.
+        generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
+        input_ids, target_ids = self._inputs_and_targets(batch, generator)
+        output = self.decoder(input_ids)
+        targets = target_ids.flatten()
         nats = F.cross_entropy(
             output.logits.flatten(0, 1).float(),
             targets,
@@ -148,3 +170,60 @@ class LanguageModel(LightningModule):
         schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def _seed_batch(self, index: int) -> None:
+        # The randomness of a step depends on which step it is and on nothing before it, so a resumed
+        # run repeats the unbroken one to the bit without any generator state in the checkpoint.
+        entropy = [self.seed, index, self.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+
+    def _inputs_and_targets(
+        self, batch: LoadedBatch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.decoder.config.causal:
+            return batch["input_ids"], batch["target_ids"]
+        input_ids, target_ids = mask_tokens(
+            batch["input_ids"],
+            self.objective_config.masked_fraction,
+            self.decoder.mask_token_id,
+            generator,
+        )
+        filler = batch["target_ids"] == IGNORED_TARGET
+        return input_ids, target_ids.masked_fill(filler, IGNORED_TARGET)
+
+    @property
+    def _counts_ahead(self) -> bool:
+        """Whether what the global-batch rule needs lies in batches that are still to come."""
+        accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
+        return bool(self.objective_config.load_balance_global) and accumulates
+
+    @torch.no_grad()
+    def _count_ahead(self, first: int) -> StepTotals:
+        """Route the batches of the step that begins with batch `first`, and count.
+
+        The gradient of the rule needs the counts of all of them before the first is differentiated.
+        Each is seeded as it will be when its turn comes, so noise and dropout are the same.
+        """
+        if self.batch_of_step is None:
+            raise RuntimeError(
+                "load_balance_global with accumulate_grad_batches > 1 needs the batches of a step ahead "
+                "of time: set LanguageModel.batch_of_step, as experiments.assemble does"
+            )
+        routings = []
+        for index in range(first, first + self.trainer.accumulate_grad_batches):
+            batch = self.transfer_batch_to_device(self.batch_of_step(index), self.device, 0)
+            self._seed_batch(index)
+            input_ids, _ = self._inputs_and_targets(batch)
+            routings.append(self.decoder(input_ids).routings)
+        return count_step(routings, self._sum_over_ranks, self._num_ranks)
+
+    @property
+    def _num_ranks(self) -> int:
+        return 1 if self._trainer is None else self.trainer.world_size
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        if self._num_ranks == 1:
+            return value
+        summed = self.trainer.strategy.reduce(value, reduce_op="sum")
+        assert isinstance(summed, Tensor)
+        return summed

@@ -1,6 +1,6 @@
 """What is minimised: the cross-entropy and the weighted balancing losses, in one place.
 
-B batch, S sequence, V vocabulary
+B batch, S sequence, V vocabulary, E experts
 """
 
 from __future__ import annotations
@@ -12,12 +12,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    global_load_balancing_loss,
+    pooled_load_balancing_loss,
+    relu_sparsity_loss,
+)
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.training.masking import IGNORED_TARGET
 
-IGNORED_TARGET = -100
-"""The target of positions that are in no loss, such as padding."""
+ALWAYS_SHOWN = ("load_balance", "router_z")
+"""Losses that are computed and logged also where their weight is 0."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What the batches and ranks of one optimizer step have together, for the global-batch rule."""
+
+    pairs_E: dict[str, Tensor]
+    """Real pairs per expert of each sparse layer."""
+
+    num_tokens: dict[str, Tensor]
+    """Real tokens of each sparse layer."""
+
+    num_parts: int
+    """Batches times ranks: the loss of a part is multiplied by it, since their mean is taken."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +51,7 @@ class Objective:
     """Scalar, nats per token."""
 
     balancing: dict[str, Tensor]
-    """Each of `BALANCING_LOSSES`, unweighted, as a mean over the sparse layers; empty without any."""
+    """Balancing losses, unweighted, as a mean over the sparse layers; empty without any."""
 
     def detach(self) -> Objective:
         """The same values cut from the graph."""
@@ -42,25 +62,57 @@ class Objective:
 def objective(
     logits_BSV: Tensor,
     target_ids_BS: Tensor,
-    routings: Mapping[int, Routing],
+    routings: Mapping[str, Routing],
     weights: ObjectiveConfig,
+    *,
+    sparsity_weight: Tensor | None = None,
+    step_totals: StepTotals | None = None,
 ) -> Objective:
     """The cross-entropy plus each balancing loss times its weight.
 
     The balancing losses are computed per layer and averaged: pooling the layers' tokens first would
     let two layers collapse onto opposite halves unseen, and a sum would change the meaning of a
     weight with the depth.
+
+    Args:
+        sparsity_weight: of `relu_sparsity_loss`, as `balancing.sparsity` left it; its `initial` when
+            None.
+        step_totals: of the optimizer step; None where this batch is the whole step.
     """
-    cross_entropy = F.cross_entropy(
+    total = cross_entropy = F.cross_entropy(
         logits_BSV.flatten(0, 1).float(), target_ids_BS.flatten(), ignore_index=IGNORED_TARGET
     )
+    balancing: dict[str, Tensor] = {}
+    if not routings:
+        return Objective(total, cross_entropy, balancing)
     layers = list(routings.values())
-    balancing = {
-        name: torch.stack([loss(routing) for routing in layers]).mean()
-        for name, loss in BALANCING_LOSSES.items()
-        if layers
-    }
-    total = cross_entropy
-    for name, value in balancing.items():
-        total = total + getattr(weights, name) * value
+    for name, loss in BALANCING_LOSSES.items():
+        weight = getattr(weights, name)
+        if weight or name in ALWAYS_SHOWN:
+            balancing[name] = torch.stack([loss(routing) for routing in layers]).mean()
+            total = total + weight * balancing[name]
+    if weights.load_balance_pooled:
+        balancing["load_balance_pooled"] = pooled_load_balancing_loss(layers)
+        total = total + weights.load_balance_pooled * balancing["load_balance_pooled"]
+    if weights.load_balance_global:
+        balancing["load_balance_global"] = _global_part(routings, step_totals)
+        total = total + weights.load_balance_global * balancing["load_balance_global"]
+    relu_layers = [routing for routing in layers if routing.target_k is not None]
+    if relu_layers:
+        sparsity = torch.stack([relu_sparsity_loss(routing) for routing in relu_layers]).mean()
+        balancing["relu_sparsity"] = sparsity
+        if sparsity_weight is None:
+            sparsity_weight = torch.tensor(weights.relu_sparsity.initial, device=sparsity.device)
+        total = total + sparsity_weight * sparsity
     return Objective(total, cross_entropy, balancing)
+
+
+def _global_part(routings: Mapping[str, Routing], totals: StepTotals | None) -> Tensor:
+    """The mean over the layers of this batch's part, times the number of parts."""
+    if totals is None:
+        return torch.stack([BALANCING_LOSSES["load_balance"](r) for r in routings.values()]).mean()
+    parts = [
+        global_load_balancing_loss(routing, totals.pairs_E[name], totals.num_tokens[name])
+        for name, routing in routings.items()
+    ]
+    return totals.num_parts * torch.stack(parts).mean()

@@ -1,0 +1,85 @@
+"""Auxiliary-loss-free balancing: rules that move a router's correction bias between optimizer steps.
+
+A rule has two halves. `observe` makes a tensor of one batch's Routing; such tensors are added up over
+the batches and ranks of a step, by whoever trains. `update` then gives the new bias.
+
+T tokens, E experts
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from moe_ffn.balancing.config import QuantileRuleConfig, SignRuleConfig
+from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.outputs import Routing
+
+
+class BiasRule(ABC):
+    """Not an nn.Module: the bias is the router's, the sums are the trainer's."""
+
+    @abstractmethod
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        """(E,), what is to be summed over a step. `bias_E` is what the routing was made with."""
+
+    @abstractmethod
+    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+        """The bias of the next step, from the sum over `num_batches` batches."""
+
+
+class SignRule(BiasRule):
+    """bias += rate * sign(mean(n) - n), n the pairs of each expert in the step, before dropping.
+
+    DeepSeek-V3's rule, as in Megatron-LM and OLMo-core; with `centre`, torchtitan's.
+    """
+
+    def __init__(self, config: SignRuleConfig) -> None:
+        self.rate = config.rate
+        self.centre = config.centre
+
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        return pairs_per_expert(routing)
+
+    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+        # In whole numbers, so that a mean that is no float does not make a sign: sum - E * n.
+        ahead_E = observed_E.sum() - len(observed_E) * observed_E
+        move_E = self.rate * ahead_E.sign().to(bias_E.dtype)
+        if self.centre:
+            move_E = move_E - move_E.mean()
+        return bias_E + move_E
+
+
+class QuantileRule(BiasRule):
+    """-bias of expert i becomes the quantile of (score - what it takes to be chosen) at its even share.
+
+    What it takes for a token is its (k+1)-th largest score + bias. If an expert's bias is the negative
+    of the (T k / E + 1)-th largest excess, just T k / E tokens choose it, other biases being equal: a
+    step of coordinate descent on the dual of balanced assignment. Kept as a moving average with mean 0,
+    as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's batches.
+    """
+
+    def __init__(self, config: QuantileRuleConfig) -> None:
+        self.ema = config.ema
+
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        num_tokens, num_experts = routing.scores_TE.shape
+        k = len(routing.token_ids_N) // max(num_tokens, 1)
+        if num_tokens == 0 or k == num_experts:  # nothing to choose
+            return -bias_E
+        scores_TE = routing.scores_TE.detach()
+        needed_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
+        excess_TE = scores_TE - needed_T1
+        if routing.mask_T is not None:
+            excess_TE = excess_TE.masked_fill(~routing.mask_T.unsqueeze(-1), -torch.inf)
+        num_real = routing.num_real_tokens
+        share = (num_real * k // num_experts).clamp(max=num_tokens - 1)
+        quantile_E = excess_TE.sort(dim=0, descending=True).values[share]
+        return torch.where(quantile_E.isfinite(), quantile_E, -bias_E).to(bias_E.dtype)
+
+    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+        fresh_E = -observed_E / num_batches
+        moved_E = self.ema * bias_E + (1 - self.ema) * fresh_E
+        return moved_E - moved_E.mean()

@@ -1,0 +1,70 @@
+"""What steers routers from step to step: biases and the weight of sparsity.
+
+Neither is trained by a gradient. Both are moved once per optimizer step, by what its batches and ranks
+observed together, and both are kept in checkpoints: the biases as buffers of their routers, the weight
+as a buffer of `RouterSteering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.balancing.sparsity import sparsity_weight_after
+from moe_ffn.outputs import Routing
+from moe_ffn.routing.base import Router
+from moe_ffn.training.config import ObjectiveConfig
+
+Reduce = Callable[[Tensor], Tensor]
+"""The sum of a tensor over the ranks."""
+
+
+class RouterSteering(nn.Module):
+    """Adds up what batches observed; `step` moves biases and the sparsity weight, and starts anew."""
+
+    sparsity_weight: Tensor
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        super().__init__()
+        self.rule = config.bias_rule.build()
+        self.factor = config.relu_sparsity.factor
+        initial = torch.tensor(config.relu_sparsity.initial)
+        self.register_buffer("sparsity_weight", initial)
+        self._observed: dict[str, Tensor] = {}
+        self._densities: dict[str, Tensor] = {}
+        self._num_batches = 0
+
+    @torch.no_grad()
+    def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
+        """Add one batch, routed with the biases that `routers` still have."""
+        self._num_batches += 1
+        for name, routing in routings.items():
+            bias_E = routers[name].correction_bias_E
+            if bias_E is not None:
+                _add(self._observed, name, self.rule.observe(routing, bias_E))
+            if routing.target_k is not None:
+                pairs = pairs_per_expert(routing).sum()
+                tokens = routing.num_real_tokens
+                _add(self._densities, name, torch.stack([pairs / routing.target_k, tokens]))
+
+    @torch.no_grad()
+    def step(self, routers: Mapping[str, Router], reduce: Reduce, num_ranks: int = 1) -> None:
+        """Move what there is to move. Every rank has to call it, before the optimizer's step."""
+        for name, observed_E in self._observed.items():
+            bias_E = routers[name].correction_bias_E
+            assert bias_E is not None
+            num_batches = self._num_batches * num_ranks
+            bias_E.copy_(self.rule.update(bias_E, reduce(observed_E), num_batches))
+        if self._densities:
+            sums = reduce(torch.stack(list(self._densities.values())))
+            density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
+            weight = sparsity_weight_after(self.sparsity_weight, density, self.factor)
+            self.sparsity_weight.copy_(weight)
+        self._observed, self._densities, self._num_batches = {}, {}, 0
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
