@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from moe_ffn import TokenContext, build_ffn
-from moe_ffn.capacity import limit_by_position, place_in_queue
+from moe_ffn.capacity import by_position, limit, place_in_queue
 from moe_ffn.outputs import Routing, flatten_tokens
+
+
+def limit_by_position(routing: Routing, factor: float | None) -> Routing:
+    return limit(routing, factor, by_position)
 
 
 def capacity_of(routing: Routing) -> int:
@@ -83,19 +87,19 @@ def test_earlier_positions_are_served_first_across_the_batch(make_routing: Any) 
     # Served: t0, t3 (position 0), then t1 (position 1, first sequence). Token-major order would
     # have served t0, t1, t2, and let the end of one sequence displace the start of the other.
     routing = make_routing([[0]] * 6, 2, sequence_length=3)
-    assert place_in_queue(routing).tolist() == [0, 2, 4, 1, 3, 5]
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 2, 4, 1, 3, 5]
     assert dropped(limit_by_position(routing, 1.0)) == [2, 4, 5]
 
 
 def test_queues_are_one_per_expert(make_routing: Any) -> None:
     # seq 0: e0 e1 e0 ; seq 1: e0 e0 e1. Queue of e0: t0, t3, t4, t2. Queue of e1: t1, t5.
     routing = make_routing([[0], [1], [0], [0], [0], [1]], 2, sequence_length=3)
-    assert place_in_queue(routing).tolist() == [0, 0, 3, 1, 2, 1]
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 0, 3, 1, 2, 1]
 
 
 def test_a_token_naming_an_expert_twice_takes_two_places(make_routing: Any) -> None:
     routing = make_routing([[0, 0], [0, 1]], 2)
-    assert place_in_queue(routing).tolist() == [0, 1, 2, 0]
+    assert place_in_queue(routing, by_position(routing)).tolist() == [0, 1, 2, 0]
 
 
 def test_padding_takes_nobodys_place_and_is_not_dropped(make_routing: Any) -> None:

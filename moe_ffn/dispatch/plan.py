@@ -34,11 +34,14 @@ class Plan:
 torch.export.register_dataclass(Plan)
 
 
-def make_plan(routing: Routing, num_experts: int) -> Plan:
-    """Sort the pairs of the first `num_experts` experts by expert; ties keep token order.
+def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
+    """Sort the pairs by expert; a stable sort, so ties keep token order.
 
-    Experts behind those are no networks (`ffn.zero_computation`): their pairs are not in the plan.
+    Args:
+        num_experts: of those with a network; the experts behind them (`ffn.zero_computation`) are not
+            in the plan. All of them when None.
     """
+    num_experts = routing.num_experts if num_experts is None else num_experts
     computed_N = routing.computed_N & (routing.expert_ids_N < num_experts)
     key_N = routing.expert_ids_N.masked_fill(~computed_N, num_experts)
     order_N = key_N.argsort(stable=True)

@@ -116,7 +116,9 @@ class ConvConfig(FFNConfig, frozen=True):
     def not_causal_because(self) -> str | None:
         if self.causal or self.kernel_size == 1:
             return None
-        return f"causal (false) with kernel_size ({self.kernel_size}) looks ahead; set causal: true"
+        return (
+            f"its causal (false) with kernel_size ({self.kernel_size}) looks ahead; set it to true"
+        )
 
     def width(self, d_model: int) -> int:
         return self.d_ff or 4 * d_model

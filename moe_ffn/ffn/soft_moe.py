@@ -73,4 +73,5 @@ class SoftMoEFFN(FFNBlock):
             offsets_E=ends_E.to(torch.int32),
         )
         y_ND = self.experts(slots_ND, plan)
-        return rearrange(y_ND, "(e b p) d -> b (e p) d", e=self.num_experts, b=num_sequences)
+        p = self.slots_per_expert
+        return rearrange(y_ND, "(e b p) d -> b (e p) d", e=self.num_experts, p=p)

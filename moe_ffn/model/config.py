@@ -198,7 +198,7 @@ class DecoderConfig(Config, frozen=True):
         for layer, ffn in enumerate(self.layer_ffns()):
             if self.causal and not ffn.is_causal:
                 raise ValueError(
-                    f"causal (true) refuses the '{ffn.type}' block of layer {layer}: "
+                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: "
                     f"{ffn.not_causal_because}, or set model.causal: false"
                 )
         return self

@@ -6,6 +6,7 @@ loggers one row every `every_n_steps`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -150,10 +150,12 @@ class StepLogger(Callback):
         for layer, values in routing.items():
             if values["nonfinite_tokens"] and layer not in self._told:
                 self._told.add(layer)
-                rank_zero_warn(
-                    f"step {trainer.global_step}: {int(values['nonfinite_tokens'])} tokens reached the "
-                    f"router of {layer} with NaN or infinity; something before that layer broke"
-                )
+                if trainer.is_global_zero:
+                    print(
+                        f"step {trainer.global_step}: {int(values['nonfinite_tokens'])} tokens reached "
+                        f"the router of {layer} with NaN or infinity; something before it broke",
+                        file=sys.stderr,
+                    )
 
     def _write(self, row: dict[str, float], trainer: Trainer) -> None:
         if self._window.seconds:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KNOWN_BLOCKS = "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe"
+KNOWN_BLOCKS = "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe, soft_moe, mixture_of_depths"
 
 
 REFUSED = {
@@ -35,7 +35,8 @@ REFUSED = {
     ),
     "unknown option like no other": (
         "--model.ffn.router.zzz 3",
-        "model.ffn.router.zzz: unknown; known: type, k, renormalize",
+        "model.ffn.router.zzz: unknown; known: type, bias, jitter, k, renormalize, scale, groups, "
+        "correction_bias, softmax",
     ),
     "option of another type": (
         "--model.ffn.type dense --model.ffn.num_experts 4",
@@ -78,7 +79,7 @@ REFUSED = {
     "class of another family": (
         "--model.ffn.type moe_ffn.routing.config:TopKRouterConfig",
         "model.ffn.type: 'moe_ffn.routing.config:TopKRouterConfig' must be a subclass of FFNConfig, "
-        "got <class 'moe_ffn.routing.config.TopKRouterConfig'>",
+        "got <class 'moe_ffn.routing.token_choice_config.TopKRouterConfig'>",
     ),
     # -- values
     "text for a number": (
@@ -170,8 +171,8 @@ REFUSED = {
     ),
     "block that looks ahead": (
         "--model.ffn {type:&conv,&causal:&false}",
-        "model: the 'conv' block of layer 0 lets later tokens change earlier outputs, which a causal "
-        "decoder refuses; for 'conv' set causal: true",
+        "model: a causal model refuses the 'conv' block of layer 0: its causal (false) with "
+        "kernel_size (3) looks ahead; set it to true, or set model.causal: false",
     ),
     "layer that is not there": (
         "--model.ffn_at {5:&dense}",

@@ -30,7 +30,7 @@ class ScaleConfig(FFNConfig, frozen=True):
     def num_params(self, d_model: int) -> int:
         return 0
 
-    def flops_per_token(self, d_model: int) -> int:
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
         return 0
 
 
@@ -157,7 +157,7 @@ def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
         ("moe_ffn.ffn.config:FFNConfig", "must define build, flops_per_token, num_params"),
         (
             "moe_ffn.routing.config:TopKRouterConfig",
-            "must be a subclass of FFNConfig, got <class 'moe_ffn.routing.config.TopKRouterConfig'>",
+            "must be a subclass of FFNConfig, got <class 'moe_ffn.routing.token_choice_config.TopKRouterConfig'>",
         ),
     ],
 )

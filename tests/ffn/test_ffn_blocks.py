@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.activations import GATE_ACTIVATIONS
-from moe_ffn.ffn.config import ConvConfig, DenseConfig, GatedConfig, MoEConfig
+from moe_ffn.ffn.config import DenseConfig, GatedConfig, MixtureOfDepthsConfig, MoEConfig
 
 D_MODEL = 8
 
@@ -25,6 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for member, cls in FFNConfig.members.items()
         if "bias" in cls.model_fields
     },
+    "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "conv-k1": {"type": "conv", "kernel_size": 1},
     "conv-k4": {"type": "conv", "kernel_size": 4, "d_ff": 12},
     "conv-centred": {"type": "conv", "causal": False},
@@ -41,7 +42,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "experts": {"type": "geglu", "bias": True, "d_ff": 16},
         "shared_expert": {"type": "dense", "bias": True},
     },
+    "moe-shared-sigmoid_gate": {
+        "type": "moe",
+        "shared_expert": "swiglu",
+        "combine": "sigmoid_gate",
+    },
+    "moe-shared-average": {"type": "moe", "shared_expert": "swiglu", "combine": "average"},
+    "moe-shared-residual": {"type": "moe", "shared_expert": "dense", "combine": "residual"},
+    "moe-zero_computation": {
+        "type": "moe",
+        "num_experts": 4,
+        "router": {"type": "top_k", "k": 4},
+        "zero_computation": {"num_zero": 1, "num_copy": 1, "num_constant": 2},
+    },
+    "mixture_of_depths-moe": {
+        "type": "mixture_of_depths",
+        "ffn": "moe",
+        "router": {"type": "relu", "k": 0.5},
+    },
 }
+MIXES_POSITIONS = {"conv", "soft_moe", "mixture_of_depths"}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -105,7 +125,8 @@ def test_positions_are_independent_of_each_other(config: dict[str, Any]) -> None
     x = tokens(2, 5, 8)
     whole = ffn(x).hidden
     alone = torch.stack([ffn(x[:, [s]]).hidden for s in range(5)], dim=1).squeeze(2)
-    if isinstance(parsed, ConvConfig) and parsed.kernel_size > 1:
+    mixes = parsed.type in MIXES_POSITIONS and config != VARIANTS["conv-k1"]
+    if mixes and config != VARIANTS["mixture_of_depths-moe"]:  # whose tokens choose for themselves
         assert (whole - alone).abs().max() > 1e-3
     else:
         torch.testing.assert_close(whole, alone, rtol=0, atol=1e-12)
@@ -163,10 +184,10 @@ def test_nothing_is_kept_on_the_module(config: dict[str, Any]) -> None:
             if not key.startswith("_")
         }
 
-    before = held()
+    before, buffers = held(), {name: b.clone() for name, b in ffn.named_buffers()}
     ffn(tokens(2, 5, 8, dtype=torch.float32), TokenContext(mask=torch.ones(2, 5).bool()))
     assert held() == before
-    assert not list(ffn.buffers())
+    assert all(torch.equal(b, buffers[name]) for name, b in ffn.named_buffers())
 
 
 # ----------------------------------------------------------------------------------- what it costs
@@ -180,9 +201,15 @@ def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_mod
     total = sum(parameter.numel() for parameter in ffn.parameters())
     assert parsed.num_params(d_model) == total
     idle = 0
+    if isinstance(parsed, MixtureOfDepthsConfig):
+        passed = parsed.ffn.num_active_params(d_model)
+        assert parsed.num_active_params(d_model) == total - parsed.ffn.num_params(
+            d_model
+        ) + round(passed / 2)
+        return
     if isinstance(parsed, MoEConfig):
         experts = sum(p.numel() for p in ffn.get_submodule("experts").parameters())
-        k = round(parsed.router.experts_per_token(parsed.num_experts))
+        k = round(parsed.experts_per_token)
         idle = experts // parsed.num_experts * (parsed.num_experts - k)
         assert idle > 0
     assert parsed.num_active_params(d_model) == total - idle
@@ -199,11 +226,19 @@ def count_flops(config: dict[str, Any], batch: int, length: int, d_model: int) -
 @pytest.mark.parametrize("d_model", [8, 24])
 def test_the_config_knows_the_flops(config: dict[str, Any], d_model: int) -> None:
     parsed = FFNConfig.model_validate(config)
-    assert count_flops(config, 2, 6, d_model) == 12 * parsed.flops_per_token(d_model)
+    if config in (VARIANTS["moe-zero_computation"], VARIANTS["mixture_of_depths-moe"]):
+        pytest.skip("what it costs depends on the data")
+    assert count_flops(config, 2, 6, d_model) == 12 * parsed.flops_per_token(d_model, seq_len=6)
 
 
 @every_variant
 def test_cost_is_linear_in_the_sequence(config: dict[str, Any]) -> None:
+    if config["type"] == "soft_moe":  # its slots cost the same for any number of tokens
+        counts = [count_flops(config, 1, length, D_MODEL) for length in (8, 16, 24)]
+        assert counts[1] - counts[0] == counts[2] - counts[1]
+        return
+    if config in (VARIANTS["moe-zero_computation"], VARIANTS["mixture_of_depths-moe"]):
+        pytest.skip("what it costs depends on the data")
     counts = [count_flops(config, 1, length, D_MODEL) for length in (8, 16, 64)]
     assert counts == [counts[0], 2 * counts[0], 8 * counts[0]]
 

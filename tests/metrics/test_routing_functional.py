@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.balancing.losses import expert_load
-from moe_ffn.capacity import limit_by_position
+from moe_ffn.balancing.losses import expert_load, router_entropy
+from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.functional import (
     capacity_used,
     dropped_fraction,
     max_violation,
-    routing_entropy,
 )
 
 
@@ -54,7 +53,7 @@ def test_dropped_fraction_is_of_the_real_pairs(make_routing: Any) -> None:
     mask = torch.tensor([True, True, True, False])
     routing = make_routing([[0]] * 4, 3, mask_T=mask)
     assert dropped_fraction(routing).item() == 0
-    assert dropped_fraction(limit_by_position(routing, 1.0)).item() == pytest.approx(2 / 3)
+    assert dropped_fraction(limit(routing, 1.0, by_position)).item() == pytest.approx(2 / 3)
 
 
 def test_dropped_fraction_of_nothing_is_zero(make_routing: Any) -> None:
@@ -67,19 +66,19 @@ def test_entropy_is_the_mean_over_tokens_in_nats(make_routing: Any) -> None:
     scores = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0], [0.5, 0.25, 0.25, 0.0]])
     routing = make_routing([[0]] * 3, 4, scores_TE=scores)
     expected = (math.log(4) + 0 + 1.5 * math.log(2)) / 3
-    assert routing_entropy(routing).item() == pytest.approx(expected, rel=1e-6)
+    assert router_entropy(routing).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_entropy_normalises_scores_and_skips_padding(make_routing: Any) -> None:
     scores = torch.tensor([[0.9, 0.9], [1.0, 0.0]])  # sigmoid-like; the second token is padding
     mask = torch.tensor([True, False])
     routing = make_routing([[0], [0]], 2, scores_TE=scores, mask_T=mask)
-    assert routing_entropy(routing).item() == pytest.approx(math.log(2), rel=1e-6)
+    assert router_entropy(routing).item() == pytest.approx(math.log(2), rel=1e-6)
 
 
 def test_capacity_used_is_the_share_of_places_taken(make_routing: Any) -> None:
     # Four pairs over two experts, factor 1.5: C = 3, so 6 places. Expert 0 takes three of its four.
-    routing = limit_by_position(make_routing([[0]] * 4, 2), 1.5)
+    routing = limit(make_routing([[0]] * 4, 2), 1.5, by_position)
     assert capacity_used(routing).item() == pytest.approx(3 / 6)
 
 
@@ -88,7 +87,7 @@ def test_capacity_used_is_nan_when_dropless(make_routing: Any) -> None:
 
 
 def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
-    routing = limit_by_position(route_logits(torch.eye(4, requires_grad=True), 2), 1.0)
+    routing = limit(route_logits(torch.eye(4, requires_grad=True), 2), 1.0, by_position)
     assert routing.weights_N.requires_grad
     detached = routing.detach()
     for name in ("weights_N", "logits_TE", "scores_TE"):

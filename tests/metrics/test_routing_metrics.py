@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.capacity import limit_by_position
+from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.routing import RoutingMetrics
 
 
@@ -13,9 +13,9 @@ def test_values_are_means_over_batches(make_routing: Any) -> None:
     metrics = RoutingMetrics(num_experts=2)
     # Two batches collapsed onto opposite experts: each has MaxVio 1, together they are balanced.
     # C = ceil(4 / 2) = 2 in the first, so half of its pairs are dropped and 2 of 4 places taken.
-    metrics.update(limit_by_position(make_routing([[0]] * 4, 2), 1.0))
+    metrics.update(limit(make_routing([[0]] * 4, 2), 1.0, by_position))
     # C = ceil(1.5 * 4 / 2) = 3: a quarter is dropped, 3 of 6 places taken.
-    metrics.update(limit_by_position(make_routing([[1]] * 4, 2), 1.5))
+    metrics.update(limit(make_routing([[1]] * 4, 2), 1.5, by_position))
     values = metrics.compute()
     assert values["load"].tolist() == [0.5, 0.5]
     assert values["max_violation"].item() == 0
@@ -34,6 +34,8 @@ def test_every_measure_is_there_and_capacity_used_is_nan_when_dropless(make_rout
     assert set(values) == {
         "load",
         "max_violation",
+        "experts_per_token",
+        "nonfinite_tokens",
         "dropped_fraction",
         "entropy",
         "capacity_used",

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.model.attention import CausalSelfAttention, causal_mask
+from moe_ffn.model.attention import SelfAttention, attention_mask
 from moe_ffn.model.config import AttentionConfig, RotaryConfig
 from moe_ffn.model.positions import Positions
 
 D_MODEL = 16
 
 
-def attention(seed: int = 0, **config: int | bool | float) -> CausalSelfAttention:
+def attention(seed: int = 0, **config: int | bool | float) -> SelfAttention:
     torch.manual_seed(seed)
-    return CausalSelfAttention(AttentionConfig.model_validate(config), D_MODEL).double()
+    return SelfAttention(AttentionConfig.model_validate(config), D_MODEL, causal=True).double()
 
 
 def tokens(*shape: int) -> Tensor:
@@ -25,9 +25,7 @@ def tokens(*shape: int) -> Tensor:
     return torch.randn(*shape, D_MODEL, generator=generator, dtype=torch.float64)
 
 
-def naive(
-    module: CausalSelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positions
-) -> Tensor:
+def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positions) -> Tensor:
     """Head by head, token by token: a weighted mean of what each token may see."""
     length, head_dim = len(x_SD), D_MODEL // module.num_heads
 
@@ -83,7 +81,7 @@ def test_grouped_heads_equal_full_attention_with_repeated_heads() -> None:
 
 def test_the_causal_mask_equals_the_one_made_by_hand() -> None:
     # Token 1 is padding: nobody else sees it.
-    mask = causal_mask(torch.tensor([[True, False, True]]))
+    mask = attention_mask(torch.tensor([[True, False, True]]), causal=True)
     assert mask.shape == (1, 1, 3, 3)
     assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
 
@@ -112,7 +110,7 @@ def test_dropout_is_for_training_only() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_num_params_counts_the_built_module(num_kv_heads: int, bias: bool) -> None:
     config = AttentionConfig(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
-    module = CausalSelfAttention(config, D_MODEL)
+    module = SelfAttention(config, D_MODEL, causal=True)
     assert config.num_params(D_MODEL) == sum(p.numel() for p in module.parameters())
 
 

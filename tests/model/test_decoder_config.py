@@ -74,16 +74,51 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     [
         (
             {"ffn": {"type": "conv", "causal": False}},
-            "the 'conv' block of layer 0 lets later tokens change earlier outputs, which a causal "
-            "decoder refuses; for 'conv' set causal: true",
+            "a causal model refuses the 'conv' block of layer 0: its causal (false) with kernel_size (3) "
+            "looks ahead; set it to true, or set model.causal: false",
         ),
         (
             {"ffn_at": {"-1": {"type": "conv", "causal": False}}},
-            "the 'conv' block of layer 3 lets later tokens change earlier outputs",
+            "a causal model refuses the 'conv' block of layer 3: its causal (false)",
         ),
         (
             {"ffn": {"type": "moe", "shared_expert": {"type": "conv", "causal": False}}},
-            "the 'moe' block of layer 0 lets later tokens change earlier outputs",
+            "a causal model refuses the 'moe' block of layer 0: its causal (false) with kernel_size (3)",
+        ),
+        (
+            {"ffn": {"type": "moe", "router": "expert_choice"}},
+            "a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks tokens "
+            "against later ones; use 'top_k', or set model.causal: false",
+        ),
+        (
+            {"ffn": {"type": "moe", "router": "sinkhorn"}},
+            "a causal model refuses the 'moe' block of layer 0: router.type 'sinkhorn' balances tokens "
+            "against later ones; use 'top_k', or set model.causal: false",
+        ),
+        (
+            {"ffn": {"type": "moe", "router": "balanced_assignment"}},
+            "a causal model refuses the 'moe' block of layer 0: router.type 'balanced_assignment' "
+            "balances tokens against later ones; use 'top_k', or set model.causal: false",
+        ),
+        (
+            {"ffn": {"type": "moe", "capacity": {"factor": 1.0, "drop": "probability"}}},
+            "a causal model refuses the 'moe' block of layer 0: capacity.drop 'probability' lets later "
+            "tokens displace earlier ones; use 'position', or set model.causal: false",
+        ),
+        (
+            {"ffn": {"type": "moe", "capacity": {"eval_factor": 1.0, "drop": "random"}}},
+            "a causal model refuses the 'moe' block of layer 0: capacity.drop 'random' lets later tokens "
+            "displace earlier ones; use 'position', or set model.causal: false",
+        ),
+        (
+            {"ffn": "soft_moe"},
+            "a causal model refuses the 'soft_moe' block of layer 0: type 'soft_moe' mixes all tokens of "
+            "a sequence; use 'moe' with router.type 'top_k', or set model.causal: false",
+        ),
+        (
+            {"ffn": "mixture_of_depths"},
+            "a causal model refuses the 'mixture_of_depths' block of layer 0: router.type "
+            "'expert_choice' ranks tokens against later ones; use 'relu', or set model.causal: false",
         ),
         ({"d_model": 130}, "attention.num_heads (4) must divide d_model (130)"),
         (

@@ -145,11 +145,11 @@ def test_the_load_of_a_row_covers_the_same_steps(fit: Callable[..., Fitted]) -> 
 
     (_, first), (_, second) = fitted.logger.named("train")
     for row, outputs in ((first, fitted.spy.outputs[:4]), (second, fitted.spy.outputs[4:])):
-        for layer in (0, 1):
+        for layer in ("layer_00", "layer_01"):
             ids = torch.cat([output["routings"][layer].expert_ids_N for output in outputs])
             shares = torch.bincount(ids, minlength=4) / len(ids)
             for expert in range(4):
-                key = f"routing/layer_{layer:02d}/load/expert_{expert:02d}"
+                key = f"routing/{layer}/load/expert_{expert:02d}"
                 assert row[key] == pytest.approx(shares[expert].item(), abs=1e-6)
 
 
@@ -238,7 +238,7 @@ def test_validation_rows_and_the_last_one_kept(fit: Callable[..., Fitted]) -> No
     assert watcher.last == {
         name: rows[-1][1][f"validation/{name}"] for name in ("loss", "bits_per_byte")
     }
-    assert list(watcher.routing) == [0, 1]
+    assert list(watcher.routing) == ["layer_00", "layer_01"]
 
 
 def test_validation_is_the_model_s_loss_and_load_on_every_batch(
@@ -253,12 +253,12 @@ def test_validation_is_the_model_s_loss_and_load_on_every_batch(
             output = model(batch.input_ids)
             log_p = output.logits.log_softmax(-1)
             nats.append(-log_p.gather(-1, batch.target_ids[..., None]).flatten())
-            ids = output.routings[1].expert_ids_N
+            ids = output.routings["layer_01"].expert_ids_N
             pairs += torch.bincount(ids, minlength=4)
 
     found = fitted.watchers.validation
     assert found.last["loss"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
-    torch.testing.assert_close(found.routing[1]["load"], pairs / pairs.sum())
+    torch.testing.assert_close(found.routing["layer_01"]["load"], pairs / pairs.sum())
 
 
 def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) -> None:
@@ -273,8 +273,8 @@ def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) ->
 
 def test_flat_routing_has_a_value_per_expert_and_leaves_nan_out() -> None:
     values = {
-        3: {"entropy": torch.tensor(0.5), "load": torch.tensor([0.25, 0.75])},
-        12: {"capacity_used": torch.tensor(torch.nan)},
+        "layer_03": {"entropy": torch.tensor(0.5), "load": torch.tensor([0.25, 0.75])},
+        "layer_12": {"capacity_used": torch.tensor(torch.nan)},
     }
 
     assert flatten_routing(values, prefix="validation/") == {

@@ -142,4 +142,4 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
 
 
 def test_every_balancing_loss_has_a_weight() -> None:
-    assert set(ObjectiveConfig.model_fields) == set(BALANCING_LOSSES)
+    assert set(BALANCING_LOSSES) <= set(ObjectiveConfig.model_fields)
