@@ -1,0 +1,134 @@
+"""Train several configs, one after the other, and print their results side by side.
+
+    python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
+
+Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
+same NAME again, finished ones are not repeated, so an interrupted comparison goes on where it was.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from experiments.command_line import exit_on_bad_input, parse_config, read_yaml, validate
+from experiments.config import TrainConfig
+from experiments.run_folder import CONFIG_FILE
+from moe_ffn.errors import ConfigError
+
+COMMAND = "python -m experiments.compare"
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    files, name, overrides = split_arguments(argv)
+    configs = {file: resolve(file, name, overrides) for file in files}
+    todo = [file for file, config in configs.items() if not is_finished(config)]
+    # Only now: a mistake in any of the configs should not wait for torch.
+    from rich.console import Console
+
+    from experiments.comparison import Result, comparison_table, read_result, write_markdown
+
+    results: list[Result] = []
+    failed: list[Path] = []
+    for file, config in configs.items():
+        if file in todo:
+            print(f"{file.stem}: training ({todo.index(file) + 1} of {len(todo)})", flush=True)
+            if not train(file, config, overrides):
+                failed.append(file)
+                continue
+        results.append(read_result(file.stem, config))
+    folder = Path(next(iter(configs.values())).run.output_dir)
+    Console().print(comparison_table(results))
+    if results:
+        write_markdown(results, folder / "comparison.md")
+        print(f"\nThe runs, and this table as comparison.md, are in {folder}/")
+    for file in failed:
+        print(f"failed: {file}; what it said is above", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
+    """The config files, the name of the comparison, and options for every run."""
+    files: list[Path] = []
+    rest = list(argv)
+    while rest and not rest[0].startswith("--"):
+        files.append(Path(rest.pop(0)))
+    if not files:
+        raise ConfigError(f"give the config files first: {COMMAND} configs/routers/*.yaml")
+    name = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
+    if "--name" in rest:
+        at = rest.index("--name")
+        if at + 1 == len(rest) or rest[at + 1].startswith("--"):
+            raise ConfigError("--name: needs a value, as in --name routers")
+        name = rest[at + 1]
+        del rest[at : at + 2]
+    stems = [file.stem for file in files]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ConfigError(f"two config files are called '{stem}'; a run is named by its file")
+    return files, name, rest
+
+
+def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
+    """The config of one run, which goes into the comparison's folder under its file's name."""
+    config = parse_config(["--config", str(file), *overrides], TrainConfig, command=COMMAND)
+    options = config.to_dict()
+    options["run"] = {"name": file.stem, "output_dir": str(Path(config.run.output_dir) / name)}
+    return validate(TrainConfig, options)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether this very run was done before.
+
+    Raises:
+        ConfigError: its folder holds something else.
+    """
+    folder = run_folder(config)
+    if not folder.exists():
+        return False
+    if not (folder / "summary.json").is_file():
+        raise ConfigError(
+            f"'{folder}' holds a run that did not finish; remove it, or choose another --name"
+        )
+    if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) != config:
+        raise ConfigError(
+            f"'{folder}' holds a run with other options; give the options it had, or choose another "
+            "--name"
+        )
+    return True
+
+
+def run_folder(config: TrainConfig) -> Path:
+    assert config.run.name is not None
+    return Path(config.run.output_dir) / config.run.name
+
+
+def train(file: Path, config: TrainConfig, overrides: Sequence[str]) -> bool:
+    """Train in a process of its own, so that no run finds the memory or threads of another."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),
+            *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print("\n".join(done.stdout.splitlines()[-10:]), file=sys.stderr)
+        return False
+    print(f"{file.stem}: {time.monotonic() - start:.0f} s")
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

@@ -1,0 +1,112 @@
+"""The results of several runs as one table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.table import Table
+
+from experiments.config import TrainConfig
+from experiments.report import SUMMARY_FILE
+from experiments.run_folder import FACTS_FILE
+
+COLUMNS = ("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
+LEGEND = (
+    "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: the "
+    "busiest expert over the even share, minus 1, mean of the layers, validation; experts: per token, "
+    "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token"
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run; None where a block routes nothing."""
+
+    name: str
+    causal: bool
+    loss: float | None
+    """None where training diverged."""
+    max_violation: float | None
+    experts_per_token: float | None
+    dropped_fraction: float | None
+    flops_per_token: int
+    tokens_per_second: float
+
+    def cells(self) -> list[str]:
+        """One row, in the order of `COLUMNS`."""
+        return [
+            self.name,
+            "next" if self.causal else "masked",
+            _number(self.loss, ".4f"),
+            _number(self.max_violation, ".2f"),
+            _number(self.experts_per_token, ".2f"),
+            _number(self.dropped_fraction, ".1%"),
+            f"{self.flops_per_token / 1e6:.2f}",
+            f"{self.tokens_per_second:,.0f}",
+        ]
+
+
+def read_result(name: str, config: TrainConfig) -> Result:
+    """What a finished run wrote down."""
+    assert config.run.name is not None
+    folder = Path(config.run.output_dir) / config.run.name
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    layers = [values for layer, values in summary["routing"].items() if "/" not in layer]
+    return Result(
+        name=name,
+        causal=config.model.causal,
+        loss=summary["validation_loss"],
+        max_violation=fmean(v["max_violation"] for v in layers) if layers else None,
+        experts_per_token=fmean(v["experts_per_token"] for v in layers) if layers else None,
+        dropped_fraction=_last_dropped_fraction(folder / "metrics.csv"),
+        flops_per_token=facts["flops_per_token"],
+        tokens_per_second=summary["tokens_per_second"],
+    )
+
+
+def comparison_table(results: Sequence[Result]) -> Table:
+    """Runs that guess next tokens first, each kind by its loss."""
+    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if number < 2 else "right")
+    for result in in_order(results):
+        table.add_row(*result.cells())
+    return table
+
+
+def write_markdown(results: Sequence[Result], path: Path) -> None:
+    """The same table for a document."""
+    rows = [COLUMNS, ["---", "---", *["---:"] * (len(COLUMNS) - 2)]]
+    rows += [result.cells() for result in in_order(results)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    path.write_text("\n".join([*lines, "", LEGEND, ""]), encoding="utf-8")
+
+
+def in_order(results: Sequence[Result]) -> list[Result]:
+    return sorted(
+        results,
+        key=lambda r: (not r.causal, r.loss is None, 0.0 if r.loss is None else r.loss),
+    )
+
+
+def _last_dropped_fraction(path: Path) -> float | None:
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in reversed(list(csv.DictReader(file))):
+            values = [
+                float(value)
+                for key, value in row.items()
+                if key.startswith("routing/") and key.endswith("/dropped_fraction") and value
+            ]
+            if values:
+                return fmean(values)
+    return None
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
