@@ -1,0 +1,59 @@
+"""A program: the gradient of a run's first optimizer step, as every rank of it ends up with.
+
+python first_gradient.py CONFIG.yaml OUT.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from experiments.command_line import read_yaml, validate
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import prepare
+
+
+class KeepGradient(Callback):
+    """Copies what the optimizer is about to use, before it is clipped."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        if not self.gradients:
+            self.gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None
+            }
+
+
+def first_gradient(config: TrainConfig, folder: Path) -> dict[str, Tensor]:
+    """Train one step on the machine that the config asks for."""
+    data = prepare(config.data, progress=False)
+    torch.manual_seed(config.seed)
+    module = build_module(config, data)
+    callbacks = make_callbacks(config, folder)
+    trainer: Any = build_trainer(config, folder, "32-true", [], callbacks)
+    keep = KeepGradient()
+    trainer.callbacks.append(keep)
+    trainer.fit(module, datamodule=make_token_data(config, data))
+    biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
+    return keep.gradients | biases
+
+
+if __name__ == "__main__":
+    found = first_gradient(
+        validate(TrainConfig, read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]).parent
+    )
+    torch.save(found, sys.argv[2])

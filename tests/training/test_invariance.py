@@ -1,0 +1,193 @@
+"""One logical batch has one router gradient, however it is divided, recomputed or padded.
+
+The batch of 8 sequences is taken whole, in 4 accumulated micro-batches of 2, on 2 ranks under DDP, with
+activation checkpointing, and with padding added. Under the global-batch rule all of them agree. The
+other rules are per batch, and are shown to survive just what docs/routing.md says they survive.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.command_line import to_yaml
+from experiments.config import TrainConfig
+from moe_ffn import DecoderConfig
+from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.training.masking import IGNORED_TARGET
+from moe_ffn.training.objective import objective
+
+PROGRAM = Path(__file__).with_name("first_gradient.py")
+REPOSITORY = Path(__file__).parents[2]
+
+# A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
+FLOAT32 = 1e-5
+
+OFF = {"load_balance": 0.0, "router_z": 0.0}
+RULES: dict[str, dict[str, float]] = {
+    "load_balance_global": {"load_balance_global": 1.0},
+    "load_balance_sequence": {"load_balance_sequence": 1.0},
+    "router_z": {"router_z": 0.1},
+    "router_entropy": {"router_entropy": 1.0},
+    "load_balance": {"load_balance": 1.0},
+    "load_balance_pooled": {"load_balance_pooled": 1.0},
+    "importance_cv2": {"importance_cv2": 1.0},
+}
+SURVIVE_DIVISION = {"load_balance_global", "load_balance_sequence", "router_z", "router_entropy"}
+
+
+@pytest.fixture
+def config_for(make_config: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """A rule, the sequences of one batch, and how many batches are accumulated."""
+
+    def make(
+        rule: str, *, batch_size: int = 8, batches: int = 1, **sections: dict[str, Any]
+    ) -> TrainConfig:
+        model = {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2}}}
+        options: dict[str, Any] = {
+            "model": {**model, **sections.pop("model", {})},
+            "objective": {**OFF, **RULES[rule]},
+            "data": {"batch_size": batch_size},
+            "trainer": {
+                "max_steps": 1,
+                "accumulate_grad_batches": batches,
+                "accelerator": "cpu",
+                **sections.pop("trainer", {}),
+            },
+        }
+        return make_config(**options)
+
+    return make
+
+
+@pytest.fixture
+def gradient_of(tmp_path: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
+    """The first gradient of a run, in a process of its own for each rank."""
+
+    def run(config: TrainConfig) -> dict[str, Tensor]:
+        file, out = tmp_path / "config.yaml", tmp_path / "gradient.pt"
+        file.write_text(to_yaml(config), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), str(file), str(out)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return torch.load(out, weights_only=True)
+
+    return run
+
+
+@pytest.fixture
+def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
+    """The same in this process, for a run of one rank."""
+    sys.path.insert(0, str(PROGRAM.parent))
+    try:
+        from first_gradient import first_gradient
+    finally:
+        sys.path.pop(0)
+    return lambda config: first_gradient(config, run_folder)
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Of the routers' gradients, relative to their size."""
+    names = [name for name in one if ".router." in name]
+    assert len(names) == 2
+    first, second = (torch.stack([found[name] for name in names]) for found in (one, other))
+    return ((first - second).norm() / first.norm()).item()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_accumulated_micro_batches_are_one_batch_for_the_rules_that_say_so(
+    rule: str, config_for: Any, gradient_here: Any
+) -> None:
+    whole = gradient_here(config_for(rule))
+    parts = gradient_here(config_for(rule, batch_size=2, batches=4))
+    if rule in SURVIVE_DIVISION:
+        assert difference(whole, parts) < FLOAT32
+    else:
+        assert difference(whole, parts) > 100 * FLOAT32
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_activation_checkpointing_changes_no_gradient(
+    rule: str, config_for: Any, gradient_here: Any
+) -> None:
+    plain = gradient_here(config_for(rule))
+    recomputed = gradient_here(config_for(rule, model={"activation_checkpointing": True}))
+    assert difference(plain, recomputed) < FLOAT32
+
+
+def test_checkpointing_and_accumulation_together_change_nothing_under_the_global_rule(
+    config_for: Any, gradient_here: Any
+) -> None:
+    rule = "load_balance_global"
+    whole = gradient_here(config_for(rule))
+    model = {"activation_checkpointing": True}
+    parts = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
+    assert difference(whole, parts) < FLOAT32
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_two_ranks_are_one_under_the_global_rule(
+    batches: int, config_for: Any, gradient_here: Any, gradient_of: Any
+) -> None:
+    rule = "load_balance_global"
+    whole = gradient_here(config_for(rule))
+    ranks = {"devices": 2, "strategy": "ddp"}
+    parts = gradient_of(config_for(rule, batch_size=8 // batches, batches=batches, trainer=ranks))
+    assert difference(whole, parts) < FLOAT32
+
+
+def test_the_bias_rule_counts_all_batches_and_ranks(
+    config_for: Any, gradient_here: Any, gradient_of: Any
+) -> None:
+    router = {"type": "sigmoid_top_k", "k": 2}
+    model = {"ffn": {"type": "moe", "num_experts": 4, "router": router}}
+
+    def biases(found: dict[str, Tensor]) -> Tensor:
+        return torch.stack([v for name, v in found.items() if name.endswith("bias_E.bias")])
+
+    whole = biases(gradient_here(config_for("router_z", model=model)))
+    assert whole.abs().max() == pytest.approx(1e-3)  # the rule's rate, after one step
+    accumulated = config_for("router_z", batch_size=2, batches=4, model=model)
+    assert torch.equal(biases(gradient_here(accumulated)), whole)
+    trainer = {"devices": 2, "strategy": "ddp"}
+    divided = config_for("router_z", batch_size=4, batches=2, model=model, trainer=trainer)
+    assert torch.equal(biases(gradient_of(divided)), whole)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_padding_changes_no_gradient(rule: str) -> None:
+    config = DecoderConfig.model_validate(
+        {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
+    )
+    torch.manual_seed(0)
+    decoder = config.build(vocab_size=11, max_seq_len=16)
+    weights = ObjectiveConfig.model_validate({**OFF, **RULES[rule]})
+    token_ids = torch.randint(11, (4, 9))
+
+    def gradients(padding: int) -> dict[str, Tensor]:
+        decoder.zero_grad()
+        filler = torch.randint(11, (4, padding))
+        inputs = torch.cat([token_ids[:, :-1], filler], dim=1)
+        targets = torch.cat([token_ids[:, 1:], torch.full_like(filler, IGNORED_TARGET)], dim=1)
+        mask = torch.arange(8 + padding).expand(4, -1) < 8
+        output = decoder(inputs, mask)
+        objective(output.logits, targets, output.routings, weights).total.backward()
+        return {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+
+    assert difference(gradients(0), gradients(5)) < FLOAT32
