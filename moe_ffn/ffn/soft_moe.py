@@ -37,19 +37,21 @@ class SoftMoEFFN(FFNBlock):
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
         logits_BSP = self.logits(x_BSD)
-        if flat.mask is None:
-            dispatch_BSP = logits_BSP.softmax(dim=1)
-        else:
-            mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
-            # Not -inf: the slots of a sequence of nothing but padding would be NaN.
-            least = torch.finfo(logits_BSP.dtype).min
-            dispatch_BSP = logits_BSP.masked_fill(~mask_BS1, least).softmax(dim=1) * mask_BS1
         dtype = logits_BSP.dtype
-        slots_BPD = einsum(dispatch_BSP, x_BSD.to(dtype), "b s p, b s d -> b p d")
+        # Into the slots goes neither padding nor a broken token, which would break all of them.
+        mixed_BS1 = x_BSD.isfinite().all(dim=-1, keepdim=True)
+        if flat.mask is not None:
+            mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
+            mixed_BS1 = mixed_BS1 & mask_BS1
+        # Not -inf: the slots of a sequence of nothing but padding would be NaN.
+        least = torch.finfo(dtype).min
+        dispatch_BSP = logits_BSP.masked_fill(~mixed_BS1, least).softmax(dim=1) * mixed_BS1
+        mixed_BSD = x_BSD.to(dtype).masked_fill(~mixed_BS1, 0)
+        slots_BPD = einsum(dispatch_BSP, mixed_BSD, "b s p, b s d -> b p d")
         y_BPD = self.run_experts(slots_BPD.to(x.dtype))
         combine_BSP = logits_BSP.softmax(dim=-1)
         if flat.mask is not None:
-            combine_BSP = combine_BSP * rearrange(flat.mask, "(b s) -> b s 1", s=length)
+            combine_BSP = combine_BSP * mask_BS1
         hidden = einsum(combine_BSP, y_BPD.to(dtype), "b s p, b p d -> b s d")
         return FFNOutput(hidden.to(x.dtype).reshape(x.shape))
 

@@ -27,6 +27,25 @@ MODELS = {
             "capacity": {"factor": 1.0},
         }
     },
+    "router with a bias and jitter": {
+        "ffn": {
+            "type": "moe",
+            "num_experts": 4,
+            "router": {"type": "sigmoid_top_k", "jitter": 0.1},
+        }
+    },
+    "relu router with its sparsity rule": {
+        "ffn": {"type": "moe", "num_experts": 4, "router": "relu"}
+    },
+    "masked tokens, noise and random drops": {
+        "causal": False,
+        "ffn": {
+            "type": "moe",
+            "num_experts": 4,
+            "router": "noisy_top_k",
+            "capacity": {"factor": 1.0, "drop": "random"},
+        },
+    },
 }
 
 
