@@ -78,7 +78,9 @@ def test_make_targets_exist(target: str):
 
 @pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize("command", PYTHON_COMMANDS)
-def test_every_command_succeeds(command: str, capsys: pytest.CaptureFixture[str]):
+def test_every_command_succeeds(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     module, *arguments = shlex.split(command.removeprefix("python -m "))
     if module == "experiments.generate":
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
@@ -90,6 +92,18 @@ def test_every_command_succeeds(command: str, capsys: pytest.CaptureFixture[str]
         # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
         assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)
         assert "ratio" in capsys.readouterr().out
+        return
+    if (
+        module == "experiments.compare"
+    ):  # two of the configs stand for all, in processes of their own
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        files = sorted(str(path) for path in Path().glob(arguments[0]))
+        assert len(files) > 15
+        kept = [path for path in files if Path(path).stem in ("relu", "soft_moe")]
+        assert run([module, *kept, *arguments[1:], *TINY]) == 0
+        printed = capsys.readouterr().out
+        assert "MaxVio" in printed
+        assert "tokens/s" in printed
         return
     assert run([module, *arguments, *TINY]) == 0
     stopped_early = {"--help", "--print-config"} & set(arguments)

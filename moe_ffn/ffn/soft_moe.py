@@ -39,19 +39,17 @@ class SoftMoEFFN(FFNBlock):
         logits_BSP = self.logits(x_BSD)
         dtype = logits_BSP.dtype
         # Into the slots goes neither padding nor a broken token, which would break all of them.
-        mixed_BS1 = x_BSD.isfinite().all(dim=-1, keepdim=True)
+        mask_BS1 = torch.ones_like(x_BSD[..., :1], dtype=torch.bool)
         if flat.mask is not None:
             mask_BS1 = rearrange(flat.mask, "(b s) -> b s 1", s=length)
-            mixed_BS1 = mixed_BS1 & mask_BS1
+        mixed_BS1 = mask_BS1 & x_BSD.isfinite().all(dim=-1, keepdim=True)
         # Not -inf: the slots of a sequence of nothing but padding would be NaN.
         least = torch.finfo(dtype).min
         dispatch_BSP = logits_BSP.masked_fill(~mixed_BS1, least).softmax(dim=1) * mixed_BS1
         mixed_BSD = x_BSD.to(dtype).masked_fill(~mixed_BS1, 0)
         slots_BPD = einsum(dispatch_BSP, mixed_BSD, "b s p, b s d -> b p d")
         y_BPD = self.run_experts(slots_BPD.to(x.dtype))
-        combine_BSP = logits_BSP.softmax(dim=-1)
-        if flat.mask is not None:
-            combine_BSP = combine_BSP * mask_BS1
+        combine_BSP = logits_BSP.softmax(dim=-1) * mask_BS1
         hidden = einsum(combine_BSP, y_BPD.to(dtype), "b s p, b p d -> b s d")
         return FFNOutput(hidden.to(x.dtype).reshape(x.shape))
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KNOWN_BLOCKS = "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe, soft_moe, mixture_of_depths"
+KNOWN_BLOCKS = (
+    "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe, soft_moe, mixture_of_depths"
+)
 
 
 REFUSED = {
@@ -168,6 +170,25 @@ REFUSED = {
     "key-value heads that do not divide": (
         "--model.attention.num_heads 4 --model.attention.num_kv_heads 3",
         "model.attention: num_kv_heads (3) must divide num_heads (4)",
+    ),
+    "router that compares tokens": (
+        "--model.ffn.router.type expert_choice",
+        "model: a causal model refuses the 'moe' block of layer 0: router.type 'expert_choice' ranks "
+        "tokens against later ones; use 'top_k', or set model.causal: false",
+    ),
+    "capacity of nothing": (
+        "--model.ffn.capacity.factor 0",
+        "model.ffn.capacity.factor: must be greater than 0.0, got 0",
+    ),
+    "smooth load of a router without noise": (
+        "--objective.load_cv2 0.1",
+        "objective.load_cv2 (0.1) counts over a router's noise, but the router of layer 0 is 'top_k'; "
+        "use router.type 'noisy_top_k' or objective.load_balance",
+    ),
+    "pooled loss of layers that differ": (
+        "--objective.load_balance_pooled 0.1 --model.ffn_at {0:&{type:&moe,&num_experts:&4}}",
+        "objective.load_balance_pooled (0.1) needs equally many experts in every layer, got 4, 8; use "
+        "objective.load_balance",
     ),
     "block that looks ahead": (
         "--model.ffn {type:&conv,&causal:&false}",

@@ -207,7 +207,11 @@ def test_the_model_table_adds_up(moe_run: Any, config_of: ConfigOf) -> None:
     total = config.model.num_params(VOCAB_SIZE, 16)
     active = config.model.num_active_params(VOCAB_SIZE, 16)
     checkpoint = torch.load(moe_run.folder / "checkpoints/last.ckpt", weights_only=True)
-    state = {k: v for k, v in checkpoint["state_dict"].items() if k.startswith("decoder.") and "unembedding" not in k}  # tied
+    state = {
+        k: v
+        for k, v in checkpoint["state_dict"].items()
+        if k.startswith("decoder.") and "unembedding" not in k
+    }  # tied
     line = next(line for line in moe_run.stdout.splitlines() if line.startswith("total "))
 
     assert total == sum(value.numel() for value in state.values())

@@ -1,0 +1,150 @@
+"""Several configs trained and printed side by side; finished runs are not repeated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments import compare
+from experiments.command_line import exit_on_bad_input
+from experiments.comparison import Result, comparison_table, in_order
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run_compare(
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of the program on tiny copies of configs."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "200")
+    tiny = tiny_yaml.read_text(encoding="utf-8")
+
+    def run(configs: dict[str, str], *options: str) -> tuple[int, str, str]:
+        for name, ffn in configs.items():
+            text = tiny.replace("model: {", f"model: {{ffn: {ffn}, ")
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        files = [f"{name}.yaml" for name in configs]
+        args = [*files, *options, "--data.cache_dir", str(tmp_path / "cache")]
+        monkeypatch.setattr(sys, "argv", ["compare.py", *args])
+        code = exit_on_bad_input(compare.main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+SWITCH = "{type: moe, num_experts: 4, router: {type: top_k, k: 1}, capacity: {factor: 0.5}}"
+
+
+def test_results_stand_side_by_side_and_are_kept(
+    run_compare: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    configs = {"switch": SWITCH, "plain": "dense"}
+    code, out, err = run_compare(configs, "--name", "both")
+
+    assert code == 0, err
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert lines["config"] == [
+        *("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
+    ]
+    assert lines["switch"][1] == "next"
+    assert 0 <= float(lines["switch"][3]) <= 3
+    assert lines["switch"][4] == "1.00"
+    # Of four experts with a factor of 0.5, at least half of the pairs find theirs full.
+    assert float(lines["switch"][5].rstrip("%")) >= 50
+    assert lines["plain"][3:6] == ["-", "-", "-"]
+    assert {path.name for path in (tmp_path / "runs/both").iterdir()} == {
+        *("switch", "plain", "comparison.md")
+    }
+    assert "| switch | next |" in (tmp_path / "runs/both/comparison.md").read_text()
+
+    again, out, _ = run_compare(configs, "--name", "both")
+    assert again == 0
+    assert "training (" not in out
+    assert lines["switch"] in [line.split() for line in out.splitlines()]
+
+    code, _, err = run_compare(configs, "--name", "both", "--seed", "1")
+    assert code == 2
+    assert err == (
+        "error: 'runs/both/switch' holds a run with other options; give the options it had, or "
+        "choose another --name\n"
+    )
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(
+    run_compare: Callable[..., tuple[int, str, str]],
+) -> None:
+    # 3 float32 are 12 bytes: what only the backend itself knows, so it is told when the run starts.
+    configs = {"plain": "dense", "broken": "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"}
+    code, out, err = run_compare(configs, "--name", "some")
+
+    assert code == 1
+    assert "plain" in out.partition("config")[2]
+    assert "failed: broken.yaml; what it said is above" in err
+    assert "multiple of 16 bytes" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--trainer.max_steps", "3"],
+            "give the config files first: python -m experiments.compare configs/routers/*.yaml",
+        ),
+        (["a.yaml", "--name"], "--name: needs a value, as in --name routers"),
+        (["a.yaml", "b/a.yaml"], "two config files are called 'a'; a run is named by its file"),
+        (["nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    assert exit_on_bad_input(compare.main) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_misspelt_option_stops_before_anything_is_trained(
+    run_compare: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, _, err = run_compare({"plain": "dense"}, "--trainer.max_step", "3")
+    assert code == 2
+    assert "trainer.max_step: unknown; did you mean 'max_steps'?" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unfinished_run_is_not_taken_for_a_finished_one(
+    run_compare: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "runs/cut/plain").mkdir(parents=True)
+    code, _, err = run_compare({"plain": "dense"}, "--name", "cut")
+    assert code == 2
+    assert err == (
+        "error: 'runs/cut/plain' holds a run that did not finish; remove it, or choose another "
+        "--name\n"
+    )
+
+
+def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
+    def result(name: str, causal: bool, loss: float | None) -> Result:
+        return Result(name, causal, loss, None, None, None, 1, 1.0)
+
+    results = [
+        result("masked", False, 0.1),
+        result("diverged", True, None),
+        result("worse", True, 2.0),
+        result("better", True, 1.0),
+    ]
+    assert [r.name for r in in_order(results)] == ["better", "worse", "diverged", "masked"]
+    assert comparison_table(results).row_count == 4
