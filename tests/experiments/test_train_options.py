@@ -175,6 +175,15 @@ def test_a_run_that_diverges_is_reported_and_not_a_crash(
     assert run.code == 0, run.stderr
     assert "validation loss nan" in run.stdout
     assert "training has diverged: lower optimizer.learning_rate" in run.stdout
+    told = re.findall(
+        r"^step \d+: \d+ tokens reached the router of (\S+) with NaN or infinity; something before it "
+        r"broke$",
+        run.stderr,
+        re.MULTILINE,
+    )
+    assert told
+    assert len(told) == len(set(told)), "each layer is named once"
+    assert set(told) <= {"layer_00", "layer_01"}
     summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["validation_loss"] is None
     assert (run.folder / "checkpoints/last.ckpt").exists()

@@ -145,6 +145,22 @@ def test_a_block_is_causal_exactly_where_its_config_says(config: dict[str, Any])
         assert difference > 1e-3
 
 
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf], ids=str)
+@every_variant
+def test_a_broken_token_does_to_the_others_no_more_than_padding(
+    config: dict[str, Any], broken: float
+) -> None:
+    if config["type"] == "conv":
+        pytest.skip("a window that holds a NaN is NaN")
+    ffn = build(config).double()
+    x = tokens(2, 5, 8)
+    x[1, 2] = broken
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 2] = False
+    wanted = ffn(x, TokenContext(mask=mask)).hidden[mask]
+    torch.testing.assert_close(ffn(x).hidden[mask], wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "config",
     [config for config in VARIANTS.values() if config["type"] != "identity"],
@@ -203,9 +219,9 @@ def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_mod
     idle = 0
     if isinstance(parsed, MixtureOfDepthsConfig):
         passed = parsed.ffn.num_active_params(d_model)
-        assert parsed.num_active_params(d_model) == total - parsed.ffn.num_params(
-            d_model
-        ) + round(passed / 2)
+        assert parsed.num_active_params(d_model) == total - parsed.ffn.num_params(d_model) + round(
+            passed / 2
+        )
         return
     if isinstance(parsed, MoEConfig):
         experts = sum(p.numel() for p in ffn.get_submodule("experts").parameters())

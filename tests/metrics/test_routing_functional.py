@@ -12,6 +12,7 @@ from moe_ffn.metrics.functional import (
     capacity_used,
     dropped_fraction,
     max_violation,
+    nonfinite_tokens,
 )
 
 
@@ -96,3 +97,12 @@ def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
         assert torch.equal(value, getattr(routing, name)), name
     assert detached.sequence_length == routing.sequence_length
     assert detached.capacity == routing.capacity
+
+
+def test_broken_tokens_are_counted_without_padding(make_routing: Any) -> None:
+    logits = torch.zeros(4, 2)
+    logits[0, 1], logits[1, 0], logits[3, 0] = torch.nan, torch.inf, torch.nan
+    mask = torch.tensor([True, True, True, False])
+    ids = [[0], [0], [1], [1]]
+    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits)) == 3
+    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits, mask_T=mask)) == 2
