@@ -65,7 +65,7 @@ class SinkhornRouterConfig(LinearRouterConfig, frozen=True):
     k: int = Field(default=1, ge=1)
     """Experts per token."""
     tolerance: float = Field(default=1e-4, gt=0)
-    """Stop when the columns' factors move by less than this, relative to their mean."""
+    """Stop when no column's factor changes by more than this share of itself."""
     max_iterations: int = Field(default=100, ge=1)
     """Stop after this many rounds at the latest."""
 

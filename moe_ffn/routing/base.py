@@ -39,7 +39,9 @@ class Router(nn.Module, ABC):
         kept = self.correction_bias_E
         super()._apply(fn, recurse)
         if kept is not None and self.correction_bias_E is not None:
-            self.correction_bias_E = kept.to(self.correction_bias_E.device)
+            moved = self.correction_bias_E
+            # Out of the meta device (`to_empty`) come no values, only memory to load some into.
+            self.correction_bias_E = moved.to(kept.dtype) if kept.is_meta else kept.to(moved.device)
         return self
 
 

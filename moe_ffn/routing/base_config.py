@@ -80,25 +80,33 @@ class GroupsConfig(Config, frozen=True):
 
     def check(self, k: int, num_experts: int) -> None:
         if num_experts % self.num_groups:
+            divisor = next(n for n in range(self.num_groups, 0, -1) if num_experts % n == 0)
             raise ValueError(
                 f"router.groups.num_groups ({self.num_groups}) must divide the number of experts "
-                f"({num_experts})"
+                f"({num_experts}); use a divisor of it, such as {divisor}"
             )
         if self.keep > self.num_groups:
             raise ValueError(
                 f"router.groups.keep ({self.keep}) must not exceed router.groups.num_groups "
-                f"({self.num_groups})"
+                f"({self.num_groups}); lower router.groups.keep"
             )
         size = num_experts // self.num_groups
         if k > self.keep * size:
             raise ValueError(
-                f"router.k ({k}) must not exceed the {self.keep * size} experts of the "
-                f"{self.keep} groups a token may go to; raise router.groups.keep or lower router.k"
+                f"router.k ({k}) must not exceed the experts a token may choose from "
+                f"({self.keep * size}: router.groups.keep {self.keep}, each group of {size}); "
+                "raise router.groups.keep or lower router.k"
             )
-        if not 1 <= self.experts_scored(k) <= size:
+        if self.experts_scored(k) > size:
             raise ValueError(
-                f"router.groups scores a group by its best {self.experts_scored(k)} experts, but a "
-                f"group has {size}; set router.groups.score_top between 1 and {size}"
+                f"router.groups.score_top ({self.score_top}) must not exceed the experts of a group "
+                f"({size}); lower router.groups.score_top or router.groups.num_groups"
+            )
+        if self.experts_scored(k) < 1:
+            raise ValueError(
+                f"router.groups.score_top (null) scores a group by k / keep experts, but router.k "
+                f"({k}) is below router.groups.keep ({self.keep}); set router.groups.score_top: 1 or "
+                "lower router.groups.keep"
             )
 
 

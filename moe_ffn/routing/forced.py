@@ -5,6 +5,8 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import torch
 from torch import Tensor
 
@@ -19,16 +21,20 @@ class ForcedRouter(LinearRouter):
     def __init__(self, config: ForcedRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
         self.k = config.k
-        self.skew = config.skew
+        self.skew = Fraction(config.skew).limit_denominator(1_000_000)
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
-        num_tokens, num_experts = logits_TE.shape
-        index_T = torch.arange(num_tokens, device=x_TD.device)
-        # Spread evenly: the number of skewed tokens up to t is skew * t, rounded down.
-        skewed_T = ((index_T + 1) * self.skew).floor() > (index_T * self.skew).floor()
-        turn_T = (~skewed_T).cumsum(0) - 1
+        num_experts = logits_TE.shape[-1]
+        mask_T = context.mask
+        # Padding takes no turn, so that the real tokens are as balanced as they are without it.
+        real_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool) if mask_T is None else mask_T
+        number_T = real_T.cumsum(0)
+        # Spread evenly: of the first n tokens, skew * n are skewed, rounded down.
+        num_skewed_T = number_T * self.skew.numerator // self.skew.denominator
+        skewed_T = num_skewed_T > (number_T - 1) * self.skew.numerator // self.skew.denominator
+        turn_T = number_T - num_skewed_T - 1
         first_T1 = torch.where(skewed_T, 0, turn_T * self.k).unsqueeze(-1)
         expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % num_experts
         weights_TK = scores_TE.gather(-1, expert_ids_TK)

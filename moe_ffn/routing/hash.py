@@ -49,7 +49,8 @@ class HashRouter(Router):
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:
     """Non-negative int64, well spread for neighbouring ids: the 32-bit mixer of MurmurHash3."""
-    h = (ids + 0x9E3779B1 * (seed + 1)) & 0xFFFFFFFF
+    # In int64 first: int32 ids would wrap round to other experts.
+    h = (ids.long() + 0x9E3779B1 * (seed + 1)) & 0xFFFFFFFF
     for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         h = ((h ^ (h >> shift)) * multiplier) & 0xFFFFFFFF
     return h ^ (h >> 16)

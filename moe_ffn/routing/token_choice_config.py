@@ -122,6 +122,13 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
                 f"router.max_k ({self.max_k}) must not exceed num_experts ({num_experts}); "
                 "lower router.max_k or raise num_experts"
             )
+        # The most probable of E experts has at least 1 / E, which then is enough every time.
+        if self.renormalize and self.p * num_experts <= 1:
+            raise ValueError(
+                f"router.renormalize (true) with router.p ({self.p:g}) not above 1 / num_experts "
+                f"(1 / {num_experts}) gives every token a single expert with a constant weight 1, so "
+                "the router would never learn; set router.renormalize: false or raise router.p"
+            )
 
     def experts_per_token(self, num_experts: int) -> float:
         """The most there can be: how many there are depends on the data."""
