@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn import TokenContext, build_ffn
-from moe_ffn.capacity import by_position, limit, place_in_queue
+from moe_ffn import FFNConfig, TokenContext, build_ffn
+from moe_ffn.capacity import (
+    DROP_POLICIES,
+    at_random,
+    by_position,
+    by_probability,
+    limit,
+    place_in_queue,
+)
 from moe_ffn.outputs import Routing, flatten_tokens
 
 
@@ -252,3 +259,88 @@ def test_a_mask_of_numbers_is_refused() -> None:
     # Hugging Face tokenizers return int64 masks.
     with pytest.raises(ValueError, match=r"mask must be bool.*is torch\.int64; use mask\.bool\(\)"):
         TokenContext(mask=torch.ones(2, 3, dtype=torch.int64))
+
+
+# ----------------------------------------------------------------------------- whom a full one drops
+
+
+def test_by_probability_the_smallest_weights_are_dropped(make_routing: Any) -> None:
+    # C = ceil(1 * 4 / 2) = 2 at expert 0: weights .9 and .8 stay, whatever their position.
+    weights = torch.tensor([0.1, 0.9, 0.2, 0.8])
+    routing = make_routing([[0]] * 4, 2, weights_N=weights)
+    assert dropped(limit(routing, 1.0, by_probability)) == [0, 2]
+
+
+def test_by_probability_a_broken_weight_goes_last(make_routing: Any) -> None:
+    weights = torch.tensor([torch.nan, 0.1, 0.2, 0.3])
+    routing = make_routing([[0]] * 4, 2, weights_N=weights)
+    assert dropped(limit(routing, 1.0, by_probability)) == [0, 1]
+
+
+def test_at_random_everybody_is_dropped_equally_often(make_routing: Any) -> None:
+    routing = make_routing([[0]] * 8, 2)  # C = ceil(8 / 2) = 4
+    torch.manual_seed(0)
+    counts = torch.zeros(8)
+    for _ in range(1000):
+        limited = limit(routing, 1.0, at_random)
+        assert limited.dropped_N.sum() == 4
+        counts += limited.dropped_N
+    # A share of 1/2 among 1000 draws deviates by 16; five times that.
+    assert (counts - 500).abs().max() < 80
+
+
+def test_at_random_evaluation_goes_by_position() -> None:
+    layer = build_ffn(
+        {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 0.5, "drop": "random"}},
+        d_model=8,
+    ).eval()
+    x = torch.randn(2, 8, 8)
+    first, second = layer(x), layer(x)
+    assert torch.equal(first.hidden, second.hidden)
+    assert first.routing is not None
+    position_N = first.routing.token_ids_N % 8
+    assert position_N[first.routing.dropped_N].float().mean() > position_N.float().mean()
+
+
+@pytest.mark.parametrize("drop", DROP_POLICIES)
+def test_a_policy_is_causal_exactly_where_its_config_says(drop: str) -> None:
+    config = {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.5, "drop": drop}}
+    layer = build_ffn(config, d_model=8).double()
+    torch.manual_seed(1)
+    x = torch.randn(4, 10, 8, dtype=torch.float64)
+    changed = 0.0
+    for seed in range(8):
+        altered = x.clone()
+        altered[:, 5:] = 3 * torch.randn(4, 5, 8, dtype=torch.float64)
+        hidden = []
+        for version in (x, altered):
+            torch.manual_seed(seed)  # the same lots
+            hidden.append(layer(version).hidden[:, :5])
+        changed = max(changed, (hidden[0] - hidden[1]).abs().max().item())
+    assert (changed < 1e-12) == FFNConfig.model_validate(config).is_causal
+
+
+def test_without_a_factor_every_policy_is_causal() -> None:
+    for drop in DROP_POLICIES:
+        config = FFNConfig.model_validate({"type": "moe", "capacity": {"drop": drop}})
+        assert config.is_causal
+
+
+def test_survivors_are_renormalised_to_what_the_token_had(make_routing: Any) -> None:
+    # C = ceil(1 * 4 / 4) = 1. Token 1 loses its pair at expert 0 (.6): its other one (.3) becomes .9,
+    # the sum it had. Token 0 keeps both.
+    weights = torch.tensor([0.7, 0.2, 0.6, 0.3], requires_grad=True)
+    routing = make_routing([[0, 1], [0, 2]], 4, weights_N=weights)
+    limited = limit(routing, 1.0, by_position, renormalize=True)
+    assert dropped(limited) == [2]
+    kept = limited.weights_N[limited.computed_N]
+    assert kept.tolist() == pytest.approx([0.7, 0.2, 0.9])
+
+
+def test_a_token_without_survivors_keeps_no_weight_and_no_nan(make_routing: Any) -> None:
+    weights = torch.tensor([0.7, 0.6], requires_grad=True)
+    routing = make_routing([[0], [0]], 2, weights_N=weights)  # C = 1
+    limited = limit(routing, 1.0, by_position, renormalize=True)
+    limited.weights_N[limited.computed_N].sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == pytest.approx([1, 0])

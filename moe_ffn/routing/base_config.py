@@ -26,6 +26,10 @@ class RouterConfig(TaggedConfig, frozen=True):
         return None
 
     @property
+    def is_causal(self) -> bool:
+        return self.not_causal_because is None
+
+    @property
     def has_correction_bias(self) -> bool:
         """True where the router has a bias that `objective.bias_rule` moves."""
         return False

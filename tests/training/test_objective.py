@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +10,8 @@ from torch import Tensor
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig
-from moe_ffn.training.objective import IGNORED_TARGET, objective
+from moe_ffn.training.masking import IGNORED_TARGET
+from moe_ffn.training.objective import StepTotals, objective
 
 LOG_3 = 1.0986123
 
@@ -52,7 +56,7 @@ def test_every_part_equals_the_one_worked_by_hand(
 ) -> None:
     weights = ObjectiveConfig(load_balance=0.1, router_z=0.01)
 
-    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided, 3: balanced}, weights)
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {"a": lopsided, "b": balanced}, weights)
 
     assert found.cross_entropy.item() == pytest.approx(0.4904146)
     # (1.25 + 1) / 2
@@ -68,7 +72,7 @@ def test_weights_of_zero_leave_the_values_and_not_the_total(
 ) -> None:
     weights = ObjectiveConfig(load_balance=0.0, router_z=0.0)
 
-    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: lopsided}, weights)
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {"a": lopsided}, weights)
 
     assert found.total == found.cross_entropy
     assert found.balancing["load_balance"].item() == pytest.approx(1.25)
@@ -80,7 +84,7 @@ def test_the_mean_over_layers_does_not_depend_on_the_depth(
 ) -> None:
     targets, weights = torch.tensor([[0, 1]]), ObjectiveConfig()
 
-    one = objective(logits_BSV, targets, {0: lopsided}, weights)
+    one = objective(logits_BSV, targets, {"a": lopsided}, weights)
     six = objective(logits_BSV, targets, dict.fromkeys(range(6), lopsided), weights)
 
     torch.testing.assert_close(six.total, one.total)
@@ -89,7 +93,7 @@ def test_the_mean_over_layers_does_not_depend_on_the_depth(
 def test_layers_collapsed_onto_opposite_experts_do_not_cancel(logits_BSV: Tensor) -> None:
     # Each layer: 2 * (1 * 1) = 2. The tokens of both together would look balanced, and score 1.
     sure = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    layers = {0: routing([0, 0], sure, sure), 1: routing([1, 1], sure.flip(-1), sure.flip(-1))}
+    layers = {"a": routing([0, 0], sure, sure), "b": routing([1, 1], sure.flip(-1), sure.flip(-1))}
 
     found = objective(logits_BSV, torch.tensor([[0, 1]]), layers, ObjectiveConfig())
 
@@ -119,7 +123,7 @@ def test_gradients_reach_logits_and_scores_and_detaching_cuts_them(
     balanced.scores_TE.requires_grad_()
     balanced.logits_TE.requires_grad_()
 
-    found = objective(logits_BSV, torch.tensor([[0, 1]]), {0: balanced}, ObjectiveConfig())
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {"a": balanced}, ObjectiveConfig())
     found.total.backward()
 
     assert logits_BSV.grad is not None
@@ -143,3 +147,50 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
 
 def test_every_balancing_loss_has_a_weight() -> None:
     assert set(BALANCING_LOSSES) <= set(ObjectiveConfig.model_fields)
+
+
+def test_the_global_rule_is_of_the_steps_counts_and_the_mean_of_its_parts(
+    make_routing: Any,
+) -> None:
+    # Two parts of one token each: all to expert 0, scores (.9, .1); all to expert 1, scores (.5, .5).
+    # Together f = (1/2, 1/2), so the loss is 1 whatever P; apart they would be 1.8 and 1.
+    first = make_routing([[0]], 2, scores_TE=torch.tensor([[0.9, 0.1]]))
+    second = make_routing([[1]], 2, scores_TE=torch.tensor([[0.5, 0.5]]))
+    totals = StepTotals({"a": torch.tensor([1, 1])}, {"a": torch.tensor(2)}, num_parts=2)
+    weights = ObjectiveConfig(load_balance=0.0, router_z=0.0, load_balance_global=0.5)
+    logits, targets = torch.zeros(1, 1, 3), torch.tensor([[0]])
+    parts = [
+        objective(logits, targets, {"a": part}, weights, step_totals=totals)
+        for part in (first, second)
+    ]
+    values = [part.balancing["load_balance_global"].item() for part in parts]
+    assert sum(values) / 2 == pytest.approx(1)
+    assert parts[0].total.item() == pytest.approx(math.log(3) + 0.5 * values[0])
+    alone = objective(logits, targets, {"a": first}, weights)
+    assert alone.balancing["load_balance_global"].item() == pytest.approx(1.8)
+
+
+def test_the_sparsity_loss_is_for_relu_layers_and_weighted_by_the_rule(make_routing: Any) -> None:
+    # Layer a: one token, both experts chosen with scores 2 and 1, k = 1: E / (k T) = 2, f = (1, 1):
+    # 2 * (2 + 1) = 6. Layer b has no target and takes no part.
+    scores = torch.tensor([[2.0, 1.0]])
+    relu = make_routing([[0, 1]], 2, scores_TE=scores, target_k=1.0)
+    plain = make_routing([[0]], 2)
+    weights = ObjectiveConfig(load_balance=0.0, router_z=0.0)
+    found = objective(
+        torch.zeros(1, 1, 3),
+        torch.tensor([[0]]),
+        {"a": relu, "b": plain},
+        weights,
+        sparsity_weight=torch.tensor(0.01),
+    )
+    assert found.balancing["relu_sparsity"].item() == pytest.approx(6)
+    assert found.total.item() == pytest.approx(math.log(3) + 0.06)
+
+
+def test_losses_without_a_weight_are_not_computed(make_routing: Any) -> None:
+    # load_cv2 would refuse this router.
+    found = objective(
+        torch.zeros(1, 1, 3), torch.tensor([[0]]), {"a": make_routing([[0]], 2)}, ObjectiveConfig()
+    )
+    assert set(found.balancing) == {"load_balance", "router_z"}

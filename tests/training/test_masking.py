@@ -1,0 +1,131 @@
+"""The masked-token objective: what is hidden, how, and that a model which sees both sides learns by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.config import TrainConfig
+from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+
+MASK = 1000
+
+
+def masked(fraction: float = 0.15, seed: int = 0, length: int = 400) -> tuple[Tensor, ...]:
+    token_ids = torch.arange(8 * length).view(8, length) % MASK
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = mask_tokens(token_ids, fraction, MASK, generator)
+    return token_ids, inputs, targets
+
+
+def test_every_sequence_has_the_same_share_to_guess() -> None:
+    _, _, targets = masked()
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 60).all()  # 0.15 * 400
+
+
+def test_the_target_is_the_token_and_the_rest_is_shown_as_it_is() -> None:
+    token_ids, inputs, targets = masked()
+    guessed = targets != IGNORED_TARGET
+    assert torch.equal(targets[guessed], token_ids[guessed])
+    assert torch.equal(inputs[~guessed], token_ids[~guessed])
+
+
+def test_eighty_percent_are_masked_ten_are_others_and_ten_are_kept() -> None:
+    token_ids, inputs, targets = masked(0.5, length=4000)  # 16,000 to guess
+    guessed = targets != IGNORED_TARGET
+    shown, true = inputs[guessed], token_ids[guessed]
+    # Deviation of a share of 0.8 or 0.1 among 16,000: at most 0.0032.
+    assert (shown == MASK).float().mean().item() == pytest.approx(0.8, abs=0.012)
+    assert (shown == true).float().mean().item() == pytest.approx(0.1, abs=0.012)
+    others = shown[(shown != MASK) & (shown != true)]
+    assert others.min() >= 0
+    assert others.max() < MASK
+    assert len(others.unique()) > 500
+
+
+def test_at_least_one_token_is_guessed() -> None:
+    _, _, targets = masked(0.001, length=20)
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 1).all()
+
+
+def test_the_same_seed_hides_the_same_tokens() -> None:
+    assert torch.equal(masked(seed=1)[1], masked(seed=1)[1])
+    assert not torch.equal(masked(seed=1)[1], masked(seed=2)[1])
+
+
+# -- the model that guesses
+
+
+def decoder(causal: bool) -> Decoder:
+    torch.manual_seed(0)
+    config = {"d_model": 16, "num_layers": 1, "causal": causal, "attention": {"num_heads": 2}}
+    return DecoderConfig.model_validate({**config, "ffn": "dense"}).build(11, 8).double()
+
+
+def test_a_model_that_is_not_causal_sees_both_sides() -> None:
+    ids = torch.arange(8).view(1, 8)
+    altered = ids.clone()
+    altered[0, 7] = 10
+    for causal in (True, False):
+        model = decoder(causal)
+        changed = (model(altered).logits - model(ids).logits)[0, 0].abs().max()
+        assert (changed > 1e-9) == (not causal)
+
+
+def test_padding_is_hidden_from_both_sides() -> None:
+    model = decoder(causal=False)
+    ids = torch.arange(8).view(1, 8)
+    mask = torch.arange(8).view(1, 8) < 5
+    torch.testing.assert_close(
+        model(ids, mask).logits[:, :5], model(ids[:, :5]).logits, rtol=0, atol=1e-12
+    )
+
+
+def test_the_mask_has_an_embedding_of_its_own_and_no_logit() -> None:
+    model = decoder(causal=False)
+    assert model.mask_token_id == 11
+    assert model.mask_embedding is not None
+    hidden = torch.tensor([[0, 11, 2]])
+    model(hidden).logits.sum().backward()
+    assert model(hidden).logits.shape == (1, 3, 11)
+    assert model.mask_embedding.grad is not None
+    assert model.mask_embedding.grad.count_nonzero() > 0
+    assert decoder(causal=True).mask_embedding is None
+
+
+@pytest.fixture
+def masked_module(make_config: Callable[..., TrainConfig]) -> LanguageModel:
+    config = make_config(model={"causal": False, "ffn": "dense"})
+    return LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        byte_lengths=torch.ones(11),
+        max_seq_len=16,
+        max_steps=4,
+        seed=0,
+    )
+
+
+def test_validation_masks_the_same_tokens_every_time(masked_module: Any) -> None:
+    ids = torch.randint(11, (4, 16))
+    batch = LoadedBatch(index=3, input_ids=ids, target_ids=ids)
+    values = []
+    for _ in range(2):
+        masked_module.validation_step(batch, 0)
+        values.append(masked_module.validation_metrics.compute()["loss"])
+        masked_module.validation_metrics.reset()
+    assert values[0] == values[1]
+
+
+def test_a_filler_batch_counts_for_nothing(masked_module: Any) -> None:
+    ids = torch.randint(11, (4, 16))
+    filler = torch.full_like(ids, IGNORED_TARGET)
+    masked_module.validation_step(LoadedBatch(index=-1, input_ids=ids, target_ids=filler), 0)
+    assert masked_module.validation_metrics.num_tokens == 0
