@@ -37,16 +37,18 @@ def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
     The auction of Bertsekas and Castanon (1989) with several like places at each expert: tokens without
     a place bid for the expert they gain most from, as much as makes the next best one equally good; an
     expert keeps its C highest bids, and its price is the lowest of them once it is full. The total is
-    within T * precision * (range of the values) of the best there is.
+    within T * precision * (the largest difference between two values of a token) of the best there is.
     """
     num_tokens, num_experts = values_TE.shape
     if num_tokens == 0 or num_experts == 1:
         return torch.zeros(num_tokens, dtype=torch.int64, device=values_TE.device)
     places = -(-num_tokens // num_experts)
+    # What is added to all of a token's values changes no choice, and a step added to a large number may
+    # be lost to rounding, so that no bid would ever be higher than another: measured from 0 to 1.
     values_TE = values_TE.double()
-    # With every value equal there is nothing to gain; any positive step will do.
-    spread = float(values_TE.max() - values_TE.min()) or 1.0
-    step = precision * spread
+    values_TE = values_TE - values_TE.amin(dim=-1, keepdim=True)
+    values_TE = values_TE / values_TE.max().clamp(min=torch.finfo(torch.float64).tiny)
+    step = precision
 
     unassigned = -1
     expert_ids_T = torch.full((num_tokens,), unassigned, device=values_TE.device)

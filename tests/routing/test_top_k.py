@@ -1,10 +1,14 @@
+"""Softmax top-k is that of the papers: before or after selection, renormalised, scaled, biased."""
+
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import pytest
 import torch
+from identity_router import experts_of, identity_router, random_logits, real_pairs, route
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -79,12 +83,83 @@ def test_padded_tokens_stay_in_the_list_but_are_not_computed(route_logits: Any) 
     assert routing.computed_N.tolist() == routing.real_N.tolist()
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.5])
 @pytest.mark.parametrize(
-    ("k", "renormalize"), [(1, False), (2, False), (2, True)], ids=["k1", "k2", "k2_renormalized"]
+    "options",
+    [{}, {"renormalize": True}, {"softmax": "after"}, {"softmax": "after", "renormalize": True}],
+    ids=["before", "renormalized", "after", "after_renormalized"],
 )
-def test_the_router_learns_from_the_output_alone(k: int, renormalize: bool) -> None:
+@pytest.mark.parametrize("k", [2, 3, 6])
+def test_every_way_to_weigh_equals_a_loop_in_plain_python(
+    k: int, options: dict[str, Any], scale: float
+) -> None:
+    logits = random_logits(20, 6)
+    routing = route(TopKRouterConfig(k=k, scale=scale, **options), logits)
+    for row, pairs in zip(logits.tolist(), real_pairs(routing), strict=True):
+        chosen = sorted(range(6), key=lambda e: -row[e])[:k]
+        # Renormalised probabilities are the softmax of the chosen logits.
+        among = chosen if options else range(6)
+        total = sum(math.exp(row[e]) for e in among)
+        assert [e for e, _ in pairs] == chosen
+        expected = [scale * math.exp(row[e]) / total for e in chosen]
+        assert [w for _, w in pairs] == pytest.approx(expected)
+    # Whatever the weights, the scores that the losses see are among all experts.
+    torch.testing.assert_close(routing.scores_TE, logits.softmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("softmax", "weights"),
+    [("before", [0.125, 0.625]), ("after", [1 / 6, 5 / 6])],
+)
+def test_the_correction_bias_changes_the_choice_and_never_a_weight(
+    softmax: str, weights: list[float]
+) -> None:
+    # Probabilities (1, 2, 5) / 8 and a bias of 0.6 on expert 0: 0.725, 0.25, 0.625. The weights are
+    # those of experts 0 and 2 without it, 1/8 and 5/8, or after selection (1, 5) / 6.
+    config = TopKRouterConfig.model_validate({"softmax": softmax, "correction_bias": True})
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log()
+    (pairs,) = real_pairs(route(config, logits, bias=[0.6, 0.0, 0.0]))
+    assert [e for e, _ in pairs] == [0, 2]
+    assert [w for _, w in pairs] == pytest.approx(weights)
+
+
+def test_a_learned_bias_is_added_to_the_logits_and_starts_at_zero() -> None:
+    router = identity_router(TopKRouterConfig(k=2, bias=True), 3)
+    bias = router.get_parameter("projection.bias")
+    logits = random_logits(4, 3)
+    assert torch.equal(router(logits, TokenContext()).logits_TE, logits)
+    with torch.no_grad():
+        bias.copy_(torch.tensor([0.5, -0.25, 0.0]))  # exact in float32
+    routing = router(logits, TokenContext())
+    torch.testing.assert_close(routing.logits_TE, logits + bias.double(), rtol=0, atol=1e-15)
+    assert experts_of(routing) == experts_of(route(TopKRouterConfig(k=2), logits + bias.double()))
+    assert TopKRouterConfig(bias=True).num_params(16, 8) == 16 * 8 + 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_jitter_multiplies_what_the_router_sees_and_only_in_training(dtype: torch.dtype) -> None:
+    router = identity_router(TopKRouterConfig(k=2, jitter=0.25), 4)
+    x = torch.full((500, 4), 2.0, dtype=dtype)
+    assert (router(x, TokenContext()).logits_TE == 2).all()
     torch.manual_seed(0)
-    router = {"type": "top_k", "k": k, "renormalize": renormalize}
+    jittered = router.train()(x, TokenContext()).logits_TE
+    assert (x == 2).all()  # the experts see the token as it was
+    # U(1.5, 2.5): deviation 1 / sqrt(12) = 0.2887; of 2000 draws the mean is off by 0.0065.
+    assert 1.5 <= jittered.min() < 1.51
+    assert 2.49 < jittered.max() <= 2.5
+    assert jittered.mean().item() == pytest.approx(2, abs=0.026)
+    assert jittered.std().item() == pytest.approx(12**-0.5, rel=0.05)
+    assert len(jittered.unique()) > 1900  # drawn for every value, finer than bfloat16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"k": 1}, {"k": 2}, {"k": 2, "renormalize": True}, {"k": 2, "softmax": "after"}],
+    ids=["k1", "k2", "k2_renormalized", "k2_after"],
+)
+def test_the_router_learns_from_the_output_alone(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    router = {"type": "top_k", **options}
     layer = build_ffn({"type": "moe", "num_experts": 4, "router": router}, d_model=8)
     output = layer(torch.randn(6, 8))
     output.hidden.square().sum().backward()
@@ -153,4 +228,4 @@ def test_the_config_knows_the_size_and_causality_of_its_router() -> None:
     config = TopKRouterConfig(k=2)
     assert config.experts_per_token(8) == 2
     assert config.num_params(16, 8) == sum(p.numel() for p in config.build(16, 8).parameters())
-    assert config.is_causal
+    assert config.not_causal_because is None

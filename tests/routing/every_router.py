@@ -1,0 +1,148 @@
+"""Every registered router with the options that matter, and one small layer and batch for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn import build_ffn
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, flatten_tokens
+from moe_ffn.routing.base import Router
+from moe_ffn.routing.config import RouterConfig
+
+BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
+
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "top_k": {
+        "top_k-k1": {"k": 1},
+        "top_k-renormalized": {"renormalize": True, "bias": True},
+        "top_k-after": {"softmax": "after", "jitter": 0.1},
+        "top_k-all": {"k": 4, "correction_bias": True},
+    },
+    "sigmoid_top_k": {
+        "sigmoid_top_k": {},
+        "sigmoid_top_k-k1": {"k": 1, "renormalize": False},
+        "sigmoid_top_k-groups": {"groups": {"num_groups": 2, "keep": 1}, "scale": 2.5},
+    },
+    "noisy_top_k": {"noisy_top_k": {}, "noisy_top_k-all": {"k": 4, "bias": True}},
+    "top_p": {
+        "top_p": {},
+        "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True},
+    },
+    "relu": {"relu": {}, "relu-bias": {"bias": True, "jitter": 0.1}},
+    "expert_choice": {
+        "expert_choice": {},
+        "expert_choice-batch": {"among": "batch", "score": "sigmoid", "k": 1.0, "jitter": 0.1},
+        "expert_choice-all": {"k": 4},
+    },
+    "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
+    "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
+    "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
+}
+"""type -> id -> options. A router that is missing here is tested with its defaults."""
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    name: {"type": member, **options}
+    for member in RouterConfig.members
+    for name, options in OPTIONS.get(member, {member: {}}).items()
+}
+
+
+def config_of(router: dict[str, Any]) -> RouterConfig:
+    return RouterConfig.model_validate(router)
+
+
+def is_causal(router: dict[str, Any]) -> bool:
+    return config_of(router).not_causal_because is None
+
+
+def build_layer(router: dict[str, Any], seed: int = 0) -> MoEFFN:
+    torch.manual_seed(seed)
+    experts = {"type": "swiglu", "d_ff": 8}
+    layer = build_ffn(
+        {"type": "moe", "num_experts": NUM_EXPERTS, "router": router, "experts": experts}, D_MODEL
+    )
+    assert isinstance(layer, MoEFFN)
+    with torch.no_grad():
+        for parameter in layer.router.parameters():
+            parameter.mul_(3)  # decided, as a trained router is
+    return layer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens, and what a router may know of them."""
+
+    x_BSD: Tensor
+    token_ids_BS: Tensor
+    mask_BS: Tensor | None = None
+
+    @property
+    def context(self) -> TokenContext:
+        return TokenContext(mask=self.mask_BS, token_ids=self.token_ids_BS)
+
+
+def make_batch(
+    batch: int = BATCH, length: int = LENGTH, seed: int = 0, mask: Tensor | None = None
+) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x_BSD = torch.randn(batch, length, D_MODEL, generator=generator)
+    token_ids_BS = torch.randint(1000, (batch, length), generator=generator)
+    return Batch(x_BSD, token_ids_BS, mask)
+
+
+def padded_mask() -> Tensor:
+    """Three tokens of padding on the right of one sequence, two on the left of the other."""
+    mask_BS = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    mask_BS[0, 5:] = False
+    mask_BS[1, :2] = False
+    return mask_BS
+
+
+def route_batch(router: Router, batch: Batch, seed: int = 0) -> Routing:
+    """With torch's generator in a known state, for what is random in training."""
+    x_TD, context = flatten_tokens(batch.x_BSD, batch.context)
+    torch.manual_seed(seed)
+    return router(x_TD, context)
+
+
+def call_layer(layer: MoEFFN, batch: Batch, seed: int = 0) -> tuple[FFNOutput, Routing]:
+    torch.manual_seed(seed)
+    output = layer(batch.x_BSD, batch.context)
+    assert output.routing is not None
+    return output, output.routing
+
+
+def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
+    """For each token its real experts and their weights."""
+    pairs: list[dict[int, float]] = [{} for _ in range(routing.num_tokens)]
+    for n in routing.real_N.nonzero().flatten().tolist():
+        expert = int(routing.expert_ids_N[n])
+        token = pairs[int(routing.token_ids_N[n])]
+        assert expert not in token, "an expert is listed twice for one token"
+        token[expert] = routing.weights_N[n].item()
+    return pairs
+
+
+def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_EXPERTS) -> None:
+    """What holds of every Routing, whatever the router."""
+    (num_pairs,) = routing.token_ids_N.shape
+    for name in ("token_ids_N", "expert_ids_N"):
+        assert getattr(routing, name).dtype == torch.int64, name
+    for name in ("expert_ids_N", "weights_N", "dropped_N", "real_N"):
+        assert getattr(routing, name).shape == (num_pairs,), name
+    assert routing.dropped_N.dtype == routing.real_N.dtype == torch.bool
+    assert not routing.dropped_N.any()
+    assert routing.capacity is None
+    assert routing.logits_TE.shape == routing.scores_TE.shape == (num_tokens, num_experts)
+    assert (routing.token_ids_N.diff() >= 0).all()
+    assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
+    assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()
+    assert routing.weights_N.isfinite().all()
+    assert (routing.weights_N >= 0).all()
+    assert (routing.scores_TE >= 0).all()
+    pairs_by_token(routing)

@@ -1,0 +1,141 @@
+"""BASE's assignment gives no expert more than its places and nearly the highest total there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from identity_router import experts_of, identity_router, load_of, random_logits, real_pairs, route
+from torch import Tensor
+
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.balanced_assignment import assign
+from moe_ffn.routing.config import BalancedAssignmentRouterConfig
+
+CONFIG = BalancedAssignmentRouterConfig()
+PRECISION = 0.02
+
+
+def best_total(values: list[list[float]], num_experts: int) -> float:
+    """The highest total over all assignments with at most ceil(T / E) tokens per expert."""
+    places = math.ceil(len(values) / num_experts)
+    return max(
+        sum(row[e] for row, e in zip(values, experts, strict=True))
+        for experts in itertools.product(range(num_experts), repeat=len(values))
+        if all(experts.count(e) <= places for e in range(num_experts))
+    )
+
+
+def check_balanced(expert_ids_T: Tensor, num_experts: int) -> None:
+    assert ((expert_ids_T >= 0) & (expert_ids_T < num_experts)).all()
+    load = expert_ids_T.bincount(minlength=num_experts)
+    assert load.max().item() <= math.ceil(len(expert_ids_T) / num_experts)
+
+
+SMALL = {
+    f"{num_tokens}_tokens_{num_experts}_experts": (num_tokens, num_experts)
+    for num_tokens, num_experts in [(2, 2), (5, 2), (6, 2), (6, 3), (7, 3), (4, 4), (6, 4), (3, 5)]
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_tokens", "num_experts"), SMALL.values(), ids=SMALL)
+def test_the_total_is_within_its_bound_of_the_best_of_all_assignments(
+    num_tokens: int, num_experts: int, seed: int
+) -> None:
+    # A wish that all share, so that many have to give way.
+    values = random_logits(num_tokens, num_experts, seed) + torch.arange(num_experts)
+    for table in (values, values.round()):  # the second has many ties
+        chosen = assign(table, PRECISION)
+        check_balanced(chosen, num_experts)
+        total = table.gather(1, chosen.unsqueeze(1)).sum().item()
+        spread = (table.amax(dim=-1) - table.amin(dim=-1)).max().item()
+        best = best_total(table.tolist(), num_experts)
+        assert best - num_tokens * PRECISION * spread <= total <= best + 1e-9
+
+
+def test_a_finer_precision_finds_the_best_assignment_itself() -> None:
+    for seed in range(5):
+        values = random_logits(6, 3, seed)
+        chosen = assign(values, precision=1e-6)
+        total = values.gather(1, chosen.unsqueeze(1)).sum().item()
+        # Below the difference of the best two of 90 assignments of random numbers.
+        assert total == pytest.approx(best_total(values.tolist(), 3), abs=1e-4)
+
+
+def test_the_assignment_worked_by_hand() -> None:
+    # Both want expert 0; token 1 loses 1 by giving way, token 0 would lose 9.
+    assert assign(torch.tensor([[9.0, 0.0], [5.0, 4.0]])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.zeros(13, 4),
+        torch.full((13, 4), -7.5),
+        torch.tensor([[3.0, 2.0, 1.0, 0.0]]).expand(13, 4),
+        torch.full((13, 4), 1e30),
+        torch.tensor([[1e30, -1e30, 0.0, 1.0]]).expand(13, 4),
+        1 + 1e-7 * torch.eye(4).repeat(4, 1)[:13],
+    ],
+    ids=["zeros", "equal", "same_wish", "huge", "huge_spread", "tiny_spread"],
+)
+def test_ties_and_extremes_end_balanced(values: Tensor) -> None:
+    check_balanced(assign(values), 4)
+
+
+def test_fewer_tokens_than_experts_go_to_an_expert_each() -> None:
+    chosen = assign(torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.5]]).expand(3, 5))
+    assert len(set(chosen.tolist())) == 3
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(0, 4), (0, 1), (5, 1), (1, 4), (1, 1)])
+def test_the_smallest_sizes(num_tokens: int, num_experts: int) -> None:
+    values = random_logits(num_tokens, num_experts)
+    chosen = assign(values)
+    assert chosen.dtype == torch.int64
+    assert chosen.shape == (num_tokens,)
+    if num_tokens == 1:
+        assert chosen.tolist() == [values.argmax().item()]
+
+
+def test_a_layers_worth_of_tokens_is_exactly_balanced() -> None:
+    values = random_logits(1024, 8) + torch.arange(8)
+    assert assign(values).bincount(minlength=8).tolist() == [128] * 8
+
+
+def test_training_weighs_the_assigned_expert_by_its_sigmoid() -> None:
+    logits = random_logits(12, 4) + torch.arange(4)
+    routing = route(CONFIG, logits, training=True)
+    chosen = assign(logits).tolist()
+    assert experts_of(routing) == [[e] for e in chosen]
+    assert load_of(routing) == [3, 3, 3, 3]
+    for row, e, pairs in zip(logits.tolist(), chosen, real_pairs(routing), strict=True):
+        assert pairs[0][1] == pytest.approx(1 / (1 + math.exp(-row[e])))
+
+
+def test_evaluation_takes_the_largest_logit_however_unbalanced() -> None:
+    logits = random_logits(12, 4) + 10 * torch.arange(4)
+    assert experts_of(route(CONFIG, logits)) == [[3]] * 12
+
+
+def test_no_gradient_flows_through_the_assignment() -> None:
+    x = random_logits(12, 4).requires_grad_()
+    routing = identity_router(CONFIG, 4).train()(x, TokenContext())
+    (got,) = torch.autograd.grad(routing.weights_N.sum(), x)
+    chosen_T1 = routing.expert_ids_N.unsqueeze(1)
+    (expected,) = torch.autograd.grad(x.sigmoid().gather(1, chosen_T1).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_padding_takes_no_place() -> None:
+    logits = random_logits(12, 4) + torch.arange(4)
+    mask = torch.arange(12) % 3 > 0  # 8 of 12
+    routing = route(CONFIG, logits, mask=mask, training=True)
+    assert load_of(routing) == [2, 2, 2, 2]
+    real = [
+        experts for experts, kept in zip(experts_of(routing), mask.tolist(), strict=True) if kept
+    ]
+    assert real == [[e] for e in assign(logits[mask]).tolist()]

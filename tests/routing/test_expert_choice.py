@@ -1,0 +1,117 @@
+"""Expert choice takes each expert's ceil(k * tokens / E) best tokens, of a sequence or of the batch."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from identity_router import identity_router, load_of, random_logits, real_pairs, route
+from torch import Tensor
+
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.config import ExpertChoiceRouterConfig
+
+
+def scores_of(row: list[float], score: str) -> list[float]:
+    if score == "sigmoid":
+        return [1 / (1 + math.exp(-z)) for z in row]
+    total = sum(math.exp(z) for z in row)
+    return [math.exp(z) / total for z in row]
+
+
+def naive(
+    config: ExpertChoiceRouterConfig, logits_TE: Tensor, length: int, mask: list[bool]
+) -> list[list[tuple[int, float]]]:
+    """For each token its experts and weights, by a loop over groups of tokens and experts."""
+    scores = [scores_of(row, config.score) for row in logits_TE.tolist()]
+    num_tokens, num_experts = logits_TE.shape
+    size = length if config.among == "sequence" else num_tokens
+    pairs: list[list[tuple[int, float]]] = [[] for _ in range(num_tokens)]
+    for start in range(0, num_tokens, size):
+        group = [t for t in range(start, start + size) if mask[t]]
+        count = math.ceil(Fraction(str(config.k)) * len(group) / num_experts)
+        for e in range(num_experts):
+            for t in sorted(group, key=lambda t: -scores[t][e])[:count]:
+                pairs[t].append((e, scores[t][e]))
+    return pairs
+
+
+MASKS = {
+    "unpadded": [True] * 21,
+    # Right, left, and a whole sequence.
+    "padded": [True] * 4 + [False] * 3 + [False] * 2 + [True] * 5 + [False] * 7,
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("among", ["sequence", "batch"])
+@pytest.mark.parametrize("k", [0.3, 1.0, 1.1, 2.0, 4.0])
+def test_it_equals_a_loop_over_groups_and_experts(
+    k: float, among: str, score: str, mask: list[bool], training: bool
+) -> None:
+    config = ExpertChoiceRouterConfig.model_validate({"k": k, "among": among, "score": score})
+    logits = random_logits(21, 4)
+    routing = route(config, logits, mask=torch.tensor(mask), sequence_length=7, training=training)
+    expected = naive(config, logits, 7, mask)
+    for got, wanted in zip(real_pairs(routing), expected, strict=True):
+        assert [e for e, _ in sorted(got)] == [e for e, _ in wanted]
+        assert [w for _, w in sorted(got)] == pytest.approx([w for _, w in wanted])
+
+
+# 0.3 * 50 is a little more than 15 where 0.3 is taken for what the float stands for.
+@pytest.mark.parametrize(
+    ("k", "num_tokens", "num_experts", "each"),
+    [(2.0, 8, 4, 4), (1.0, 7, 4, 2), (1.25, 16, 8, 3), (0.3, 50, 1, 15), (8.0, 5, 8, 5)],
+)
+def test_every_expert_takes_exactly_its_share_rounded_up(
+    k: float, num_tokens: int, num_experts: int, each: int
+) -> None:
+    config = ExpertChoiceRouterConfig(k=k, score="sigmoid")
+    assert load_of(route(config, random_logits(num_tokens, num_experts))) == [each] * num_experts
+
+
+def test_equal_scores_leave_every_expert_its_exact_share() -> None:
+    assert load_of(route(ExpertChoiceRouterConfig(k=2), torch.zeros(12, 4))) == [6] * 4
+
+
+def test_a_token_that_nobody_takes_has_no_pair() -> None:
+    # Two experts, each takes ceil(1 * 4 / 2) = 2 of 4 tokens, and both want tokens 1 and 2.
+    logits = torch.tensor([[-3.0, -3.0], [2.0, 2.0], [3.0, 3.0], [-2.0, -2.0]])
+    routing = route(ExpertChoiceRouterConfig(k=1, score="sigmoid"), logits)
+    high, higher = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(-3))
+    got = [[(e, pytest.approx(w)) for e, w in pairs] for pairs in real_pairs(routing)]
+    assert got == [[], [(0, high), (1, high)], [(0, higher), (1, higher)], []]
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours_unless_the_whole_batch_is_ranked() -> None:
+    first, other = random_logits(6, 4), random_logits(6, 4, seed=1, scale=3.0)
+    alone = real_pairs(route(ExpertChoiceRouterConfig(), first, sequence_length=6))
+    for among, independent in [("sequence", True), ("batch", False)]:
+        config = ExpertChoiceRouterConfig.model_validate({"among": among})
+        both = route(config, torch.cat([first, other]), sequence_length=6)
+        assert (real_pairs(both)[:6] == alone) == independent
+
+
+def test_the_gradient_is_that_of_the_chosen_scores() -> None:
+    x = random_logits(6, 3).requires_grad_()
+    routing = identity_router(ExpertChoiceRouterConfig(k=1), 3)(x, TokenContext())
+    (got,) = torch.autograd.grad(routing.weights_N[routing.real_N].sum(), x)
+    chosen_TE = torch.zeros(6, 3, dtype=torch.float64)
+    chosen_TE[routing.token_ids_N[routing.real_N], routing.expert_ids_N[routing.real_N]] = 1
+    (expected,) = torch.autograd.grad((x.softmax(dim=-1) * chosen_TE).sum(), x)
+    torch.testing.assert_close(got, expected)
+    assert got.norm() > 0.1
+
+
+def test_shapes_do_not_depend_on_the_padding() -> None:
+    router = identity_router(ExpertChoiceRouterConfig(k=2), 4)
+    logits = random_logits(8, 4)
+    lengths = {
+        len(router(logits, TokenContext(mask=mask)).weights_N)
+        for mask in (None, torch.ones(8).bool(), torch.arange(8) < 3, torch.zeros(8).bool())
+    }
+    assert lengths == {16}

@@ -1,0 +1,107 @@
+"""Hash routing is a fixed, evenly spread function of the token's id."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from identity_router import load_of, real_pairs
+from torch import Tensor
+
+from moe_ffn import build_ffn
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.config import HashRouterConfig
+from moe_ffn.routing.hash import hash_of
+
+MASK = 0xFFFFFFFF
+
+
+def route_ids(ids: Tensor, num_experts: int = 8, k: int = 1, seed: int = 0) -> Routing:
+    router = HashRouterConfig(k=k, seed=seed).build(16, num_experts)
+    return router(torch.zeros(len(ids), 16), TokenContext(token_ids=ids))
+
+
+def murmur_finalizer(h: int) -> int:
+    """fmix32 of MurmurHash3 (Appleby, public domain)."""
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & MASK
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & MASK
+    return h ^ h >> 16
+
+
+def test_the_mixer_is_that_of_murmurhash3() -> None:
+    # MurmurHash3_x86_32 of nothing is fmix32(seed): 0 for 0, 514e28b7 for 1, 81f16f39 for ffffffff.
+    offset = 0x9E3779B1
+    ids = torch.tensor([0 - offset, 1 - offset, 0xFFFFFFFF - offset])
+    assert hash_of(ids, 0).tolist() == [0, 0x514E28B7, 0x81F16F39]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**31 - 1])
+def test_it_equals_whole_numbers_of_any_size_in_plain_python(seed: int) -> None:
+    ids = [*range(200), 50_256, 128_255, 2**31 - 1, -100]
+    expected = [murmur_finalizer((i + 0x9E3779B1 * (seed + 1)) & MASK) for i in ids]
+    assert hash_of(torch.tensor(ids), seed).tolist() == expected
+    routing = route_ids(torch.tensor(ids), num_experts=6, seed=seed)
+    assert routing.expert_ids_N.tolist() == [h % 6 for h in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_ids_of_any_whole_dtype_go_where_int64_ids_go(dtype: torch.dtype) -> None:
+    ids = torch.arange(200)
+    assert torch.equal(route_ids(ids.to(dtype)).expert_ids_N, route_ids(ids).expert_ids_N)
+
+
+def test_an_id_always_goes_to_the_same_experts_whatever_surrounds_it() -> None:
+    ids = torch.arange(100)
+    shuffled = ids.flip(0)
+    once, again = route_ids(ids, k=2), route_ids(shuffled, k=2)
+    assert real_pairs(once) == real_pairs(again)[::-1]
+
+
+def test_every_seed_is_another_function() -> None:
+    ids = torch.arange(1000)
+    first, second = (route_ids(ids, seed=seed).expert_ids_N for seed in (0, 1))
+    # Two independent functions to 8 experts agree on 1 in 8 ids: 125 of 1000, deviation 10.5.
+    assert 80 < (first == second).sum().item() < 170
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("num_experts", [3, 8, 60])
+def test_ten_thousand_ids_are_spread_evenly(num_experts: int, seed: int) -> None:
+    mean = 10_000 / num_experts
+    load = load_of(route_ids(torch.arange(10_000), num_experts, seed=seed))
+    # Chi-squared of a random function: mean E - 1, deviation sqrt(2 (E - 1)); four deviations.
+    chi_squared = sum((n - mean) ** 2 / mean for n in load)
+    assert chi_squared < num_experts - 1 + 4 * (2 * (num_experts - 1)) ** 0.5
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_the_k_experts_of_a_token_differ_and_weigh_the_same(k: int) -> None:
+    routing = route_ids(torch.arange(50), num_experts=5, k=k)
+    for pairs in real_pairs(routing):
+        assert len({e for e, _ in pairs}) == k
+        assert [w for _, w in pairs] == pytest.approx([1 / k] * k)
+    # The scores say who was named.
+    assert torch.equal(routing.scores_TE.count_nonzero(dim=-1), torch.full((50,), k))
+    torch.testing.assert_close(routing.scores_TE.sum(dim=-1), torch.ones(50))
+    assert routing.logits_TE.count_nonzero() == 0
+
+
+def test_a_block_without_token_ids_is_refused() -> None:
+    message = (
+        "router.type 'hash' routes by token id: call the block with TokenContext(token_ids=...)"
+    )
+    layer = build_ffn({"type": "moe", "router": "hash"}, d_model=8)
+    for context in (None, TokenContext(), TokenContext(mask=torch.ones(2, 3).bool())):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            layer(torch.zeros(2, 3, 8), context)
+
+
+def test_it_has_nothing_to_learn() -> None:
+    router = HashRouterConfig().build(16, 8)
+    assert list(router.parameters()) == []
+    assert list(router.state_dict()) == []
+    assert HashRouterConfig().num_params(16, 8) == 0
+    assert HashRouterConfig().flops_per_token(16, 8) == 0

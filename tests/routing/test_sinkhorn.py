@@ -1,0 +1,159 @@
+"""Sinkhorn's rule balances the scores that choose, in training only, and carries no gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from identity_router import (
+    experts_of,
+    identity_router,
+    load_of,
+    random_logits,
+    real_pairs,
+    route,
+)
+from torch import Tensor
+
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.config import SinkhornRouterConfig
+from moe_ffn.routing.sinkhorn import sinkhorn
+
+NUM_TOKENS, NUM_EXPERTS = 24, 4
+
+
+def lopsided_logits(scale: float = 1.0) -> Tensor:
+    """Everybody prefers the last expert."""
+    logits = random_logits(NUM_TOKENS, NUM_EXPERTS)
+    return scale * (logits + torch.arange(NUM_EXPERTS))
+
+
+def everybody(num_tokens: int = NUM_TOKENS) -> Tensor:
+    return torch.ones(num_tokens, dtype=torch.bool)
+
+
+def naive_sinkhorn(rows: list[list[float]], rounds: int) -> list[list[float]]:
+    """Divide rows, then columns, by their sums, over and over; rows last."""
+    table = [[math.exp(z) for z in row] for row in rows]
+    for _ in range(rounds):
+        for row in table:
+            total = sum(row)
+            row[:] = [value / total for value in row]
+        for e in range(len(table[0])):
+            total = sum(row[e] for row in table) * len(table[0]) / len(table)
+            for row in table:
+                row[e] /= total
+    return [[value / sum(row) for value in row] for row in table]
+
+
+def test_rows_and_columns_sum_to_their_share() -> None:
+    balanced = sinkhorn(lopsided_logits(), everybody(), tolerance=1e-10, max_iterations=1000)
+    table_TE = balanced.softmax(dim=-1)  # rows up to a constant: each sums to 1
+    share = torch.full((NUM_EXPERTS,), NUM_TOKENS / NUM_EXPERTS, dtype=torch.float64)
+    torch.testing.assert_close(table_TE.sum(dim=0), share, rtol=1e-8, atol=0)
+
+
+def test_it_equals_division_of_rows_and_columns_in_plain_python() -> None:
+    logits = lopsided_logits()
+    got = sinkhorn(logits, everybody(), tolerance=1e-12, max_iterations=1000).softmax(dim=-1)
+    expected = torch.tensor(naive_sinkhorn(logits.tolist(), 200), dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_two_by_two_is_the_table_worked_by_hand() -> None:
+    # [[4, 1], [1, 1]]: the scaling to doubly stochastic keeps a*d / (b*c) = 4 and has the form
+    # [[p, 1-p], [1-p, p]], so p / (1-p) = 2: p = 2/3.
+    logits = torch.tensor([[4.0, 1.0], [1.0, 1.0]], dtype=torch.float64).log()
+    table = sinkhorn(logits, everybody(2), tolerance=1e-12, max_iterations=1000).softmax(dim=-1)
+    expected = torch.tensor([[2 / 3, 1 / 3], [1 / 3, 2 / 3]], dtype=torch.float64)
+    torch.testing.assert_close(table, expected)
+
+
+@pytest.mark.parametrize("scale", [10.0, 30.0])
+def test_sharp_logits_do_not_stop_it_before_it_is_balanced(scale: float) -> None:
+    # One column's factor is e^30 times another's here; all have to settle, not the largest alone.
+    balanced = sinkhorn(lopsided_logits(scale), everybody(), max_iterations=100_000)
+    columns = balanced.softmax(dim=-1).sum(dim=0)
+    # The columns' last change was below the tolerance of 1e-4, and shrank slowly.
+    torch.testing.assert_close(columns, torch.full_like(columns, 6.0), rtol=0.02, atol=0)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    for dtype in (torch.float32, torch.float64):
+        logits = lopsided_logits(1e3).to(dtype)
+        assert sinkhorn(logits, everybody()).isfinite().all()
+        assert route(SinkhornRouterConfig(), logits, training=True).weights_N.isfinite().all()
+
+
+def test_adding_a_constant_to_a_row_or_a_column_changes_no_choice() -> None:
+    config = SinkhornRouterConfig(tolerance=1e-10, max_iterations=1000)
+    logits = lopsided_logits()
+    plain = experts_of(route(config, logits, training=True))
+    by_row = logits + random_logits(NUM_TOKENS, 1, seed=5)
+    by_column = logits + torch.tensor([5.0, -3.0, 0.0, 1.0])
+    assert experts_of(route(config, by_row, training=True)) == plain
+    assert experts_of(route(config, by_column, training=True)) == plain
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_training_takes_the_top_k_of_the_balanced_scores_weighted_by_the_plain_ones(
+    k: int,
+) -> None:
+    logits = lopsided_logits()
+    config = SinkhornRouterConfig(k=k, tolerance=1e-10, max_iterations=1000)
+    got = real_pairs(route(config, logits, training=True))
+    table = naive_sinkhorn(logits.tolist(), 200)
+    for t, row in enumerate(logits.tolist()):
+        chosen = sorted(range(NUM_EXPERTS), key=lambda e: -table[t][e])[:k]
+        if k == 1:
+            scores = [1 / (1 + math.exp(-z)) for z in row]
+        else:
+            scores = [math.exp(z) / sum(math.exp(y) for y in row) for z in row]
+        assert [e for e, _ in got[t]] == chosen
+        assert [w for _, w in got[t]] == pytest.approx([scores[e] for e in chosen])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_evaluation_is_plain_top_k(k: int) -> None:
+    logits = lopsided_logits()
+    chosen = experts_of(route(SinkhornRouterConfig(k=k), logits))
+    for row, experts in zip(logits.tolist(), chosen, strict=True):
+        assert experts == sorted(range(NUM_EXPERTS), key=lambda e: -row[e])[:k]
+
+
+def test_training_is_far_better_balanced_than_evaluation() -> None:
+    logits = lopsided_logits()
+    balanced = load_of(route(SinkhornRouterConfig(), logits, training=True))
+    plain = load_of(route(SinkhornRouterConfig(), logits))
+    assert max(balanced) <= 9  # of 24 tokens for 4 experts; rounding to one expert is not exact
+    assert max(plain) >= 15
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_no_gradient_flows_through_the_balancing(k: int) -> None:
+    x = lopsided_logits().requires_grad_()
+    routing = identity_router(SinkhornRouterConfig(k=k), NUM_EXPERTS).train()(x, TokenContext())
+    (got,) = torch.autograd.grad(routing.weights_N.sum(), x)
+    scores_TE = x.sigmoid() if k == 1 else x.softmax(dim=-1)
+    chosen_TK = routing.expert_ids_N.view(NUM_TOKENS, k)
+    (expected,) = torch.autograd.grad(scores_TE.gather(-1, chosen_TK).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert got.norm() > 0.1
+
+
+def test_tokens_that_do_not_count_come_back_as_they_are_and_change_nobody() -> None:
+    logits = lopsided_logits()
+    counted = torch.arange(NUM_TOKENS) % 3 > 0
+    got = sinkhorn(logits, counted)
+    assert torch.equal(got[~counted], logits[~counted])
+    torch.testing.assert_close(got[counted], sinkhorn(logits[counted], everybody(16)))
+    assert torch.equal(sinkhorn(logits, torch.zeros_like(counted)), logits)
+
+
+def test_it_stops_after_the_largest_number_of_rounds() -> None:
+    # One round from equal columns: each column is divided by its sum of row softmaxes.
+    logits = lopsided_logits()
+    sums = logits.softmax(dim=-1).sum(dim=0)
+    got = sinkhorn(logits, everybody(), max_iterations=1).softmax(dim=-1)
+    torch.testing.assert_close(got, (logits - sums.log()).softmax(dim=-1))
