@@ -89,7 +89,7 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MoEConfig:
-        self.router.check_num_experts(self.num_routable)
+        self._check_router()
         if self.shared_expert is None and self.combine.type != "sum":
             raise ValueError(
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
@@ -101,6 +101,17 @@ class MoEConfig(FFNConfig, frozen=True):
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
             )
         return self
+
+    def _check_router(self) -> None:
+        try:
+            self.router.check_num_experts(self.num_routable)
+        except ValueError as error:
+            if self.zero_computation.total == 0:
+                raise
+            raise ValueError(
+                f"{error}; the router counts num_experts ({self.num_experts}) and zero_computation "
+                f"({self.zero_computation.total}) together"
+            ) from error
 
     @property
     def num_routable(self) -> int:
@@ -220,13 +231,13 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
                 "ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their "
                 "router.k instead"
             )
-        self.router.check_num_experts(1)
         if self.share >= 1:
             raise ValueError(
                 f"router.type ('{self.router.type}') sends {self.share:g} of the tokens through the "
                 "block, so it leaves none out; use 'expert_choice' with score: sigmoid, or 'relu', "
                 "with k below 1"
             )
+        self.router.check_num_experts(1)
         return self
 
     @property

@@ -67,7 +67,7 @@ class SinkhornRouterConfig(LinearRouterConfig, frozen=True):
     tolerance: float = Field(default=1e-4, gt=0)
     """Stop when no column's factor changes by more than this share of itself."""
     max_iterations: int = Field(default=100, ge=1)
-    """Stop after this many rounds at the latest."""
+    """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
 
     @property
     def not_causal_because(self) -> str | None:

@@ -26,7 +26,8 @@ class HashRouter(Router):
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Scores say which experts were named; logits are 0, since nothing was weighed.
+        """Scores say which experts were named; logits are 0, since nothing was weighed, or NaN for a
+        token that is, so that it is noticed.
 
         Raises:
             ValueError: the context has no token ids.
@@ -42,9 +43,9 @@ class HashRouter(Router):
         scores_TE = torch.zeros(len(x_TD), self.num_experts, dtype=dtype, device=x_TD.device)
         weights_TK = torch.full_like(expert_ids_TK, 1 / self.k, dtype=dtype)
         scores_TE.scatter_(1, expert_ids_TK, weights_TK)
-        return token_choice(
-            weights_TK, expert_ids_TK, torch.zeros_like(scores_TE), scores_TE, context
-        )
+        whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
+        logits_TE = torch.zeros_like(scores_TE).masked_fill(~whole_T1, torch.nan)
+        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:

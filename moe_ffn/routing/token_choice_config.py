@@ -66,10 +66,19 @@ class NoisyTopKRouterConfig(LinearRouterConfig, frozen=True):
     """
 
     type: Literal["noisy_top_k"] = "noisy_top_k"
-    k: int = Field(default=2, ge=2)
+    k: int = Field(default=2, ge=1)
     """Experts per token. At least 2: the softmax over a single one is a constant 1."""
 
     has_selection_probs: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _keep_the_router_gradient(self) -> NoisyTopKRouterConfig:
+        if self.k == 1:
+            raise ValueError(
+                "k (1) makes every weight a constant 1, the softmax over a single expert, so the router "
+                "would never learn; set k >= 2"
+            )
+        return self
 
     def check_num_experts(self, num_experts: int) -> None:
         check_k(self.k, num_experts)

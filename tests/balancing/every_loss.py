@@ -1,0 +1,96 @@
+"""Every balancing loss as a function of one Routing, and Routings that give each what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    global_load_balancing_loss,
+    pairs_per_expert,
+    pooled_load_balancing_loss,
+    relu_sparsity_loss,
+)
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import token_choice
+
+
+def global_loss(routing: Routing) -> Tensor:
+    """Of a step that is this one batch."""
+    return global_load_balancing_loss(routing, pairs_per_expert(routing), routing.num_real_tokens)
+
+
+def pooled_loss(routing: Routing) -> Tensor:
+    """Of a model with this one layer."""
+    return pooled_load_balancing_loss([routing])
+
+
+LOSSES: dict[str, Callable[[Routing], Tensor]] = {
+    **BALANCING_LOSSES,
+    "load_balance_pooled": pooled_loss,
+    "load_balance_global": global_loss,
+    "relu_sparsity": relu_sparsity_loss,
+}
+
+LOAD_BALANCING = ["load_balance", "load_balance_sequence", "load_balance_pooled"]
+LOAD_BALANCING += ["load_balance_global"]
+"""Those that are E * sum_i f_i P_i."""
+
+
+def routing_of(
+    logits_TE: Tensor,
+    k: int = 2,
+    mask: Tensor | None = None,
+    sequence_length: int | None = None,
+) -> Routing:
+    """Softmax top-k, with a `target_k` and the selection probabilities of some noise."""
+    scores_TE = logits_TE.softmax(dim=-1)
+    weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
+    return token_choice(
+        weights_TK,
+        expert_ids_TK,
+        logits_TE,
+        scores_TE,
+        TokenContext(mask=mask, sequence_length=sequence_length),
+        target_k=k,
+        selection_probs_TE=logits_TE.sigmoid(),
+    )
+
+
+def collapsed(num_tokens: int, k: int, num_experts: int, first: int = 0) -> Routing:
+    """Every token to experts `first` .. `first + k - 1`, sure of them: all scores 0 but theirs."""
+    scores_TE = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    scores_TE[:, first : first + k] = 1 / k
+    return _decided(scores_TE, k)
+
+
+def balanced(k: int, num_experts: int) -> Routing:
+    """E tokens that take turns: token t goes to experts t .. t + k - 1, counted in a circle."""
+    scores_TE = torch.zeros(num_experts, num_experts, dtype=torch.float64)
+    for token in range(num_experts):
+        for i in range(k):
+            scores_TE[token, (token + i) % num_experts] = 1 / k
+    return _decided(scores_TE, k)
+
+
+def _decided(scores_TE: Tensor, k: int) -> Routing:
+    weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
+    return token_choice(
+        weights_TK,
+        expert_ids_TK,
+        scores_TE.log(),
+        scores_TE,
+        TokenContext(),
+        target_k=k,
+        selection_probs_TE=k * scores_TE,
+    )
+
+
+def random_logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
+    """float64, lopsided: later experts are preferred."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    return logits_TE + torch.linspace(0, 2, num_experts, dtype=torch.float64)

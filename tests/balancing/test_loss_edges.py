@@ -1,0 +1,121 @@
+"""Padding, dropping, copies and empty batches: what must not move any balancing loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from every_loss import LOSSES, random_logits, routing_of
+from torch import Tensor
+
+# Sums of some ten float64 numbers in another order.
+EXACT = 1e-12
+
+
+def value_and_gradient(
+    name: str,
+    logits_TE: Tensor,
+    mask: Tensor | None = None,
+    sequence_length: int | None = None,
+    k: int = 2,
+) -> tuple[Tensor, Tensor]:
+    logits_TE = logits_TE.detach().clone().requires_grad_()
+    loss = LOSSES[name](routing_of(logits_TE, k, mask, sequence_length))
+    (gradient,) = torch.autograd.grad(loss, logits_TE)
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("padding", [-50.0, 0.0, 1e4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_padding_changes_neither_value_nor_gradient(name: str, padding: float) -> None:
+    # Two sequences of 4 tokens: one padded on the right, one on both sides, and a third of nothing but
+    # padding, all with logits that would move every loss if they counted.
+    real_BSE = random_logits(8, 4).view(2, 4, 4)
+    logits_BSE = torch.full((3, 7, 4), padding, dtype=torch.float64)
+    logits_BSE[..., 0] += 10
+    mask_BS = torch.zeros(3, 7, dtype=torch.bool)
+    for b, start in enumerate([0, 2]):
+        logits_BSE[b, start : start + 4] = real_BSE[b]
+        mask_BS[b, start : start + 4] = True
+
+    expected, expected_gradient = value_and_gradient(
+        name, real_BSE.flatten(0, 1), sequence_length=4
+    )
+    got, gradient = value_and_gradient(
+        name, logits_BSE.flatten(0, 1), mask_BS.flatten(), sequence_length=7
+    )
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+    gradient_BSE = gradient.view(3, 7, 4)
+    torch.testing.assert_close(gradient_BSE[mask_BS], expected_gradient, rtol=EXACT, atol=EXACT)
+    assert gradient_BSE[~mask_BS].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mask_that_hides_nobody_is_no_mask(name: str) -> None:
+    logits = random_logits(6, 4)
+    with_mask = value_and_gradient(name, logits, torch.ones(6, dtype=torch.bool))
+    torch.testing.assert_close(with_mask, value_and_gradient(name, logits), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3], ids=["no_tokens", "padding_only"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_real_token_scores_zero_with_a_gradient_of_zero(name: str, num_tokens: int) -> None:
+    # Padding of 200 and not 0, so that a missing mask cannot pass for 0.
+    logits = torch.full((num_tokens, 4), 200.0)
+    nobody = torch.zeros(num_tokens, dtype=torch.bool)
+    value, gradient = value_and_gradient(name, logits, nobody)
+    assert value.item() == 0
+    assert gradient.tolist() == [[0.0] * 4] * num_tokens
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_tokens_and_no_mask_score_zero(name: str) -> None:
+    value, gradient = value_and_gradient(name, torch.zeros(0, 4))
+    assert value.item() == 0
+    assert gradient.shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_single_expert_has_a_gradient_not_a_missing_one(name: str) -> None:
+    # Ranks wait for the gradient of every parameter.
+    value, gradient = value_and_gradient(name, random_logits(5, 1), k=1)
+    assert value.isfinite()
+    if name != "router_z" and name != "relu_sparsity":
+        # 1 or 0, whatever the logits.
+        assert value.item() == pytest.approx(float(name.startswith("load_balance")), abs=EXACT)
+        assert gradient.abs().max() < EXACT
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_single_token_has_finite_value_and_gradient(name: str) -> None:
+    value, gradient = value_and_gradient(name, random_logits(1, 4))
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_dropping_changes_nothing(name: str) -> None:
+    routing = routing_of(random_logits(6, 4), sequence_length=3)
+    dropped_N = torch.arange(12) % 3 == 0
+    limited = replace(routing, dropped_N=dropped_N, capacity=torch.tensor(2))
+    assert LOSSES[name](limited).item() == LOSSES[name](routing).item()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_twice_the_same_batch_scores_the_same(name: str) -> None:
+    # Every loss is of shares and means, so that a weight means the same for every size of a batch.
+    logits = random_logits(6, 4)
+    once, _ = value_and_gradient(name, logits, sequence_length=3)
+    twice, _ = value_and_gradient(name, logits.repeat(2, 1), sequence_length=3)
+    torch.testing.assert_close(twice, once, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_numbers_of_the_experts_do_not_matter(name: str) -> None:
+    logits = random_logits(8, 4)
+    order = torch.tensor([2, 0, 3, 1])
+    expected, expected_gradient = value_and_gradient(name, logits, sequence_length=4)
+    got, gradient = value_and_gradient(name, logits[:, order], sequence_length=4)
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(gradient, expected_gradient[:, order], rtol=EXACT, atol=EXACT)

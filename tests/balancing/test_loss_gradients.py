@@ -1,0 +1,127 @@
+"""Gradients of every balancing loss: where they flow, that they are right, and that they are finite."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from every_loss import LOAD_BALANCING, LOSSES, random_logits, routing_of
+from torch import Tensor
+
+from moe_ffn.balancing.losses import load_balancing_loss
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.config import RouterConfig
+
+READS: dict[str, str] = {
+    **dict.fromkeys(LOAD_BALANCING, "scores_TE"),
+    "importance_cv2": "weights_N",
+    "load_cv2": "selection_probs_TE",
+    "router_z": "logits_TE",
+    "router_entropy": "scores_TE",
+    "relu_sparsity": "scores_TE",
+}
+"""The one field of a Routing through which the gradient of a loss flows."""
+
+
+def leaves(routing: Routing) -> tuple[Routing, dict[str, Tensor]]:
+    """The routing with each of its floating-point tensors a leaf of its own."""
+    found = {
+        field.name: value.detach().clone().requires_grad_()
+        for field in fields(routing)
+        if isinstance(value := getattr(routing, field.name), Tensor) and value.is_floating_point()
+    }
+    return replace(routing, **found), found
+
+
+def padded_routing() -> Routing:
+    """Two sequences of 5, padded on the right of one and the left of the other."""
+    mask = torch.ones(10, dtype=torch.bool)
+    mask[[3, 4, 5]] = False
+    return routing_of(random_logits(10, 4), mask=mask, sequence_length=5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_flows_through_one_field_alone(name: str) -> None:
+    routing, by_name = leaves(padded_routing())
+    gradients = torch.autograd.grad(LOSSES[name](routing), by_name.values(), allow_unused=True)
+    reached = {
+        field
+        for field, gradient in zip(by_name, gradients, strict=True)
+        if gradient is not None and gradient.count_nonzero()
+    }
+    assert reached == {READS[name]}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_finite_differences(name: str) -> None:
+    # In float64 to the end: a float32 number on the way would be off by more than the differences.
+    routing = padded_routing()
+    values = getattr(routing, READS[name]).detach().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda changed: LOSSES[name](replace(routing, **{READS[name]: changed})), values
+    )
+
+
+def test_counts_carry_no_gradient() -> None:
+    # With f held constant, E * sum_i f_i P_i has the gradient of a fixed linear form of P.
+    logits = random_logits(12, 8).requires_grad_()
+    routing = routing_of(logits)
+    share_E = routing.expert_ids_N.bincount(minlength=8) / 24
+    (expected,) = torch.autograd.grad(8 * (share_E * logits.softmax(-1).mean(0)).sum(), logits)
+    (got,) = torch.autograd.grad(load_balancing_loss(routing), logits)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)  # the shares above are float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_and_its_gradient_have_the_dtype_of_the_scores(
+    name: str, dtype: torch.dtype
+) -> None:
+    logits = random_logits(6, 4).to(dtype).requires_grad_()
+    loss = LOSSES[name](routing_of(logits))
+    assert loss.shape == ()
+    assert loss.dtype == dtype
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_float64_is_not_rounded_to_float32_on_the_way(name: str) -> None:
+    # Shares of 1/3 and a target of 0.3 are no float32 numbers. Four and eight copies of the same
+    # tokens have the same value, as far as nothing is rounded to 1e-8.
+    logits = random_logits(3, 5)
+    values = [
+        LOSSES[name](replace(routing_of(logits.repeat(n, 1), sequence_length=3), target_k=0.3))
+        for n in (1, 7)
+    ]
+    torch.testing.assert_close(*values, rtol=1e-13, atol=1e-13)
+
+
+# Each of these makes a score exactly 0 in float32, or all of a token's.
+EXTREME: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
+    "softmax_sure": ({"type": "top_k", "k": 1}, [[200.0, -200.0, 0.0]] * 3),
+    "sigmoid_sure": ({"type": "sigmoid_top_k"}, [[200.0, -200.0, 0.0]] * 3),
+    "sigmoid_all_zero": ({"type": "sigmoid_top_k"}, [[-200.0, -300.0, -250.0]]),
+    "sigmoid_nearly_zero": ({"type": "sigmoid_top_k"}, [[-95.0, -96.0, -90.0]]),
+    "relu_some_zero": ({"type": "relu"}, [[1.0, -1.0, 0.0], [2.0, -3.0, -1.0]]),
+    "relu_all_zero": ({"type": "relu"}, [[-1.0, -2.0, -3.0]] * 2),
+    "top_p_sure": ({"type": "top_p"}, [[300.0, 0.0, 0.0]] * 2),
+}
+
+
+@pytest.mark.parametrize(("router", "logits"), EXTREME.values(), ids=EXTREME)
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "load_cv2"])
+def test_scores_of_zero_have_finite_values_and_gradients(
+    name: str, router: dict[str, Any], logits: list[list[float]]
+) -> None:
+    built = RouterConfig.model_validate(router).build(3, 3)
+    with torch.no_grad():
+        built.get_parameter("projection.weight").copy_(torch.eye(3))
+    logits_TE = torch.tensor(logits, requires_grad=True)
+    routing = built(logits_TE, TokenContext())
+    loss = LOSSES[name](replace(routing, target_k=2))
+    (gradient,) = torch.autograd.grad(loss, logits_TE)
+    assert loss.isfinite()
+    assert gradient.isfinite().all(), gradient

@@ -1,0 +1,161 @@
+"""Mixture-of-depths: what passes, what passes by, and what the block inside sees of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import ConfigError, TokenContext, build_ffn
+
+EXPERT_CHOICE = {"type": "expert_choice", "k": 0.5, "score": "sigmoid"}
+RELU = {"type": "relu", "k": 0.5}
+
+
+def build(router: dict[str, Any], ffn: Any = "swiglu") -> Any:
+    torch.manual_seed(0)
+    config = {"type": "mixture_of_depths", "ffn": ffn, "router": router}
+    return build_ffn(config, d_model=8).double()
+
+
+def tokens(seed: int = 1) -> Tensor:
+    return torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def chosen_and_weights(ffn: Any, x: Tensor, router: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """From the router's matrix alone: the best half of each sequence, or the positive ones."""
+    logits = (x @ ffn.router.projection.weight.T).squeeze(-1)
+    if router is RELU:
+        return logits > 0, logits.relu()
+    ranks = logits.argsort(dim=1, descending=True).argsort(dim=1)
+    return ranks < 3, logits.sigmoid()
+
+
+@pytest.mark.parametrize("router", [EXPERT_CHOICE, RELU], ids=lambda r: r["type"])
+def test_chosen_tokens_pass_weighted_and_the_others_get_zero(router: dict[str, Any]) -> None:
+    ffn, x = build(router), tokens()
+    chosen, weights = chosen_and_weights(ffn, x, router)
+    assert 0 < chosen.sum() < chosen.numel()
+    wanted = torch.where(chosen.unsqueeze(-1), weights.unsqueeze(-1) * ffn.ffn(x).hidden, 0)
+    output = ffn(x)
+    torch.testing.assert_close(output.hidden, wanted, rtol=0, atol=1e-12)
+    assert output.routing.num_experts == 1
+    assert output.inner_routing is None
+
+
+@pytest.mark.parametrize("router", [EXPERT_CHOICE, RELU], ids=lambda r: r["type"])
+def test_gradients_are_those_of_the_formula(router: dict[str, Any], gradients: Any) -> None:
+    ffn, x = build(router), tokens().requires_grad_()
+    chosen, weights = chosen_and_weights(ffn, x, router)
+    formula = torch.where(chosen.unsqueeze(-1), weights.unsqueeze(-1) * ffn.ffn(x).hidden, 0)
+    wanted = gradients(ffn, x, formula)
+    ffn.zero_grad()
+    wanted = {name: gradient.clone() for name, gradient in wanted.items() if name == "x"}
+    again = tokens().requires_grad_()
+    found = gradients(ffn, again, ffn(again).hidden)
+    torch.testing.assert_close(found["x"], wanted["x"], rtol=0, atol=1e-12)
+
+
+def test_the_block_inside_sees_a_sequence_of_the_chosen_in_their_order() -> None:
+    # A causal convolution over two positions mixes each token with the chosen one before it.
+    ffn, x = build(RELU, {"type": "conv", "kernel_size": 2}), tokens()
+    chosen, weights = chosen_and_weights(ffn, x, RELU)
+    for b in range(2):
+        alone = ffn.ffn(x[b][chosen[b]]).hidden * weights[b][chosen[b]].unsqueeze(-1)
+        torch.testing.assert_close(ffn(x).hidden[b][chosen[b]], alone, rtol=0, atol=1e-12)
+
+
+def test_a_mixture_inside_routes_the_chosen_alone_and_reports_it() -> None:
+    moe = {"type": "moe", "num_experts": 4}
+    ffn, x = build(EXPERT_CHOICE, moe), tokens()
+    output = ffn(x)
+    inner = output.inner_routing
+    assert inner is not None
+    assert inner.num_real_tokens == 6  # half of 12
+    assert inner.real_N.sum() == 12  # k = 2
+    assert ffn.routers().keys() == {"routing", "inner_routing"}
+    assert ffn.routers()["inner_routing"] is ffn.ffn.router
+    relu = build(RELU, moe)(x)
+    assert int(relu.inner_routing.num_real_tokens) == int(relu.routing.real_N.sum())
+
+
+def test_token_ids_go_with_their_tokens() -> None:
+    moe = {"type": "moe", "num_experts": 4, "router": "hash"}
+    ffn, x = build(EXPERT_CHOICE, moe), tokens()
+    ids = torch.arange(12).view(2, 6)
+    output = ffn(x, TokenContext(token_ids=ids))
+    chosen, _ = chosen_and_weights(ffn, x, EXPERT_CHOICE)
+    wanted = ffn.ffn.router(x[chosen], TokenContext(token_ids=ids[chosen])).expert_ids_N
+    assert output.inner_routing.expert_ids_N[output.inner_routing.real_N].equal(wanted)
+
+
+def test_nobody_chosen_gives_zero_and_zero_gradients() -> None:
+    ffn = build(RELU)
+    with torch.no_grad():
+        ffn.router.projection.weight.zero_()
+    output = ffn(tokens())
+    assert output.hidden.count_nonzero() == 0
+    output.hidden.sum().backward()
+    for name, parameter in ffn.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.count_nonzero() == 0, name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"router": "top_k"},
+            "router.type ('top_k') sends 2 of the tokens through the block, so it leaves none out; use "
+            "'expert_choice' with score: sigmoid, or 'relu', with k below 1",
+        ),
+        (
+            {"router": {"type": "expert_choice", "k": 0.5}},
+            "router.score (softmax) with a single expert makes every weight a constant 1, so the router "
+            "would never learn; set router.score: sigmoid",
+        ),
+        (
+            {"ffn": "mixture_of_depths"},
+            "ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their "
+            "router.k instead",
+        ),
+    ],
+    ids=["all pass", "constant weight", "nested"],
+)
+def test_bad_mixtures_of_depths_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_ffn({"type": "mixture_of_depths", **options}, d_model=8)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"combine": "sigmoid_gate"},
+            "combine.type ('sigmoid_gate') joins a shared expert, but shared_expert is null; give it one, "
+            "such as 'swiglu', or leave combine out",
+        ),
+        (
+            {"router": {"type": "top_k", "k": 11}, "zero_computation": {"num_copy": 2}},
+            "router.k (11) must not exceed num_experts (10); lower router.k or raise num_experts; the "
+            "router counts num_experts (8) and zero_computation (2) together",
+        ),
+        (
+            {"shared_expert": "mixture_of_depths"},
+            "shared_expert.type ('mixture_of_depths') must not be a sparse block: every token passes "
+            "through a shared expert; use 'swiglu' or 'dense'",
+        ),
+        (
+            {"combine": "gate"},
+            "combine.type: unknown 'gate'; known: sum, sigmoid_gate, average, residual",
+        ),
+    ],
+    ids=["nothing to combine", "k above all", "sparse shared expert", "unknown combination"],
+)
+def test_bad_mixtures_of_experts_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_ffn({"type": "moe", **options}, d_model=8)
+    assert str(caught.value) == message

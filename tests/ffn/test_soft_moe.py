@@ -1,0 +1,86 @@
+"""Soft MoE against its equations in plain loops, output and gradients, with and without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import TokenContext, build_ffn
+from moe_ffn.kernels.select import BACKENDS
+
+CONFIG = {"type": "soft_moe", "num_experts": 3, "slots_per_expert": 2}
+
+
+def build(backend: str) -> Any:
+    torch.manual_seed(0)
+    experts = {"type": "swiglu", "d_ff": 8, "backend": backend}
+    ffn = build_ffn({**CONFIG, "experts": experts}, d_model=8)
+    return ffn if backend == "grouped_mm" else ffn.double()
+
+
+def by_loops(ffn: Any, x_SD: Tensor) -> Tensor:
+    """One sequence of real tokens: equations 1 to 3, slot by slot and token by token."""
+    unit = [x / x.norm() for x in x_SD]
+    slots = [ffn.scale * slot / slot.norm() for slot in ffn.slots_PD]
+    logits = torch.stack([torch.stack([x @ slot for slot in slots]).squeeze(-1) for x in unit])
+    outputs = []
+    for p in range(len(slots)):
+        shares = logits[:, p].exp() / logits[:, p].exp().sum()
+        mean = torch.stack([share * x for share, x in zip(shares, x_SD, strict=True)]).sum(0)
+        e = p // 2  # two slots per expert
+        gate, up = ffn.experts.gate[e] @ mean, ffn.experts.up[e] @ mean
+        outputs.append(ffn.experts.down[e] @ (gate * gate.sigmoid() * up))
+    y = []
+    for row in logits:
+        shares = row.exp() / row.exp().sum()
+        y.append(torch.stack([share * y for share, y in zip(shares, outputs, strict=True)]).sum(0))
+    return torch.stack(y)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_output_and_gradients_equal_the_loops(
+    backend: str, padded: bool, tokens_and_mask: Any, dtype_of: Any, gradients: Any
+) -> None:
+    ffn, reference = build(backend), build("loop")
+    reference.load_state_dict(ffn.state_dict())
+    x, mask = tokens_and_mask(dtype_of(backend), padded)
+    x_reference = x.double().requires_grad_()
+    rows = []
+    for sequence, real in zip(x_reference, mask, strict=True):
+        y = torch.zeros_like(sequence)
+        rows.append(y.index_put((real.nonzero().squeeze(-1),), by_loops(reference, sequence[real])))
+    wanted = gradients(reference, x_reference, torch.stack(rows))
+
+    x.requires_grad_()
+    hidden = ffn(x, TokenContext(mask=mask)).hidden
+    tolerance = 1e-5 if backend == "grouped_mm" else 1e-12  # float32 and float64
+    torch.testing.assert_close(hidden.double(), torch.stack(rows), rtol=tolerance, atol=tolerance)
+    for name, gradient in gradients(ffn, x, hidden).items():
+        torch.testing.assert_close(
+            gradient.double(), wanted[name], rtol=10 * tolerance, atol=10 * tolerance, msg=name
+        )
+
+
+def test_a_sequence_does_not_see_its_neighbours() -> None:
+    ffn = build("loop")
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    alone = torch.cat([ffn(sequence[None]).hidden for sequence in x])
+    torch.testing.assert_close(ffn(x).hidden, alone, rtol=0, atol=1e-12)
+
+
+def test_as_many_slots_as_tokens_cost_what_top_1_does_and_the_mixing() -> None:
+    soft = {"type": "soft_moe", "num_experts": 4, "slots_per_expert": 8}
+    switch = {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 1}}
+    from moe_ffn import FFNConfig
+
+    mixing = 3 * 2 * 16 * 32  # logits, in and out: 3 products of d_model and 32 slots
+    router = 2 * 16 * 4
+    soft_flops, switch_flops = (
+        FFNConfig.model_validate(config).flops_per_token(16, seq_len=32)
+        for config in (soft, switch)
+    )
+    assert soft_flops - mixing == switch_flops - router
