@@ -127,8 +127,10 @@ def router_entropy(routing: Routing) -> Tensor:
     As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
     2024, arXiv:2403.07652, equation 6).
     """
-    entropy_T = torch.special.entr(normalized_scores(routing)).sum(dim=-1)
-    return mean_over_tokens(entropy_T, routing)
+    scores_TE = normalized_scores(routing)
+    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
+    logs_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
+    return mean_over_tokens(-(scores_TE * logs_TE).sum(dim=-1), routing)
 
 
 def relu_sparsity_loss(routing: Routing) -> Tensor:
@@ -143,7 +145,7 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     if routing.target_k is None:
         raise ValueError("relu_sparsity needs a router that has a target_k, such as 'relu'")
     pairs_E = pairs_per_expert(routing).to(routing.scores_TE.dtype)
-    share_E = pairs_E / (routing.target_k * routing.num_real_tokens).clamp(min=1)
+    share_E = pairs_E / routing.num_real_tokens.clamp(min=1) / routing.target_k
     scores_E = mean_over_tokens(routing.scores_TE, routing)
     return routing.num_experts * (share_E * scores_E).sum()
 
@@ -164,10 +166,9 @@ def cv_squared(values_E: Tensor) -> Tensor:
 
     As in Tutel and fastmoe; 0 for a single value.
     """
-    if len(values_E) == 1:
-        return torch.zeros_like(values_E).sum()
     tiny = torch.finfo(values_E.dtype).tiny
-    return values_E.var() / values_E.mean().square().clamp(min=tiny)
+    variance = values_E.var(correction=min(len(values_E) - 1, 1))
+    return variance / values_E.mean().square().clamp(min=tiny)
 
 
 def pairs_per_expert(routing: Routing) -> Tensor:
@@ -185,8 +186,9 @@ def expert_load(routing: Routing) -> Tensor:
 def normalized_scores(routing: Routing) -> Tensor:
     """(T, E): each token's scores, divided by their sum."""
     scores_TE = routing.scores_TE
-    tiny = torch.finfo(scores_TE.dtype).tiny
-    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=tiny)
+    # Larger than the least number there is, so that no gradient divided by it overflows.
+    limits = torch.finfo(scores_TE.dtype)
+    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=limits.tiny / limits.eps)
 
 
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:

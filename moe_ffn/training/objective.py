@@ -86,10 +86,13 @@ def objective(
     if not routings:
         return Objective(total, cross_entropy, balancing)
     layers = list(routings.values())
+    relu_layers = [routing for routing in layers if routing.target_k is not None]
     for name, loss in BALANCING_LOSSES.items():
         weight = getattr(weights, name)
-        if weight or name in ALWAYS_SHOWN:
-            balancing[name] = torch.stack([loss(routing) for routing in layers]).mean()
+        # The z-loss pulls logits down, below 0 a ReLU router chooses nobody, and that ends its gradient.
+        concerned = [r for r in layers if r.target_k is None] if name == "router_z" else layers
+        if concerned and (weight or name in ALWAYS_SHOWN):
+            balancing[name] = torch.stack([loss(routing) for routing in concerned]).mean()
             total = total + weight * balancing[name]
     if weights.load_balance_pooled:
         balancing["load_balance_pooled"] = pooled_load_balancing_loss(layers)
@@ -97,7 +100,6 @@ def objective(
     if weights.load_balance_global:
         balancing["load_balance_global"] = _global_part(routings, step_totals)
         total = total + weights.load_balance_global * balancing["load_balance_global"]
-    relu_layers = [routing for routing in layers if routing.target_k is not None]
     if relu_layers:
         sparsity = torch.stack([relu_sparsity_loss(routing) for routing in relu_layers]).mean()
         balancing["relu_sparsity"] = sparsity

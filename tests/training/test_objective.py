@@ -188,6 +188,16 @@ def test_the_sparsity_loss_is_for_relu_layers_and_weighted_by_the_rule(make_rout
     assert found.total.item() == pytest.approx(math.log(3) + 0.06)
 
 
+def test_the_z_loss_leaves_relu_layers_alone(make_routing: Any) -> None:
+    # logsumexp(0, 0)^2 = (ln 2)^2 of the plain layer; the other one's logits of 5 do not count.
+    relu = make_routing([[0, 1]], 2, logits_TE=torch.full((1, 2), 5.0), target_k=1.0)
+    plain = make_routing([[0]], 2)
+    logits, targets = torch.zeros(1, 1, 3), torch.tensor([[0]])
+    found = objective(logits, targets, {"a": relu, "b": plain}, ObjectiveConfig())
+    assert found.balancing["router_z"].item() == pytest.approx(math.log(2) ** 2)
+    assert "router_z" not in objective(logits, targets, {"a": relu}, ObjectiveConfig()).balancing
+
+
 def test_losses_without_a_weight_are_not_computed(make_routing: Any) -> None:
     # load_cv2 would refuse this router.
     found = objective(
