@@ -45,7 +45,9 @@ def padded_routing() -> Routing:
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_flows_through_one_field_alone(name: str) -> None:
     routing, by_name = leaves(padded_routing())
-    gradients = torch.autograd.grad(LOSSES[name](routing), by_name.values(), allow_unused=True)
+    gradients = torch.autograd.grad(
+        LOSSES[name](routing), list(by_name.values()), allow_unused=True
+    )
     reached = {
         field
         for field, gradient in zip(by_name, gradients, strict=True)

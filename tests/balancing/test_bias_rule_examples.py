@@ -1,0 +1,201 @@
+"""Rules without a loss: published examples, sums over batches, and what holds of every rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from moe_ffn.balancing.bias_rules import BiasRule, QuantileRule, SignRule
+from moe_ffn.balancing.config import BiasRuleConfig, QuantileRuleConfig, SignRuleConfig
+from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.metrics.functional import max_violation
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import Router
+from moe_ffn.routing.config import SigmoidTopKRouterConfig
+
+# A sum of a few float32 numbers of the order of 1e-3.
+FLOAT32 = 1e-9
+
+RULES: list[BiasRuleConfig] = [
+    SignRuleConfig(rate=0.01),
+    SignRuleConfig(rate=0.01, centre=True),
+    QuantileRuleConfig(ema=0.0),
+    QuantileRuleConfig(ema=0.9),
+]
+IDS = ["sign", "sign_centred", "quantile", "quantile_averaged"]
+
+
+def sigmoid_router(num_experts: int, k: int, bias_E: Tensor | None = None) -> Router:
+    """Its logits are its input, its correction bias is this one."""
+    config = SigmoidTopKRouterConfig(k=k, renormalize=False)
+    router = config.build(num_experts, num_experts)
+    with torch.no_grad():
+        router.get_parameter("projection.weight").copy_(torch.eye(num_experts))
+        if bias_E is not None:
+            assert router.correction_bias_E is not None
+            router.correction_bias_E.copy_(bias_E)
+    return router
+
+
+def route(logits_TE: Tensor, k: int, bias_E: Tensor, mask: Tensor | None = None) -> Routing:
+    return sigmoid_router(logits_TE.shape[-1], k, bias_E)(logits_TE, TokenContext(mask=mask))
+
+
+def lopsided_logits(num_tokens: int = 512, num_experts: int = 8, seed: int = 0) -> Tensor:
+    """Later experts are preferred by nearly everybody."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(num_tokens, num_experts, generator=generator)
+    return logits_TE + torch.linspace(-1, 1, num_experts)
+
+
+def step(rule: BiasRule, bias_E: Tensor, routing: Routing) -> Tensor:
+    """A step of one batch."""
+    return rule.update(bias_E, rule.observe(routing, bias_E), num_batches=1)
+
+
+def violation(logits_TE: Tensor, k: int, bias_E: Tensor) -> float:
+    return max_violation(pairs_per_expert(route(logits_TE, k, bias_E)).float()).item()
+
+
+# ------------------------------------------------------------------------------- the sign rule
+
+
+@pytest.mark.parametrize(
+    ("centre", "moves"),
+    [
+        (False, [-1.0, 1.0, 1.0, 1.0]),  # Megatron-LM, OLMo-core: sign(25 - n)
+        (True, [-1.5, 0.5, 0.5, 0.5]),  # torchtitan: minus their mean, 2/4
+    ],
+    ids=["megatron", "torchtitan"],
+)
+def test_the_move_is_that_of_the_published_example(centre: bool, moves: list[float]) -> None:
+    rule = SignRule(SignRuleConfig(rate=1e-3, centre=centre))
+    bias = torch.tensor([0.5, -0.25, 0.0, 1.0])
+    moved = rule.update(torch.zeros(4), torch.tensor([97, 1, 1, 1]), num_batches=1)
+    assert moved.tolist() == pytest.approx([1e-3 * move for move in moves], abs=FLOAT32)
+    added = rule.update(bias, torch.tensor([97, 1, 1, 1]), num_batches=1)
+    torch.testing.assert_close(added, bias + moved, rtol=0, atol=0)
+
+
+def test_counts_of_batches_and_ranks_add_up(make_routing: Any) -> None:
+    # (2, 0) and (0, 3) make (2, 3): expert 1 is ahead, though expert 0 is in the first batch.
+    rule = SignRule(SignRuleConfig(rate=1e-3))
+    bias = torch.zeros(2)
+    first = rule.observe(make_routing([[0], [0]], 2), bias)
+    second = rule.observe(make_routing([[1], [1], [1]], 2), bias)
+    assert (first + second).tolist() == [2, 3]
+    moved = rule.update(bias, first + second, num_batches=2)
+    assert moved.tolist() == pytest.approx([1e-3, -1e-3], abs=FLOAT32)
+
+
+@pytest.mark.parametrize("spare", [1, -1], ids=["one_more", "one_less"])
+def test_one_pair_in_very_many_still_has_its_sign(spare: int) -> None:
+    # 2^40 + 1 is no float32 number, and the mean, 2^40 + 1/4, is not even a whole one.
+    observed = torch.full((4,), 2**40)
+    observed[2] += spare
+    moved = SignRule(SignRuleConfig(rate=1e-3)).update(torch.zeros(4), observed, num_batches=1)
+    assert (moved.sign() * spare).tolist() == [1, 1, -1, 1]
+
+
+# ------------------------------------------------------------------------------- the quantile rule
+
+
+def test_the_average_keeps_its_share_of_the_old_bias_and_takes_the_mean_of_the_batches() -> None:
+    # Two batches observed (.3, -.1) together: fresh is -(.15, -.05); .9 * (.2, -.2) + .1 * fresh is
+    # (.165, -.175), less its mean -.005: (.17, -.17).
+    rule = QuantileRule(QuantileRuleConfig(ema=0.9))
+    bias = rule.update(torch.tensor([0.2, -0.2]), torch.tensor([0.3, -0.1]), num_batches=2)
+    torch.testing.assert_close(bias, torch.tensor([0.17, -0.17]), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: int) -> None:
+    logits, bias = lopsided_logits(), torch.zeros(8)
+    rule = QuantileRule(QuantileRuleConfig(ema=0.0))
+    violations = [violation(logits, k, bias)]
+    for _ in range(10):
+        bias = step(rule, bias, route(logits, k, bias))
+        violations.append(violation(logits, k, bias))
+    assert violations[0] > 0.8
+    assert violations[1] < violations[0] / 3, violations
+    assert violations[-1] < 0.05, violations
+
+
+def test_the_bias_that_the_routing_was_made_with_is_taken_into_account() -> None:
+    # Balanced already, by a bias: the rule finds it again, whatever constant is added to it.
+    logits, bias = lopsided_logits(), torch.zeros(8)
+    rule = QuantileRule(QuantileRuleConfig(ema=0.0))
+    for _ in range(200):
+        bias = step(rule, bias, route(logits, 2, bias))
+    for constant in (0.0, 0.5):
+        again = step(rule, bias + constant, route(logits, 2, bias + constant))
+        # The quantiles of 512 tokens are a hundredth or so apart.
+        torch.testing.assert_close(again, bias, rtol=0, atol=0.01)
+
+
+# ------------------------------------------------------------------------------- both
+
+
+@pytest.mark.parametrize("config", [c for c in RULES if c != RULES[0]], ids=IDS[1:])
+def test_the_mean_of_the_bias_stays_zero(config: BiasRuleConfig) -> None:
+    # Except under the plain sign rule, whose example above moves by 2 in all.
+    rule, bias = config.build(), torch.zeros(8)
+    for seed in range(5):
+        bias = step(rule, bias, route(lopsided_logits(seed=seed), 2, bias))
+        assert bias.count_nonzero() > 0
+        assert bias.mean().abs() < 1e-7
+
+
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_padding_is_not_observed(config: BiasRuleConfig) -> None:
+    logits = lopsided_logits(num_tokens=64)
+    padded = torch.cat([torch.full((9, 8), 50.0), logits, -logits[:30]])
+    mask = torch.tensor([False] * 9 + [True] * 64 + [False] * 30)
+    bias, rule = torch.linspace(-0.1, 0.1, 8), config.build()
+    expected = rule.observe(route(logits, 2, bias), bias)
+    assert torch.equal(rule.observe(route(padded, 2, bias, mask), bias), expected)
+
+
+@pytest.mark.parametrize("case", ["k_is_all", "no_tokens", "padding_only"])
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_where_there_is_nothing_to_choose_the_bias_stays(config: BiasRuleConfig, case: str) -> None:
+    num_tokens, k, mask = {
+        "k_is_all": (6, 4, None),
+        "no_tokens": (0, 2, None),
+        "padding_only": (6, 2, torch.zeros(6, dtype=torch.bool)),
+    }[case]
+    bias = torch.tensor([0.25, -0.25, 0.5, -0.5])
+    routing = route(lopsided_logits(num_tokens, 4), k, bias, mask)
+    # The average of a bias with itself: a unit in the last place of 0.5.
+    torch.testing.assert_close(step(config.build(), bias, routing), bias, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("config", RULES, ids=IDS)
+def test_the_bias_keeps_its_dtype_and_has_no_gradient(config: BiasRuleConfig) -> None:
+    logits = lopsided_logits(16).double().requires_grad_()
+    bias = torch.zeros(8)
+    routing = route(logits, 2, bias)
+    rule = config.build()
+    observed = rule.observe(routing, bias)
+    assert not observed.requires_grad
+    assert rule.update(bias, observed, num_batches=1).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("rule", "where", "message"),
+    [
+        ({"type": "sign", "rate": 0.0}, "rate", "greater than 0"),
+        ({"type": "quantile", "ema": 1.0}, "ema", "less than 1"),
+        ({"type": "quantile", "ema": -0.1}, "ema", "greater than or equal to 0"),
+    ],
+    ids=["rate_0", "ema_1", "ema_negative"],
+)
+def test_a_rule_that_would_never_move_is_refused(
+    rule: dict[str, Any], where: str, message: str
+) -> None:
+    with pytest.raises(ValidationError, match=rf"(?s){where}.*{message}"):
+        BiasRuleConfig.model_validate(rule)

@@ -1,0 +1,69 @@
+"""The weight of the ReLU sparsity loss rises while too many experts are chosen, and falls otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moe_ffn.balancing.config import SparsityRuleConfig
+from moe_ffn.balancing.losses import pairs_per_expert, relu_sparsity_loss
+from moe_ffn.balancing.sparsity import sparsity_weight_after
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.config import ReLURouterConfig
+
+
+@pytest.mark.parametrize(
+    ("density", "expected"),
+    [(1.5, 3.6), (1.0001, 3.6), (1.0, 3.0), (0.9999, 2.5), (0.0, 2.5)],  # 3 * 1.2, 3 / 1.2
+    ids=["far_above", "above", "at_the_target", "below", "nobody"],
+)
+def test_the_weight_is_multiplied_above_the_target_and_divided_below(
+    density: float, expected: float
+) -> None:
+    weight = torch.tensor(3.0, dtype=torch.float64)
+    after = sparsity_weight_after(weight, torch.tensor(density, dtype=torch.float64), factor=1.2)
+    assert after.item() == pytest.approx(expected, rel=1e-12)
+    assert after.dtype == torch.float64
+    assert weight.item() == 3
+
+
+def test_the_weight_of_the_paper_reaches_any_size_from_its_tiny_start() -> None:
+    config = SparsityRuleConfig()
+    weight = torch.tensor(config.initial)
+    for _ in range(100):
+        weight = sparsity_weight_after(weight, torch.tensor(2.0), config.factor)
+    # 1e-8 * 1.2^100 = 1e-8 * 8.2818e7, a hundred roundings of float32
+    assert weight.item() == pytest.approx(0.82818, rel=1e-4)
+
+
+def test_loss_and_rule_together_bring_a_router_to_its_number_of_experts() -> None:
+    torch.manual_seed(0)
+    router = ReLURouterConfig(k=2, bias=True).build(16, 8)  # the bias moves every token at once
+    x_TD = torch.randn(256, 16)
+    weight = torch.tensor(1e-3)
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.1)
+    densities = []
+    for _ in range(400):
+        routing = router(x_TD, TokenContext())
+        density = pairs_per_expert(routing).sum() / (2 * 256)
+        densities.append(density.item())
+        # Something to learn pulls the scores up; the loss has to hold them down against it.
+        wish = -0.1 * routing.scores_TE.sum(dim=-1).clamp(max=4).mean()
+        optimizer.zero_grad()
+        (wish + weight * relu_sparsity_loss(routing)).backward()
+        optimizer.step()
+        weight = sparsity_weight_after(weight, density, factor=1.05)
+    assert densities[0] > 1.5  # about half of the 8 experts
+    # The rule swings about its target: the mean of the last quarter.
+    assert sum(densities[-100:]) / 100 == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"factor": 1.0}, "greater than 1"), ({"initial": 0.0}, "greater than 0")],
+    ids=["factor_1", "initial_0"],
+)
+def test_a_weight_that_could_never_move_is_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        SparsityRuleConfig.model_validate(options)
