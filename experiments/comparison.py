@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,8 @@ COLUMNS = ("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs"
 LEGEND = (
     "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: the "
     "busiest expert over the even share, minus 1, mean of the layers, validation; experts: per token, "
-    "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token"
+    "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token; tokens/s: "
+    "of the fastest row of training, since other work on the machine only slows"
 )
 
 
@@ -57,6 +58,8 @@ def read_result(name: str, config: TrainConfig) -> Result:
     folder = Path(config.run.output_dir) / config.run.name
     summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
     layers = [values for layer, values in summary["routing"].items() if "/" not in layer]
     return Result(
         name=name,
@@ -64,9 +67,11 @@ def read_result(name: str, config: TrainConfig) -> Result:
         loss=summary["validation_loss"],
         max_violation=fmean(v["max_violation"] for v in layers) if layers else None,
         experts_per_token=fmean(v["experts_per_token"] for v in layers) if layers else None,
-        dropped_fraction=_last_dropped_fraction(folder / "metrics.csv"),
+        dropped_fraction=_last_dropped_fraction(rows),
         flops_per_token=facts["flops_per_token"],
-        tokens_per_second=summary["tokens_per_second"],
+        tokens_per_second=max(
+            float(row["train/tokens_per_second"]) for row in rows if row["train/tokens_per_second"]
+        ),
     )
 
 
@@ -95,16 +100,15 @@ def in_order(results: Sequence[Result]) -> list[Result]:
     )
 
 
-def _last_dropped_fraction(path: Path) -> float | None:
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in reversed(list(csv.DictReader(file))):
-            values = [
-                float(value)
-                for key, value in row.items()
-                if key.startswith("routing/") and key.endswith("/dropped_fraction") and value
-            ]
-            if values:
-                return fmean(values)
+def _last_dropped_fraction(rows: Sequence[Mapping[str, str]]) -> float | None:
+    for row in reversed(rows):
+        values = [
+            float(value)
+            for key, value in row.items()
+            if key.startswith("routing/") and key.endswith("/dropped_fraction") and value
+        ]
+        if values:
+            return fmean(values)
     return None
 
 
