@@ -95,11 +95,11 @@ def test_every_command_succeeds(
         return
     if (
         module == "experiments.compare"
-    ):  # two of the configs stand for all, in processes of their own
+    ):  # one of the configs stands for all, in a process of its own
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         files = sorted(str(path) for path in Path().glob(arguments[0]))
         assert len(files) > 15
-        kept = [path for path in files if Path(path).stem in ("relu", "soft_moe")]
+        kept = [path for path in files if Path(path).stem == "relu"]
         assert run([module, *kept, *arguments[1:], *TINY]) == 0
         printed = capsys.readouterr().out
         assert "MaxVio" in printed
