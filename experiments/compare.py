@@ -17,7 +17,7 @@ from pathlib import Path
 
 from experiments.command_line import exit_on_bad_input, parse_config, read_yaml, validate
 from experiments.config import TrainConfig
-from experiments.run_folder import CONFIG_FILE
+from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
 from moe_ffn.errors import ConfigError
 
 COMMAND = "python -m experiments.compare"
@@ -90,10 +90,10 @@ def is_finished(config: TrainConfig) -> bool:
     Raises:
         ConfigError: its folder holds something else.
     """
-    folder = run_folder(config)
+    folder = named_run_folder(config)
     if not folder.exists():
         return False
-    if not (folder / "summary.json").is_file():
+    if not (folder / SUMMARY_FILE).is_file():
         raise ConfigError(
             f"'{folder}' holds a run that did not finish; remove it, or choose another --name"
         )
@@ -103,11 +103,6 @@ def is_finished(config: TrainConfig) -> bool:
             "--name"
         )
     return True
-
-
-def run_folder(config: TrainConfig) -> Path:
-    assert config.run.name is not None
-    return Path(config.run.output_dir) / config.run.name
 
 
 def train(file: Path, config: TrainConfig, overrides: Sequence[str]) -> bool:

@@ -12,8 +12,12 @@ from statistics import fmean
 from rich.table import Table
 
 from experiments.config import TrainConfig
-from experiments.report import SUMMARY_FILE
-from experiments.run_folder import FACTS_FILE
+from experiments.run_folder import (
+    FACTS_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    named_run_folder,
+)
 
 COLUMNS = ("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
 LEGEND = (
@@ -54,11 +58,10 @@ class Result:
 
 def read_result(name: str, config: TrainConfig) -> Result:
     """What a finished run wrote down."""
-    assert config.run.name is not None
-    folder = Path(config.run.output_dir) / config.run.name
+    folder = named_run_folder(config)
     summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-    with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+    with (folder / METRICS_FILE).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     layers = [values for layer, values in summary["routing"].items() if "/" not in layer]
     return Result(

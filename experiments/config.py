@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.config import Config
 from moe_ffn.data.config import DataConfig
-from moe_ffn.ffn.config import MoEConfig
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import (
     LoggingConfig,
@@ -61,22 +60,19 @@ class TrainConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
-        layers = {
-            layer: ffn
+        routers = [
+            (layer, router, num_experts)
             for layer, ffn in enumerate(self.model.layer_ffns())
-            if isinstance(ffn, MoEConfig)
-        }
-        noiseless = {
-            layer: ffn for layer, ffn in layers.items() if not ffn.router.has_selection_probs
-        }
-        if self.objective.load_cv2 and noiseless:
-            layer, ffn = next(iter(noiseless.items()))
-            raise ValueError(
-                f"objective.load_cv2 ({self.objective.load_cv2:g}) counts over a router's noise, but the "
-                f"router of layer {layer} is '{ffn.router.type}'; use router.type 'noisy_top_k' or "
-                "objective.load_balance"
-            )
-        sizes = {ffn.num_routable for ffn in layers.values()}
+            for router, num_experts in ffn.routers().values()
+        ]
+        for layer, router, _ in routers:
+            if self.objective.load_cv2 and not router.has_selection_probs:
+                raise ValueError(
+                    f"objective.load_cv2 ({self.objective.load_cv2:g}) counts over a router's noise, but "
+                    f"the router of layer {layer} is '{router.type}'; use router.type 'noisy_top_k' or "
+                    "objective.load_balance"
+                )
+        sizes = {num_experts for _, _, num_experts in routers}
         if self.objective.load_balance_pooled and len(sizes) > 1:
             raise ValueError(
                 f"objective.load_balance_pooled ({self.objective.load_balance_pooled:g}) needs equally "

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from experiments.run_folder import SUMMARY_FILE
 from experiments.tables import load_table, short_name
-
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,17 @@ from moe_ffn.errors import ConfigError, expand_path
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
+METRICS_FILE = "metrics.csv"
+SUMMARY_FILE = "summary.json"
 TOKENIZER_FILE = "tokenizer.json"
 BEST_CHECKPOINT = "checkpoints/best.ckpt"
 LAST_CHECKPOINT = "checkpoints/last.ckpt"
+
+
+def named_run_folder(config: TrainConfig) -> Path:
+    """Where a run that has a name is, or would be."""
+    assert config.run.name is not None
+    return _output_dir(config) / config.run.name
 
 
 def check_run_folder(config: TrainConfig) -> None:

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moe_ffn.balancing.bias_rules import (
         BiasRule,
-        QuantileRule,
-        SignRule,
     )
     from moe_ffn.balancing.config import (
         BiasRuleConfig,
         QuantileRuleConfig,
         SignRuleConfig,
+        SparsityRuleConfig,
     )
     from moe_ffn.balancing.losses import (
         global_load_balancing_loss,
-        importance_loss,
+        importance_cv2_loss,
         load_balancing_loss,
-        load_loss,
+        load_cv2_loss,
+        pairs_per_expert,
         pooled_load_balancing_loss,
         relu_sparsity_loss,
-        router_entropy,
+        router_entropy_loss,
         router_z_loss,
         sequence_load_balancing_loss,
     )
@@ -87,11 +87,12 @@ if TYPE_CHECKING:
     from moe_ffn.routing.base import (
         LinearRouter,
         Router,
-        token_choice,
+        routing_of_pairs,
     )
     from moe_ffn.routing.config import (
         BalancedAssignmentRouterConfig,
         ExpertChoiceRouterConfig,
+        FixedKConfig,
         ForcedRouterConfig,
         GroupsConfig,
         HashRouterConfig,
@@ -108,24 +109,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "balancing.bias_rules": (
-        "BiasRule",
-        "QuantileRule",
-        "SignRule",
-    ),
+    "balancing.bias_rules": ("BiasRule",),
     "balancing.config": (
         "BiasRuleConfig",
         "QuantileRuleConfig",
         "SignRuleConfig",
+        "SparsityRuleConfig",
     ),
     "balancing.losses": (
         "global_load_balancing_loss",
-        "importance_loss",
+        "importance_cv2_loss",
         "load_balancing_loss",
-        "load_loss",
+        "load_cv2_loss",
+        "pairs_per_expert",
         "pooled_load_balancing_loss",
         "relu_sparsity_loss",
-        "router_entropy",
+        "router_entropy_loss",
         "router_z_loss",
         "sequence_load_balancing_loss",
     ),
@@ -168,11 +167,12 @@ _HOMES = {
     "routing.base": (
         "LinearRouter",
         "Router",
-        "token_choice",
+        "routing_of_pairs",
     ),
     "routing.config": (
         "BalancedAssignmentRouterConfig",
         "ExpertChoiceRouterConfig",
+        "FixedKConfig",
         "ForcedRouterConfig",
         "GroupsConfig",
         "HashRouterConfig",
@@ -211,6 +211,7 @@ __all__ = [
     "FFNBlock",
     "FFNConfig",
     "FFNOutput",
+    "FixedKConfig",
     "ForcedRouterConfig",
     "GatedConfig",
     "GatedExpertsConfig",
@@ -223,33 +224,33 @@ __all__ = [
     "MixtureOfDepthsConfig",
     "MoEConfig",
     "NoisyTopKRouterConfig",
-    "QuantileRule",
     "QuantileRuleConfig",
     "ReLURouterConfig",
     "Router",
     "RouterConfig",
     "Routing",
     "SigmoidTopKRouterConfig",
-    "SignRule",
     "SignRuleConfig",
     "SinkhornRouterConfig",
     "SoftMoEConfig",
+    "SparsityRuleConfig",
     "TokenContext",
     "TopKRouterConfig",
     "TopPRouterConfig",
     "ZeroComputationConfig",
     "build_ffn",
     "global_load_balancing_loss",
-    "importance_loss",
+    "importance_cv2_loss",
     "load_balancing_loss",
-    "load_loss",
+    "load_cv2_loss",
+    "pairs_per_expert",
     "pooled_load_balancing_loss",
     "relu_sparsity_loss",
-    "router_entropy",
+    "router_entropy_loss",
     "router_z_loss",
+    "routing_of_pairs",
     "sequence_load_balancing_loss",
     "sparsity_weight_after",
-    "token_choice",
 ]
 
 

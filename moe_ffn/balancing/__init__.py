@@ -1,1 +1,1 @@
-"""Pure functions of a Routing that push a router towards balance."""
+"""What pushes routers towards balance: losses, pure functions of a Routing, and rules that move a bias."""

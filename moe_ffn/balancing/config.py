@@ -57,7 +57,7 @@ class SparsityRuleConfig(Config, frozen=True):
     Wang et al. 2024 (arXiv:2412.14711), equation 8: one weight for the whole model.
     """
 
-    initial: float = Field(default=1e-8, gt=0)
+    initial_weight: float = Field(default=1e-8, gt=0)
     """The weight before the first step."""
     factor: float = Field(default=1.2, gt=1)
     """What it is multiplied by after a step with too many experts per token, or divided by."""

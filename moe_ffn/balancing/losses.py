@@ -90,7 +90,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
     return _load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
 
 
-def importance_loss(routing: Routing) -> Tensor:
+def importance_cv2_loss(routing: Routing) -> Tensor:
     """CV^2 of the experts' importance, the sum of their weights (Shazeer et al. 2017, equation 7).
 
     0 at balance. The weights are those of the chosen pairs, before dropping.
@@ -100,7 +100,7 @@ def importance_loss(routing: Routing) -> Tensor:
     return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))
 
 
-def load_loss(routing: Routing) -> Tensor:
+def load_cv2_loss(routing: Routing) -> Tensor:
     """CV^2 of the experts' load, counted smoothly over the router's noise (Shazeer et al. 2017, eq. 11).
 
     0 at balance; 0 in evaluation, where there is no noise.
@@ -121,7 +121,7 @@ def router_z_loss(routing: Routing) -> Tensor:
     return mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing)
 
 
-def router_entropy(routing: Routing) -> Tensor:
+def router_entropy_loss(routing: Routing) -> Tensor:
     """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided.
 
     As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
@@ -153,10 +153,10 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
 BALANCING_LOSSES: dict[str, Callable[[Routing], Tensor]] = {
     "load_balance": load_balancing_loss,
     "load_balance_sequence": sequence_load_balancing_loss,
-    "importance_cv2": importance_loss,
-    "load_cv2": load_loss,
+    "importance_cv2": importance_cv2_loss,
+    "load_cv2": load_cv2_loss,
     "router_z": router_z_loss,
-    "router_entropy": router_entropy,
+    "router_entropy": router_entropy_loss,
 }
 """Every loss of one layer's routing, under the name of its weight in the objective."""
 

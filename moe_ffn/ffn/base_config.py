@@ -9,6 +9,7 @@ from moe_ffn.config import TaggedConfig
 
 if TYPE_CHECKING:
     from moe_ffn.ffn.base import FFNBlock
+    from moe_ffn.routing.base_config import RouterConfig
 
 
 class FFNConfig(TaggedConfig, frozen=True):
@@ -29,6 +30,10 @@ class FFNConfig(TaggedConfig, frozen=True):
     @property
     def is_causal(self) -> bool:
         return self.not_causal_because is None
+
+    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
+        """The routers of the block, named as in `FFNOutput`, and what each has to choose from."""
+        return {}
 
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock: ...

@@ -1,4 +1,4 @@
-"""The configs of the blocks in which each token uses a part of the parameters; torch-free."""
+"""The configs of the blocks with experts or a router: MoE, Soft MoE, mixture-of-depths; torch-free."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @property
     def experts_per_token(self) -> float:
-        """Experts with a network that a token passes through, on average; at balance, if some have none."""
+        """Experts with a network that a token passes through, on average, if all are chosen equally often."""
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 
@@ -128,6 +128,9 @@ class MoEConfig(FFNConfig, frozen=True):
     def not_causal_because(self) -> str | None:
         shared = self.shared_expert.not_causal_because if self.shared_expert else None
         return self.router.not_causal_because or self.capacity.not_causal_because or shared
+
+    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
+        return {"routing": (self.router, self.num_routable)}
 
     def build(self, d_model: int) -> FFNBlock:
         from moe_ffn.ffn.moe import MoEFFN
@@ -250,6 +253,11 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         if self.router.not_causal_because:
             return self.router.not_causal_because.replace("'top_k'", "'relu'")
         return self.ffn.not_causal_because
+
+    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
+        inner = self.ffn.routers()
+        routers = {"routing": (self.router, 1)}
+        return routers | ({"inner_routing": inner["routing"]} if inner else {})
 
     def build(self, d_model: int) -> FFNBlock:
         from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsFFN

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from moe_ffn.balancing.losses import (
     load_balancing_loss,
     pairs_per_expert,
-    router_entropy,
+    router_entropy_loss,
     router_z_loss,
 )
 from moe_ffn.metrics.functional import max_violation, nonfinite_tokens
@@ -75,7 +75,7 @@ class RoutingMetrics(Metric):
 
 
 _PER_TOKEN = {
-    "entropy": router_entropy,
+    "entropy": router_entropy_loss,
     "load_balance": load_balancing_loss,
     "router_z": router_z_loss,
 }

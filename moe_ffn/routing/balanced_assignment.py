@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, comparable, token_choice
+from moe_ffn.routing.base import LinearRouter, comparable, routing_of_pairs
 
 
 class BalancedAssignmentRouter(LinearRouter):
@@ -28,7 +28,7 @@ class BalancedAssignmentRouter(LinearRouter):
             expert_ids_T[counted_T] = assign(logits_TE.detach()[counted_T])
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
-        return token_choice(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
+        return routing_of_pairs(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
 
 
 def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from moe_ffn.routing.base_config import LinearRouterConfig, check_k
+from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
 
 if TYPE_CHECKING:
     from moe_ffn.routing.base import Router
 
 
-class ExpertChoiceRouterConfig(LinearRouterConfig, frozen=True):
+class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Expert choice: each expert takes its most probable tokens, k * tokens / num_experts of them.
 
     Zhou et al. 2022 (arXiv:2202.09368). Perfectly balanced; a token may get many experts or none.
@@ -35,18 +35,12 @@ class ExpertChoiceRouterConfig(LinearRouterConfig, frozen=True):
         return "router.type 'expert_choice' ranks tokens against later ones; use 'top_k'"
 
     def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
+        super().check_num_experts(num_experts)
         if num_experts == 1 and self.score == "softmax":
             raise ValueError(
                 "router.score (softmax) with a single expert makes every weight a constant 1, so the "
                 "router would never learn; set router.score: sigmoid"
             )
-
-    def experts_per_token(self, num_experts: int) -> float:
-        return self.k
-
-    def describe(self) -> str:
-        return f"{self.type} k={self.k:g}"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.expert_choice import ExpertChoiceRouter
@@ -54,7 +48,7 @@ class ExpertChoiceRouterConfig(LinearRouterConfig, frozen=True):
         return ExpertChoiceRouter(self, d_model, num_experts)
 
 
-class SinkhornRouterConfig(LinearRouterConfig, frozen=True):
+class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Sinkhorn: in training, top-k of the scores after they were made balanced by Sinkhorn's rule.
 
     Clark et al. 2022, S-BASE (arXiv:2202.01169), as Megatron-LM has it. Weights are of the plain
@@ -72,15 +66,6 @@ class SinkhornRouterConfig(LinearRouterConfig, frozen=True):
     @property
     def not_causal_because(self) -> str | None:
         return "router.type 'sinkhorn' balances tokens against later ones; use 'top_k'"
-
-    def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
-
-    def experts_per_token(self, num_experts: int) -> float:
-        return self.k
-
-    def describe(self) -> str:
-        return f"{self.type} k={self.k}"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.sinkhorn import SinkhornRouter

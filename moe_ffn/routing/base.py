@@ -86,7 +86,7 @@ class RouterLinear(nn.Module):
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
 
 
-def token_choice(
+def routing_of_pairs(
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
     logits_TE: Tensor,

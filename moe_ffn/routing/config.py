@@ -1,6 +1,6 @@
 """The family of routers: every config by name; torch-free (see `moe_ffn.config`).
 
-To add a router to the package: its config in `token_choice_config.py` (a token chooses for itself) or
+To add a router to the package: its config in `token_choice_config.py` (each token goes by itself) or
 `balanced_config.py` (tokens are compared with each other), its module in a file of its own.
 """
 
@@ -9,20 +9,24 @@ from moe_ffn.routing.balanced_config import (
     ExpertChoiceRouterConfig,
     SinkhornRouterConfig,
 )
-from moe_ffn.routing.base_config import GroupsConfig, LinearRouterConfig, RouterConfig
+from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig, RouterConfig
 from moe_ffn.routing.token_choice_config import (
     ForcedRouterConfig,
     HashRouterConfig,
     NoisyTopKRouterConfig,
     ReLURouterConfig,
+    TopPRouterConfig,
+)
+from moe_ffn.routing.top_k_config import (
+    GroupsConfig,
     SigmoidTopKRouterConfig,
     TopKRouterConfig,
-    TopPRouterConfig,
 )
 
 __all__ = [
     "BalancedAssignmentRouterConfig",
     "ExpertChoiceRouterConfig",
+    "FixedKConfig",
     "ForcedRouterConfig",
     "GroupsConfig",
     "HashRouterConfig",

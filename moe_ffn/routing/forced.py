@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.base import LinearRouter, routing_of_pairs
 from moe_ffn.routing.config import ForcedRouterConfig
 
 
@@ -38,4 +38,4 @@ class ForcedRouter(LinearRouter):
         first_T1 = torch.where(skewed_T, 0, turn_T * self.k).unsqueeze(-1)
         expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % num_experts
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

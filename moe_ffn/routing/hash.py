@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import Router, RouterLinear, token_choice
+from moe_ffn.routing.base import Router, RouterLinear, routing_of_pairs
 from moe_ffn.routing.config import HashRouterConfig
 
 
@@ -26,8 +26,8 @@ class HashRouter(Router):
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        """Scores say which experts were named; logits are 0, since nothing was weighed, or NaN for a
-        token that is, so that it is noticed.
+        """Scores are 1 / k for the experts named. Logits are 0, since nothing is weighed, or NaN where
+        the token itself holds NaN or infinity, so that it is counted.
 
         Raises:
             ValueError: the context has no token ids.
@@ -45,7 +45,7 @@ class HashRouter(Router):
         scores_TE.scatter_(1, expert_ids_TK, weights_TK)
         whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
         logits_TE = torch.zeros_like(scores_TE).masked_fill(~whole_T1, torch.nan)
-        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:

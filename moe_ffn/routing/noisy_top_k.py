@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, RouterLinear, token_choice
+from moe_ffn.routing.base import LinearRouter, RouterLinear, routing_of_pairs
 from moe_ffn.routing.config import NoisyTopKRouterConfig
 
 LEAST_NOISE = 1e-2
@@ -37,7 +37,7 @@ class NoisyTopKRouter(LinearRouter):
             noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
             selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, self.k)
         top_TK, expert_ids_TK = noisy_TE.topk(self.k, dim=-1)
-        return token_choice(
+        return routing_of_pairs(
             top_TK.softmax(dim=-1),
             expert_ids_TK,
             logits_TE,

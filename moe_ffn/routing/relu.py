@@ -10,7 +10,7 @@ from einops import repeat
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.base import LinearRouter, routing_of_pairs
 from moe_ffn.routing.config import ReLURouterConfig
 
 
@@ -28,7 +28,7 @@ class ReLURouter(LinearRouter):
         expert_ids_TE = repeat(
             torch.arange(num_experts, device=x_TD.device), "e -> t e", t=num_tokens
         )
-        return token_choice(
+        return routing_of_pairs(
             scores_TE,
             expert_ids_TE,
             logits_TE,

@@ -9,13 +9,13 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from moe_ffn.routing.base_config import GroupsConfig, TokenChoiceConfig
+from moe_ffn.routing.top_k_config import GroupsConfig, TopKOptionsConfig
 
 
 class Selection:
     """Top-k by score + correction bias, within the best groups; weights from the scores alone."""
 
-    def __init__(self, config: TokenChoiceConfig) -> None:
+    def __init__(self, config: TopKOptionsConfig) -> None:
         self.k = config.k
         self.groups = config.groups
         self.renormalize = config.renormalize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.base import LinearRouter, routing_of_pairs
 from moe_ffn.routing.config import SigmoidTopKRouterConfig
 from moe_ffn.routing.selection import Selection
 
@@ -31,4 +31,4 @@ class SigmoidTopKRouter(LinearRouter):
         scores_TE = logits_TE.sigmoid()
         expert_ids_TK = self.select.experts(scores_TE, self.correction_bias_E)
         weights_TK = self.select.weights(scores_TE, expert_ids_TK)
-        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

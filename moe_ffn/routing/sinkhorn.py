@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, comparable, token_choice
+from moe_ffn.routing.base import LinearRouter, comparable, routing_of_pairs
 from moe_ffn.routing.config import SinkhornRouterConfig
 
 
@@ -39,16 +39,15 @@ class SinkhornRouter(LinearRouter):
             )
         expert_ids_TK = ranking_TE.topk(self.k, dim=-1).indices
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        return token_choice(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
 
 def sinkhorn(
     logits_TE: Tensor, counted_T: Tensor, tolerance: float = 1e-4, max_iterations: int = 100
 ) -> Tensor:
-    """exp(logits) scaled by rows and columns until each row and each column sums to its share.
+    """Log of exp(logits) scaled until each row and column sums to its share, up to a constant per row.
 
-    The result's logarithm, up to a constant of each row, which a choice by rows does not see. Worked in
-    logarithms, so that large logits do not overflow.
+    A choice within rows does not see that constant. Logarithms, so that large logits do not overflow.
 
     Args:
         logits_TE: the router's logits.

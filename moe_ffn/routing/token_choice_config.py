@@ -1,4 +1,4 @@
-"""The configs of the routers in which each token chooses for itself; torch-free."""
+"""The configs of the other routers in which each token goes by itself; torch-free."""
 
 from __future__ import annotations
 
@@ -6,60 +6,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from moe_ffn.routing.base_config import (
-    LinearRouterConfig,
-    RouterConfig,
-    TokenChoiceConfig,
-    check_k,
-)
+from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
+from moe_ffn.sizes import linear_params
 
 if TYPE_CHECKING:
     from moe_ffn.routing.base import Router
 
 
-class TopKRouterConfig(TokenChoiceConfig, frozen=True):
-    """Softmax top-k: each token goes to its k most probable experts.
-
-    k = 1 is Switch (Fedus et al. 2021, arXiv:2101.03961); k = 2 with `renormalize` is Mixtral
-    (arXiv:2401.04088), without it OLMoE (arXiv:2409.02060); `softmax: after` is GPT-OSS.
-    """
-
-    type: Literal["top_k"] = "top_k"
-    softmax: Literal["before", "after"] = "before"
-    """before: weights are probabilities among all experts; after: among the k chosen ones."""
-
-    @model_validator(mode="after")
-    def _keep_the_router_gradient_after_selection(self) -> TopKRouterConfig:
-        if self.k == 1 and self.softmax == "after":
-            raise ValueError(
-                "softmax (after) with k (1) makes every weight a constant 1, so the router would "
-                "never learn; set softmax: before or k >= 2"
-            )
-        return self
-
-    def build(self, d_model: int, num_experts: int) -> Router:
-        from moe_ffn.routing.top_k import TopKRouter
-
-        return TopKRouter(self, d_model, num_experts)
-
-
-class SigmoidTopKRouterConfig(TokenChoiceConfig, frozen=True):
-    """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
-
-    type: Literal["sigmoid_top_k"] = "sigmoid_top_k"
-    renormalize: bool = True
-    """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
-    correction_bias: bool = True
-    """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
-    towards balance (Wang et al. 2024, arXiv:2408.15664)."""
-
-    def build(self, d_model: int, num_experts: int) -> Router:
-        from moe_ffn.routing.sigmoid_top_k import SigmoidTopKRouter
-
-        return SigmoidTopKRouter(self, d_model, num_experts)
-
-
-class NoisyTopKRouterConfig(LinearRouterConfig, frozen=True):
+class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Top-k of logits with learned Gaussian noise, softmax over the k (Shazeer et al. 2017).
 
     arXiv:1701.06538, section 2.1. The noise is added in training only.
@@ -80,20 +34,13 @@ class NoisyTopKRouterConfig(LinearRouterConfig, frozen=True):
             )
         return self
 
-    def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
-
-    def experts_per_token(self, num_experts: int) -> float:
-        return self.k
-
     def num_params(self, d_model: int, num_experts: int) -> int:
-        return super().num_params(d_model, num_experts) + d_model * num_experts
+        return super().num_params(d_model, num_experts) + linear_params(
+            d_model, num_experts, bias=False
+        )
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
         return 2 * super().flops_per_token(d_model, num_experts)  # logits, and the noise's scale
-
-    def describe(self) -> str:
-        return f"{self.type} k={self.k}"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.noisy_top_k import NoisyTopKRouter
@@ -152,25 +99,15 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
         return TopPRouter(self, d_model, num_experts)
 
 
-class ReLURouterConfig(LinearRouterConfig, frozen=True):
+class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """ReLU routing: every expert with a positive logit, weighted by it (Wang et al. 2024, ReMoE).
 
-    arXiv:2412.14711. `objective.relu_sparsity` brings the average to k experts per token.
+    arXiv:2412.14711. `objective.sparsity_rule` brings the average to k experts per token.
     """
 
     type: Literal["relu"] = "relu"
     k: float = Field(default=2.0, gt=0)
-    """Experts per token that the sparsity rule aims at, on average."""
-
-    def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
-
-    def experts_per_token(self, num_experts: int) -> float:
-        """What the sparsity rule aims at; at the start of training about half of all experts."""
-        return self.k
-
-    def describe(self) -> str:
-        return f"{self.type} k={self.k:g}"
+    """Experts per token that the sparsity rule aims at, on average; about half of all at the start."""
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.relu import ReLURouter
@@ -178,7 +115,7 @@ class ReLURouterConfig(LinearRouterConfig, frozen=True):
         return ReLURouter(self, d_model, num_experts)
 
 
-class HashRouterConfig(RouterConfig, frozen=True):
+class HashRouterConfig(FixedKConfig, frozen=True):
     """Hash: the token's id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
 
     type: Literal["hash"] = "hash"
@@ -187,20 +124,11 @@ class HashRouterConfig(RouterConfig, frozen=True):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function."""
 
-    def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
-
-    def experts_per_token(self, num_experts: int) -> float:
-        return self.k
-
     def num_params(self, d_model: int, num_experts: int) -> int:
         return 0
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
         return 0
-
-    def describe(self) -> str:
-        return f"{self.type} k={self.k}"
 
     def build(self, d_model: int, num_experts: int) -> Router:
         from moe_ffn.routing.hash import HashRouter
@@ -208,7 +136,7 @@ class HashRouterConfig(RouterConfig, frozen=True):
         return HashRouter(self, num_experts)
 
 
-class ForcedRouterConfig(LinearRouterConfig, frozen=True):
+class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Forced balance or imbalance, whatever the token: for benchmarks and tests.
 
     The k experts of a token are decided by its position; their weights are softmax probabilities, so
@@ -220,12 +148,6 @@ class ForcedRouterConfig(LinearRouterConfig, frozen=True):
     """Experts per token."""
     skew: float = Field(default=0.0, ge=0, le=1)
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
-
-    def check_num_experts(self, num_experts: int) -> None:
-        check_k(self.k, num_experts)
-
-    def experts_per_token(self, num_experts: int) -> float:
-        return self.k
 
     def describe(self) -> str:
         return f"{self.type} k={self.k} skew={self.skew:g}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, token_choice
+from moe_ffn.routing.base import LinearRouter, routing_of_pairs
 from moe_ffn.routing.config import TopPRouterConfig
 
 
@@ -35,6 +35,6 @@ class TopPRouter(LinearRouter):
         weights_TK = torch.where(chosen_TK, weights_TK, 0)
         if self.renormalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return token_choice(
+        return routing_of_pairs(
             weights_TK, expert_ids_TK, logits_TE, scores_TE, context, chosen_TK=chosen_TK
         )

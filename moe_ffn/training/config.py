@@ -100,7 +100,7 @@ class ObjectiveConfig(Config, frozen=True):
     """Weight of the router z-loss."""
     router_entropy: float = Field(default=0.0, ge=0)
     """Weight of the entropy of each token's scores, which makes top-p routers decide."""
-    relu_sparsity: SparsityRuleConfig = SparsityRuleConfig()
+    sparsity_rule: SparsityRuleConfig = SparsityRuleConfig()
     """The rule that brings routers of type 'relu' to their k; no other router is concerned."""
     bias_rule: BiasRuleConfig = SignRuleConfig()
     """The rule that moves the bias of routers with correction_bias; no other router is concerned."""

@@ -44,7 +44,7 @@ class TokenData(LightningDataModule):
             start=lambda: trainer.global_step * trainer.accumulate_grad_batches,
         )
         if isinstance(trainer.lightning_module, LanguageModel):
-            trainer.lightning_module.batch_of_step = loader.batch
+            trainer.lightning_module.batch_at = loader.batch
         return loader
 
     def val_dataloader(self) -> ValidationLoader:

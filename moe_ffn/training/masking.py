@@ -11,7 +11,7 @@ from torch import Tensor
 IGNORED_TARGET = -100
 """The target of positions that are in no loss, such as padding."""
 
-REPLACED, KEPT = 0.8, 0.1
+SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
 """Of the tokens to guess: shown as the mask, and shown as they are; the rest as some other token."""
 
 
@@ -44,7 +44,7 @@ def mask_tokens(
     guessed_BS = uniform().argsort(dim=1).argsort(dim=1) < num_guessed
     lot_BS = uniform()
     others_BS = (uniform() * mask_token_id).long().clamp(max=mask_token_id - 1)
-    shown_BS = torch.where(lot_BS < REPLACED, mask_token_id, others_BS)
-    shown_BS = torch.where(lot_BS >= 1 - KEPT, token_ids_BS, shown_BS)
+    shown_BS = torch.where(lot_BS < SHOWN_AS_MASK, mask_token_id, others_BS)
+    shown_BS = torch.where(lot_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
     inputs_BS = torch.where(guessed_BS, shown_BS, token_ids_BS)
     return inputs_BS, token_ids_BS.masked_fill(~guessed_BS, IGNORED_TARGET)

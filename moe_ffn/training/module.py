@@ -21,10 +21,10 @@ from moe_ffn.model.config import DecoderConfig
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig, OptimizerConfig
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
-from moe_ffn.training.objective import Objective, StepTotals, objective
+from moe_ffn.training.objective import Objective, objective
 from moe_ffn.training.optimizer import build_optimizer, build_schedule
 from moe_ffn.training.steering import RouterSteering
-from moe_ffn.training.step_totals import count_step
+from moe_ffn.training.step_totals import StepTotals, count_step
 
 
 class LoadedBatch(TypedDict):
@@ -74,7 +74,7 @@ class LanguageModel(LightningModule):
         self.seed = seed
         self.register_buffer("byte_lengths", byte_lengths, persistent=False)
         self.steering = RouterSteering(objective)
-        self.batch_of_step: Callable[[int], LoadedBatch] | None = None
+        self.batch_at: Callable[[int], LoadedBatch] | None = None
         """Any batch of the run by its index, for the global-batch rule under accumulation; set by the
         data module."""
         self._step_totals: StepTotals | None = None
@@ -98,11 +98,10 @@ class LanguageModel(LightningModule):
         self._seed_batch(batch["index"])
 
     def training_step(self, batch: LoadedBatch, batch_idx: int) -> TrainStepOutput:
-        input_ids, target_ids = self._inputs_and_targets(batch)
         if self._counts_ahead and batch["index"] % self.trainer.accumulate_grad_batches == 0:
             self._step_totals = self._count_ahead(batch["index"])
-            self._seed_batch(batch["index"])
-            input_ids, target_ids = self._inputs_and_targets(batch)
+            self._seed_batch(batch["index"])  # counting ahead drew numbers
+        input_ids, target_ids = self._inputs_and_targets(batch)
         output = self.decoder(input_ids)
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
         if self.objective_config.load_balance_global and not self._counts_ahead:
@@ -204,14 +203,14 @@ class LanguageModel(LightningModule):
         The gradient of the rule needs the counts of all of them before the first is differentiated.
         Each is seeded as it will be when its turn comes, so noise and dropout are the same.
         """
-        if self.batch_of_step is None:
+        if self.batch_at is None:
             raise RuntimeError(
                 "load_balance_global with accumulate_grad_batches > 1 needs the batches of a step ahead "
-                "of time: set LanguageModel.batch_of_step, as experiments.assemble does"
+                "of time: give Trainer.fit a TokenData, or set LanguageModel.batch_at"
             )
         routings = []
         for index in range(first, first + self.trainer.accumulate_grad_batches):
-            batch = self.transfer_batch_to_device(self.batch_of_step(index), self.device, 0)
+            batch = self.transfer_batch_to_device(self.batch_at(index), self.device, 0)
             self._seed_batch(index)
             input_ids, _ = self._inputs_and_targets(batch)
             routings.append(self.decoder(input_ids).routings)

@@ -30,8 +30,8 @@ class RouterSteering(nn.Module):
     def __init__(self, config: ObjectiveConfig) -> None:
         super().__init__()
         self.rule = config.bias_rule.build()
-        self.factor = config.relu_sparsity.factor
-        initial = torch.tensor(config.relu_sparsity.initial)
+        self.factor = config.sparsity_rule.factor
+        initial = torch.tensor(config.sparsity_rule.initial_weight)
         self.register_buffer("sparsity_weight", initial)
         self._observed: dict[str, Tensor] = {}
         self._densities: dict[str, Tensor] = {}

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.outputs import Routing
-from moe_ffn.training.objective import StepTotals
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What the batches and ranks of one optimizer step have together, for the global-batch rule."""
+
+    pairs_E: dict[str, Tensor]
+    """Real pairs per expert of each sparse layer."""
+
+    num_tokens: dict[str, Tensor]
+    """Real tokens of each sparse layer."""
+
+    num_parts: int
+    """Batches times ranks. Lightning takes the mean over the parts, so each part's loss is multiplied
+    by this."""
 
 
 def count_step(

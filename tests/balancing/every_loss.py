@@ -15,7 +15,7 @@ from moe_ffn.balancing.losses import (
     relu_sparsity_loss,
 )
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import token_choice
+from moe_ffn.routing.base import routing_of_pairs
 
 
 def global_loss(routing: Routing) -> Tensor:
@@ -49,7 +49,7 @@ def routing_of(
     """Softmax top-k, with a `target_k` and the selection probabilities of some noise."""
     scores_TE = logits_TE.softmax(dim=-1)
     weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
-    return token_choice(
+    return routing_of_pairs(
         weights_TK,
         expert_ids_TK,
         logits_TE,
@@ -78,7 +78,7 @@ def balanced(k: int, num_experts: int) -> Routing:
 
 def _decided(scores_TE: Tensor, k: int) -> Routing:
     weights_TK, expert_ids_TK = scores_TE.topk(k, dim=-1)
-    return token_choice(
+    return routing_of_pairs(
         weights_TK,
         expert_ids_TK,
         scores_TE.log(),

@@ -14,15 +14,15 @@ from torch import Tensor
 from moe_ffn.balancing.losses import (
     cv_squared,
     expert_load,
-    importance_loss,
+    importance_cv2_loss,
     load_balancing_loss,
-    load_loss,
+    load_cv2_loss,
     mean_over_tokens,
     normalized_scores,
     pairs_per_expert,
     pooled_load_balancing_loss,
     relu_sparsity_loss,
-    router_entropy,
+    router_entropy_loss,
     router_z_loss,
     sequence_load_balancing_loss,
 )
@@ -78,14 +78,14 @@ def test_importance_loss_equals_the_one_worked_by_hand(make_routing: Any) -> Non
     # .187778, .071111 and .027778 over 2: .143333; over (2/3)^2: .3225.
     weights = torch.tensor([0.6, 0.4, 0.5, 0.5], dtype=torch.float64)
     routing = make_routing([[0, 1], [0, 2]], 3, weights_N=weights)
-    assert importance_loss(routing).item() == pytest.approx(0.3225, abs=EXACT)
+    assert importance_cv2_loss(routing).item() == pytest.approx(0.3225, abs=EXACT)
 
 
 def test_load_loss_equals_the_one_worked_by_hand(make_routing: Any) -> None:
     # Sums (1.5, .5): mean 1, sample variance (.25 + .25) / 1 = .5.
     probs = float64([0.9, 0.3], [0.6, 0.2])
     routing = make_routing([[0], [0]], 2, selection_probs_TE=probs)
-    assert load_loss(routing).item() == pytest.approx(0.5, abs=EXACT)
+    assert load_cv2_loss(routing).item() == pytest.approx(0.5, abs=EXACT)
 
 
 def test_z_loss_equals_the_one_worked_by_hand(make_routing: Any) -> None:
@@ -99,7 +99,7 @@ def test_z_loss_equals_the_one_worked_by_hand(make_routing: Any) -> None:
 def test_entropy_equals_the_one_worked_by_hand(make_routing: Any) -> None:
     # (1/2, 1/4, 1/4) has 3/2 ln 2; a sure token none: 3/4 ln 2 = .5198604 on average.
     routing = make_routing([[0], [1]], 3, scores_TE=float64([0.5, 0.25, 0.25], [0.0, 1.0, 0.0]))
-    assert router_entropy(routing).item() == pytest.approx(0.75 * math.log(2), abs=EXACT)
+    assert router_entropy_loss(routing).item() == pytest.approx(0.75 * math.log(2), abs=EXACT)
 
 
 @pytest.mark.parametrize(("k", "expected"), [(2, 3.75), (0.25, 30.0)])
@@ -207,9 +207,9 @@ def test_an_undecided_router_has_the_entropy_and_z_of_even_logits(
 ) -> None:
     # Logits of 0: logsumexp = entropy = ln E.
     routing = make_routing([[0]] * 3, num_experts)
-    assert router_entropy(routing).item() == pytest.approx(math.log(num_experts), abs=1e-6)
+    assert router_entropy_loss(routing).item() == pytest.approx(math.log(num_experts), abs=1e-6)
     assert router_z_loss(routing).item() == pytest.approx(math.log(num_experts) ** 2, abs=1e-6)
-    assert router_entropy(collapsed(3, 1, num_experts)).item() == 0
+    assert router_entropy_loss(collapsed(3, 1, num_experts)).item() == 0
 
 
 def test_layers_collapsed_onto_opposite_halves_hide_in_the_pooled_loss_alone() -> None:
@@ -259,7 +259,7 @@ def test_the_load_loss_of_a_router_without_noise_is_refused(make_routing: Any) -
         r"use load_balance with other routers"
     )
     with pytest.raises(ValueError, match=message):
-        load_loss(make_routing([[0]], 2))
+        load_cv2_loss(make_routing([[0]], 2))
 
 
 def test_the_sparsity_loss_of_a_router_without_a_target_is_refused(make_routing: Any) -> None:

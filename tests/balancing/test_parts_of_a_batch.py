@@ -11,12 +11,12 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import (
     global_load_balancing_loss,
-    importance_loss,
+    importance_cv2_loss,
     load_balancing_loss,
-    load_loss,
+    load_cv2_loss,
     pairs_per_expert,
     pooled_load_balancing_loss,
-    router_entropy,
+    router_entropy_loss,
     router_z_loss,
     sequence_load_balancing_loss,
 )
@@ -132,11 +132,11 @@ SURVIVES: dict[str, tuple[Rule, bool, bool]] = {
     "load_balance_global": (global_rule, True, True),
     "load_balance_sequence": (per_layer(sequence_load_balancing_loss), True, True),
     "router_z": (per_layer(router_z_loss), True, False),
-    "router_entropy": (per_layer(router_entropy), True, False),
+    "router_entropy": (per_layer(router_entropy_loss), True, False),
     "load_balance": (per_layer(load_balancing_loss), False, False),
     "load_balance_pooled": (lambda part, whole: pooled_load_balancing_loss(part), False, False),
-    "importance_cv2": (per_layer(importance_loss), False, False),
-    "load_cv2": (per_layer(load_loss), False, False),
+    "importance_cv2": (per_layer(importance_cv2_loss), False, False),
+    "load_cv2": (per_layer(load_cv2_loss), False, False),
 }
 """Whether the mean over 4 micro-batches of equal size is the batch: the table of `docs/routing.md`.
 

@@ -30,7 +30,7 @@ def test_the_weight_is_multiplied_above_the_target_and_divided_below(
 
 def test_the_weight_of_the_paper_reaches_any_size_from_its_tiny_start() -> None:
     config = SparsityRuleConfig()
-    weight = torch.tensor(config.initial)
+    weight = torch.tensor(config.initial_weight)
     for _ in range(100):
         weight = sparsity_weight_after(weight, torch.tensor(2.0), config.factor)
     # 1e-8 * 1.2^100 = 1e-8 * 8.2818e7, a hundred roundings of float32
@@ -61,7 +61,7 @@ def test_loss_and_rule_together_bring_a_router_to_its_number_of_experts() -> Non
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"factor": 1.0}, "greater than 1"), ({"initial": 0.0}, "greater than 0")],
+    [({"factor": 1.0}, "greater than 1"), ({"initial_weight": 0.0}, "greater than 0")],
     ids=["factor_1", "initial_0"],
 )
 def test_a_weight_that_could_never_move_is_refused(options: dict[str, float], message: str) -> None:

@@ -81,7 +81,7 @@ REFUSED = {
     "class of another family": (
         "--model.ffn.type moe_ffn.routing.config:TopKRouterConfig",
         "model.ffn.type: 'moe_ffn.routing.config:TopKRouterConfig' must be a subclass of FFNConfig, "
-        "got <class 'moe_ffn.routing.token_choice_config.TopKRouterConfig'>",
+        "got <class 'moe_ffn.routing.top_k_config.TopKRouterConfig'>",
     ),
     # -- values
     "text for a number": (
@@ -184,6 +184,11 @@ REFUSED = {
         "--objective.load_cv2 0.1",
         "objective.load_cv2 (0.1) counts over a router's noise, but the router of layer 0 is 'top_k'; "
         "use router.type 'noisy_top_k' or objective.load_balance",
+    ),
+    "smooth load of a router inside another block": (
+        "--objective.load_cv2 0.1 --model.causal false --model.ffn {type:&mixture_of_depths,&ffn:&moe}",
+        "objective.load_cv2 (0.1) counts over a router's noise, but the router of layer 0 is "
+        "'expert_choice'; use router.type 'noisy_top_k' or objective.load_balance",
     ),
     "pooled loss of layers that differ": (
         "--objective.load_balance_pooled 0.1 --model.ffn_at {0:&{type:&moe,&num_experts:&4}}",

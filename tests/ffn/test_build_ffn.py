@@ -158,7 +158,7 @@ def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
         (
             "moe_ffn.routing.config:TopKRouterConfig",
             "must be a subclass of FFNConfig, got "
-            "<class 'moe_ffn.routing.token_choice_config.TopKRouterConfig'>",
+            "<class 'moe_ffn.routing.top_k_config.TopKRouterConfig'>",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ffn import Decoder, DecoderConfig
-from moe_ffn.balancing.losses import importance_loss
+from moe_ffn.balancing.losses import importance_cv2_loss
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.metrics.routing import RoutingMetrics
 from moe_ffn.training.config import ObjectiveConfig
@@ -125,8 +125,8 @@ def test_importance_alone_balances_weights_rather_than_pairs() -> None:
     decoder = collapsed_decoder(router)
     found = train(decoder, {"importance_cv2": 0.1}, steps=100)
     after = decoder(batch(200)[:, :-1]).routings["layer_00"]
-    assert importance_loss(before) > 2
-    assert importance_loss(after) < 0.1
+    assert importance_cv2_loss(before) > 2
+    assert importance_cv2_loss(after) < 0.1
     # Of k = 2 a collapsed router has (1/2 - 1/4) / (1/4) = 1.
     assert all(values["max_violation"] < 0.75 for values in found.values()), found
 
@@ -146,7 +146,7 @@ def test_the_sparsity_rule_brings_relu_routing_to_its_k() -> None:
     decoder = collapsed_decoder({"type": "relu", "k": 1})
     before = decoder(batch(0)[:, :-1]).routings["layer_00"]
     assert before.real_N.sum() > 1.5 * before.num_tokens
-    found = train(decoder, {"relu_sparsity": {"initial": 1e-4}}, steps=300)
+    found = train(decoder, {"sparsity_rule": {"initial_weight": 1e-4}}, steps=300)
     mean = sum(values["experts_per_token"].item() for values in found.values()) / len(found)
     assert mean == pytest.approx(1, abs=0.15), found
     assert all(values["max_violation"] < 1 for values in found.values()), found

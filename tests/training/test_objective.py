@@ -11,7 +11,8 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import ObjectiveConfig
 from moe_ffn.training.masking import IGNORED_TARGET
-from moe_ffn.training.objective import StepTotals, objective
+from moe_ffn.training.objective import objective
+from moe_ffn.training.step_totals import StepTotals
 
 LOG_3 = 1.0986123
 

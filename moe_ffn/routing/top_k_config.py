@@ -1,0 +1,135 @@
+"""The configs of top-k routing, softmax and sigmoid, and of the groups they may keep to; torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from moe_ffn.config import Config
+from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
+
+if TYPE_CHECKING:
+    from moe_ffn.routing.base import Router
+
+
+class GroupsConfig(Config, frozen=True):
+    """Node-limited routing: a token's experts come from a few groups of neighbours (DeepSeek-V3)."""
+
+    num_groups: int = Field(ge=1)
+    """Groups of equal size that the experts are divided into."""
+    keep: int = Field(ge=1)
+    """Groups a token may go to, the ones with the highest score."""
+    score_top: int | None = Field(default=2, ge=1)
+    """A group's score is the sum of its best experts' scores, this many of them: 2 in DeepSeek-V3;
+    null stands for k / keep, Megatron-LM's rule."""
+
+    def experts_scored(self, k: int) -> int:
+        return k // self.keep if self.score_top is None else self.score_top
+
+    def check(self, k: int, num_experts: int) -> None:
+        if num_experts % self.num_groups:
+            divisor = next(n for n in range(self.num_groups, 0, -1) if num_experts % n == 0)
+            raise ValueError(
+                f"router.groups.num_groups ({self.num_groups}) must divide the number of experts "
+                f"({num_experts}); use a divisor of it, such as {divisor}"
+            )
+        if self.keep > self.num_groups:
+            raise ValueError(
+                f"router.groups.keep ({self.keep}) must not exceed router.groups.num_groups "
+                f"({self.num_groups}); lower router.groups.keep"
+            )
+        size = num_experts // self.num_groups
+        if k > self.keep * size:
+            raise ValueError(
+                f"router.k ({k}) must not exceed the experts a token may choose from "
+                f"({self.keep * size}: router.groups.keep {self.keep}, each group of {size}); "
+                "raise router.groups.keep or lower router.k"
+            )
+        if self.experts_scored(k) > size:
+            raise ValueError(
+                f"router.groups.score_top ({self.score_top}) must not exceed the experts of a group "
+                f"({size}); lower router.groups.score_top or router.groups.num_groups"
+            )
+        if self.experts_scored(k) < 1:
+            raise ValueError(
+                f"router.groups.score_top (null) scores a group by k / keep experts, but router.k "
+                f"({k}) is below router.groups.keep ({self.keep}); set router.groups.score_top: 1 or "
+                "lower router.groups.keep"
+            )
+
+
+class TopKOptionsConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """The options that softmax and sigmoid top-k share."""
+
+    k: int = Field(default=2, ge=1)
+    """Experts per token."""
+    renormalize: bool = False
+    """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
+    scale: float = Field(default=1.0, gt=0)
+    """Multiplies the weights (DeepSeek's routed scaling factor)."""
+    groups: GroupsConfig | None = None
+    """Limit each token to a few groups of experts; off by default."""
+    correction_bias: bool = False
+    """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
+    towards balance (Wang et al. 2024, arXiv:2408.15664)."""
+
+    @model_validator(mode="after")
+    def _keep_the_router_gradient(self) -> TopKOptionsConfig:
+        if self.k == 1 and self.renormalize:
+            raise ValueError(
+                "renormalize (true) with k (1) makes every weight a constant 1, so the router would "
+                "never learn; set renormalize: false or k >= 2"
+            )
+        return self
+
+    @property
+    def has_correction_bias(self) -> bool:
+        return self.correction_bias
+
+    def check_num_experts(self, num_experts: int) -> None:
+        super().check_num_experts(num_experts)
+        if self.groups is not None:
+            self.groups.check(self.k, num_experts)
+
+
+class TopKRouterConfig(TopKOptionsConfig, frozen=True):
+    """Softmax top-k: each token goes to its k most probable experts.
+
+    k = 1 is Switch (Fedus et al. 2021, arXiv:2101.03961); k = 2 with `renormalize` is Mixtral
+    (arXiv:2401.04088), without it OLMoE (arXiv:2409.02060); `softmax: after` is GPT-OSS.
+    """
+
+    type: Literal["top_k"] = "top_k"
+    softmax: Literal["before", "after"] = "before"
+    """before: weights are probabilities among all experts; after: among the k chosen ones."""
+
+    @model_validator(mode="after")
+    def _keep_the_router_gradient_after_selection(self) -> TopKRouterConfig:
+        if self.k == 1 and self.softmax == "after":
+            raise ValueError(
+                "softmax (after) with k (1) makes every weight a constant 1, so the router would "
+                "never learn; set softmax: before or k >= 2"
+            )
+        return self
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        from moe_ffn.routing.top_k import TopKRouter
+
+        return TopKRouter(self, d_model, num_experts)
+
+
+class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
+    """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
+
+    type: Literal["sigmoid_top_k"] = "sigmoid_top_k"
+    renormalize: bool = True
+    """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
+    correction_bias: bool = True
+    """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
+    towards balance (Wang et al. 2024, arXiv:2408.15664)."""
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        from moe_ffn.routing.sigmoid_top_k import SigmoidTopKRouter
+
+        return SigmoidTopKRouter(self, d_model, num_experts)
