@@ -24,8 +24,9 @@ def limit(
     """Mark as dropped what exceeds each expert's capacity C = ceil(factor * N / E).
 
     N counts the pairs of real tokens, so C is what a perfectly balanced router would need, times
-    `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). None is
-    dropless and returns the routing as it is.
+    `factor` (k is inside N, as in Megatron-LM and DeepSpeed; Switch and ST-MoE leave it out). Where the
+    number of pairs depends on the data, N is `capacity_k` pairs for every real token. None is dropless and
+    returns the routing as it is.
 
     Args:
         routing: nothing dropped yet.
@@ -37,11 +38,20 @@ def limit(
     if factor is None:
         return routing
     # In whole numbers: in floating point 0.3 * 50 is a little over 15, and its ceiling 16.
-    per_pair = Fraction(factor).limit_denominator(1_000_000) / routing.num_experts
-    capacity = -(-routing.real_N.sum() * per_pair.numerator // per_pair.denominator)
+    per_pair = _exact(factor) / routing.num_experts
+    if routing.capacity_k is None:
+        num_pairs, share = routing.real_N.sum(), per_pair
+    else:
+        num_pairs, share = routing.num_real_tokens, per_pair * _exact(routing.capacity_k)
+    capacity = -(-num_pairs * share.numerator // share.denominator)
     place_N = place_in_queue(routing, priority(routing))
     limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
     return renormalize_survivors(limited) if renormalize else limited
+
+
+def _exact(number: float) -> Fraction:
+    """The decimal fraction that somebody typed."""
+    return Fraction(number).limit_denominator(1_000_000)
 
 
 def by_position(routing: Routing) -> Tensor:

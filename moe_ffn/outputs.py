@@ -76,6 +76,10 @@ class Routing:
     """bool, False for pairs that the router listed and did not choose; None when it chose all. A router
     whose number of pairs depends on the data lists the most there can be, so that shapes do not."""
 
+    capacity_k: float | None = None
+    """Experts per token that a capacity is reckoned with where their number depends on the data: counting
+    the pairs would let a later token's choice lengthen the queue of an earlier one. None: count them."""
+
     target_k: float | None = None
     """Experts per token that a rule has to steer the router towards (ReLU routing); None where the
     router itself keeps to a number."""

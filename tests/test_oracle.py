@@ -180,7 +180,10 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
     real = [n for n, t in enumerate(token_ids) if mask[t] and chosen[n]]
     places_left = [len(real)] * num_experts
     if limit.factor is not None:
-        places = math.ceil(Fraction(str(limit.factor)) * len(real) / num_experts)
+        pairs = Fraction(len(real))
+        if routing.capacity_k is not None:
+            pairs = sum(mask.tolist()) * Fraction(str(routing.capacity_k))
+        places = math.ceil(Fraction(str(limit.factor)) * pairs / num_experts)
         places_left = [places] * num_experts
     lots = torch.rand(len(token_ids)).tolist()
     first_served: dict[str, Callable[[int], Any]] = {

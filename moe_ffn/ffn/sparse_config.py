@@ -32,8 +32,12 @@ class CapacityConfig(Config, frozen=True):
     """Scale the weights a token keeps up to the sum they had before dropping."""
 
     @property
+    def is_limited(self) -> bool:
+        return self.factor is not None or self.eval_factor is not None
+
+    @property
     def not_causal_because(self) -> str | None:
-        if self.drop == "position" or (self.factor is None and self.eval_factor is None):
+        if self.drop == "position" or not self.is_limited:
             return None
         return (
             f"capacity.drop '{self.drop}' lets later tokens displace earlier ones; use 'position'"
@@ -252,6 +256,11 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
     def not_causal_because(self) -> str | None:
         if self.router.not_causal_because:
             return self.router.not_causal_because.replace("'top_k'", "'relu'")
+        if isinstance(self.ffn, MoEConfig) and self.ffn.capacity.is_limited:
+            return (
+                "its ffn.capacity grows with the number of tokens chosen, later ones among them; set "
+                "ffn.capacity.factor and eval_factor to null"
+            )
         return self.ffn.not_causal_because
 
     def routers(self) -> dict[str, tuple[RouterConfig, int]]:

@@ -94,6 +94,7 @@ def routing_of_pairs(
     context: TokenContext,
     *,
     chosen_TK: Tensor | None = None,
+    capacity_k: float | None = None,
     target_k: float | None = None,
     selection_probs_TE: Tensor | None = None,
 ) -> Routing:
@@ -110,6 +111,7 @@ def routing_of_pairs(
         mask_T=context.mask,
         sequence_length=context.sequence_length or num_tokens,
         chosen_N=None if chosen_TK is None else rearrange(chosen_TK, "t k -> (t k)"),
+        capacity_k=capacity_k,
         target_k=target_k,
         selection_probs_TE=selection_probs_TE,
     )

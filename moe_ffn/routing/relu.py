@@ -36,5 +36,6 @@ class ReLURouter(LinearRouter):
             context,
             # Not `> 0`: a token whose logits are NaN must not pass as one that chose nobody.
             chosen_TK=~(logits_TE <= 0),
+            capacity_k=self.k,
             target_k=self.k,
         )

@@ -36,5 +36,11 @@ class TopPRouter(LinearRouter):
         if self.renormalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return routing_of_pairs(
-            weights_TK, expert_ids_TK, logits_TE, scores_TE, context, chosen_TK=chosen_TK
+            weights_TK,
+            expert_ids_TK,
+            logits_TE,
+            scores_TE,
+            context,
+            chosen_TK=chosen_TK,
+            capacity_k=self.max_k,
         )

@@ -30,6 +30,15 @@ FFNS: dict[str, Any] = {
         for router in RouterConfig.members
     },
     **{
+        f"moe-{router}-capacity": {
+            "type": "moe",
+            "num_experts": 4,
+            "router": router,
+            "capacity": {"factor": 0.5, "eval_factor": 0.5},
+        }
+        for router in RouterConfig.members
+    },
+    **{
         f"moe-drop_{drop}": {
             "type": "moe",
             "num_experts": 4,
@@ -50,7 +59,7 @@ FFNS: dict[str, Any] = {
     },
 }
 CAUSAL = {name: ffn for name, ffn in FFNS.items() if FFNConfig.model_validate(ffn).is_causal}
-DRAWS = {"moe-noisy_top_k", "moe-drop_random"}
+DRAWS = {"moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"}
 """In training these draw a number per place of the batch, and padding moves the places."""
 
 
@@ -105,9 +114,9 @@ def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
 @pytest.mark.parametrize("positions", PositionsConfig.members)
 @pytest.mark.parametrize(
     "ffn",
-    [ffn for name, ffn in FFNS.items() if name != "moe-forced"],
+    [ffn for name, ffn in FFNS.items() if "forced" not in name],
     ids=[
-        name for name in FFNS if name != "moe-forced"
+        name for name in FFNS if "forced" not in name
     ],  # which goes by a token's place in the batch
 )
 def test_right_padding_changes_nothing_for_real_tokens(
@@ -126,8 +135,8 @@ def test_right_padding_changes_nothing_for_real_tokens(
 
 @pytest.mark.parametrize(
     "ffn",
-    [ffn for name, ffn in FFNS.items() if name != "moe-forced"],
-    ids=[name for name in FFNS if name != "moe-forced"],
+    [ffn for name, ffn in FFNS.items() if "forced" not in name],
+    ids=[name for name in FFNS if "forced" not in name],
 )
 def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> None:
     model = build(ffn=ffn, positions="rope").double().eval()

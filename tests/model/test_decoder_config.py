@@ -116,6 +116,18 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
             "a sequence; use 'moe' with router.type 'top_k', or set model.causal: false",
         ),
         (
+            {
+                "ffn": {
+                    "type": "mixture_of_depths",
+                    "ffn": {"type": "moe", "capacity": {"factor": 1.0}},
+                    "router": {"type": "relu", "k": 0.5},
+                }
+            },
+            "a causal model refuses the 'mixture_of_depths' block of layer 0: its ffn.capacity grows with "
+            "the number of tokens chosen, later ones among them; set ffn.capacity.factor and eval_factor "
+            "to null, or set model.causal: false",
+        ),
+        (
             {"ffn": "mixture_of_depths"},
             "a causal model refuses the 'mixture_of_depths' block of layer 0: router.type "
             "'expert_choice' ranks tokens against later ones; use 'relu', or set model.causal: false",
