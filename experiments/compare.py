@@ -3,7 +3,8 @@
     python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
 
 Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
-same NAME again, finished ones are not repeated, so an interrupted comparison goes on where it was.
+same NAME again, finished ones are not repeated, so an interrupted comparison goes on where it was;
+what an unfinished run left is set aside.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     failed: list[Path] = []
     for file, config in configs.items():
         if file in todo:
+            set_aside(named_run_folder(config))
             print(f"{file.stem}: training ({todo.index(file) + 1} of {len(todo)})", flush=True)
             if not train(file, config, overrides):
                 failed.append(file)
@@ -88,21 +90,25 @@ def is_finished(config: TrainConfig) -> bool:
     """Whether this very run was done before.
 
     Raises:
-        ConfigError: its folder holds something else.
+        ConfigError: its folder holds a finished run with other options.
     """
     folder = named_run_folder(config)
-    if not folder.exists():
-        return False
     if not (folder / SUMMARY_FILE).is_file():
-        raise ConfigError(
-            f"'{folder}' holds a run that did not finish; remove it, or choose another --name"
-        )
+        return False
     if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) != config:
         raise ConfigError(
             f"'{folder}' holds a run with other options; give the options it had, or choose another "
             "--name"
         )
     return True
+
+
+def set_aside(folder: Path) -> None:
+    """Rename what an unfinished run left, so that nothing of it is lost or written over."""
+    if folder.exists():
+        aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
+        folder.rename(aside)
+        print(f"{folder.name}: an unfinished run is now {aside}")
 
 
 def train(file: Path, config: TrainConfig, overrides: Sequence[str]) -> bool:

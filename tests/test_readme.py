@@ -9,8 +9,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import moe_ffn
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -141,3 +145,32 @@ def test_the_quoted_message_is_the_real_one(
     message = "model.ffn.num_expert: unknown; did you mean 'num_experts'?"
     assert message in README
     assert message in capsys.readouterr().err
+
+
+ROUTING_BLOCKS = re.findall(
+    r"^```python\n(.*?)^```",
+    (ROOT / "docs" / "routing.md").read_text(encoding="utf-8"),
+    flags=re.DOTALL | re.MULTILINE,
+)
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
+    Path("my_router.py").write_text(ROUTING_BLOCKS[0], encoding="utf-8")
+    router = "{type: moe, router: {type: 'my_router.py:ThresholdConfig'}, capacity: {factor: 1.0}}"
+    assert run(["experiments.train", *TINY, "--model.ffn", router]) == 0
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_the_rule_of_the_docs_moves_the_bias():
+    block: Any = moe_ffn.build_ffn({"type": "moe", "router": "sigmoid_top_k"}, d_model=8)
+    output = block(torch.randn(5, 8))
+    names = {
+        "moe_ffn": moe_ffn,
+        "block": block,
+        "output": output,
+        "loss": output.hidden.sum(),
+        "optimizer": torch.optim.SGD(block.parameters()),
+    }
+    exec(compile(ROUTING_BLOCKS[1], "routing.md", "exec"), names)
+    assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)

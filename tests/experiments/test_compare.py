@@ -115,16 +115,19 @@ def test_a_misspelt_option_stops_before_anything_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_unfinished_run_is_not_taken_for_a_finished_one(
-    run_compare: Callable[..., tuple[int, str, str]], tmp_path: Path
+def test_what_an_unfinished_run_left_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "runs/cut/plain").mkdir(parents=True)
-    code, _, err = run_compare({"plain": "dense"}, "--name", "cut")
-    assert code == 2
-    assert err == (
-        "error: 'runs/cut/plain' holds a run that did not finish; remove it, or choose another "
-        "--name\n"
-    )
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("precious")
+    compare.set_aside(folder)
+    (aside,) = tmp_path.glob("plain-unfinished-*")
+    assert not folder.exists()
+    assert (aside / "metrics.csv").read_text() == "precious"
+    assert capsys.readouterr().out == f"plain: an unfinished run is now {aside}\n"
+    compare.set_aside(folder)  # nothing there, nothing said
+    assert capsys.readouterr().out == ""
 
 
 def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
