@@ -39,10 +39,13 @@ class RouterSteering(nn.Module):
 
     @torch.no_grad()
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
-        """Add one batch, routed with the biases that `routers` still have."""
+        """Add one batch, routed with the biases that `routers` still have.
+
+        A block of somebody's own may return a routing and name no router: nothing is steered there.
+        """
         self._num_batches += 1
         for name, routing in routings.items():
-            bias_E = routers[name].correction_bias_E
+            bias_E = routers[name].correction_bias_E if name in routers else None
             if bias_E is not None:
                 _add(self._observed, name, self.rule.observe(routing, bias_E))
             if routing.target_k is not None:

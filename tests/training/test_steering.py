@@ -62,6 +62,13 @@ def test_a_router_without_a_bias_is_left_alone(make_routing: Any) -> None:
     assert steering.sparsity_weight.item() == pytest.approx(1e-8)
 
 
+def test_a_routing_without_a_named_router_is_left_alone(make_routing: Any) -> None:
+    steering = RouterSteering(ObjectiveConfig())
+    steering.observe({"layer_00": make_routing([[0]], 2)}, {})
+    steering.step({}, alone)
+    assert steering.sparsity_weight.item() == pytest.approx(1e-8)
+
+
 def test_the_sparsity_weight_rises_while_too_many_experts_are_chosen() -> None:
     router = ReLURouterConfig(k=1).build(4, 4)
     steering = RouterSteering(ObjectiveConfig())
