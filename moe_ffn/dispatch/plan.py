@@ -30,6 +30,9 @@ class Plan:
     offsets_E: Tensor
     """int32, where each expert's pairs end."""
 
+    pair_ids_N: Tensor
+    """int64, where each pair stands in the routing's own list, which is sorted by token."""
+
 
 torch.export.register_dataclass(Plan)
 
@@ -50,4 +53,5 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
         token_ids_N=routing.token_ids_N[order_N],
         weights_N=routing.weights_N.masked_fill(~computed_N, 0)[order_N],
         offsets_E=counts_E.cumsum(0).to(torch.int32),
+        pair_ids_N=order_N,
     )

@@ -31,9 +31,9 @@ class MLPExperts(Experts):
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         weights = ExpertWeights(
             activation=self.config.activation,
-            up_EFD=self.up,
+            up_EHD=self.up,
             down_EDF=self.down,
-            up_bias_EF=self.up_bias,
+            up_bias_EH=self.up_bias,
             down_bias_ED=self.down_bias,
             dropout=self.config.dropout if self.training else 0.0,
         )

@@ -67,10 +67,12 @@ class SoftMoEFFN(FFNBlock):
         device = slots_BPD.device
         slots_ND = rearrange(slots_BPD, "b (e p) d -> (e b p) d", e=self.num_experts)
         ends_E = torch.arange(1, self.num_experts + 1, device=device) * num_slots
+        ids_N = torch.arange(self.num_experts * num_slots, device=device)
         plan = Plan(
-            token_ids_N=torch.arange(self.num_experts * num_slots, device=device),
+            token_ids_N=ids_N,
             weights_N=torch.ones(self.num_experts * num_slots, device=device),
             offsets_E=ends_E.to(torch.int32),
+            pair_ids_N=ids_N,
         )
         y_ND = self.experts(slots_ND, plan)
         p = self.slots_per_expert

@@ -1,6 +1,7 @@
 """The one signature of the experts' arithmetic.
 
-T tokens, D model width, E experts, F hidden width, N (token, expert) pairs
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
+matrix: F, or 2 F where the rows of a gate stand before those of up
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from moe_ffn.dispatch.plan import Plan
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) where there is a gate.
+    """E parallel MLPs: down(act(up x)), or down(act(gate x) * up x) where they are gated.
 
-    Matrices are laid out as in `nn.Linear`, (out, in). Absent biases are None.
+    Matrices are laid out as in `nn.Linear`, (out, in). Absent biases are None. Gate and up are one
+    matrix, so that a token is multiplied once and not twice: small products are slow.
     """
 
     activation: Activation
-    up_EFD: Tensor
+    up_EHD: Tensor
     down_EDF: Tensor
-    gate_EFD: Tensor | None = None
-    up_bias_EF: Tensor | None = None
-    gate_bias_EF: Tensor | None = None
+    gated: bool = False
+    up_bias_EH: Tensor | None = None
     down_bias_ED: Tensor | None = None
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
@@ -37,17 +38,24 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.up_EFD.shape[0]
+        return self.up_EHD.shape[0]
 
-    def activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
-        """The hidden units from the first product or products."""
+    @property
+    def d_model(self) -> int:
+        return self.up_EHD.shape[2]
+
+    @property
+    def d_ff(self) -> int:
+        return self.down_EDF.shape[2]
+
+    def activate(self, up_NH: Tensor) -> Tensor:
+        """The hidden units (N, F) from the first product."""
         act = activation_function(self.activation)
-        if gate is None:
-            hidden = act(up)
-        elif self.clamped is not None:
-            hidden = self.clamped(gate, up)
+        if not self.gated:
+            hidden = act(up_NH)
         else:
-            hidden = act(gate) * up
+            gate, up = up_NH.chunk(2, dim=-1)
+            hidden = act(gate) * up if self.clamped is None else self.clamped(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
 
@@ -55,8 +63,8 @@ Backend = Callable[[Tensor, Plan, ExpertWeights], Tensor]
 """(x_TD, plan, weights) -> y_TD: gather, multiply, weight and add up; y has the dtype of x."""
 
 
-def combine(y_ND: Tensor, x_TD: Tensor, plan: Plan) -> Tensor:
+def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Weight each pair's result and add it to its token, in at least float32."""
-    weighted_ND = y_ND * plan.weights_N.unsqueeze(-1)
+    weighted_ND = y_ND * weights_N.unsqueeze(-1)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
-    return sums_TD.index_add(0, plan.token_ids_N, weighted_ND).to(x_TD.dtype)
+    return sums_TD.index_add(0, token_ids_N, weighted_ND).to(x_TD.dtype)

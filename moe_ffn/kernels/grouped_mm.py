@@ -35,18 +35,15 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     # grouped_mm leaves the rows behind the last offset uninitialised, in its output and in its
     # gradient: `where` keeps both from what comes before and after each product.
     x_ND = torch.where(computed_N1, x_TD.to(dtype)[plan.token_ids_N], 0)
-    up_NF = linear(x_ND, weights.up_EFD, weights.up_bias_EF)
-    gate_NF = None
-    if weights.gate_EFD is not None:
-        gate_NF = linear(x_ND, weights.gate_EFD, weights.gate_bias_EF)
-    y_ND = linear(weights.activate(up_NF, gate_NF), weights.down_EDF, weights.down_bias_ED)
-    return combine(y_ND, x_TD, plan)
+    up_NH = linear(x_ND, weights.up_EHD, weights.up_bias_EH)
+    y_ND = linear(weights.activate(up_NH), weights.down_EDF, weights.down_bias_ED)
+    return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 
 def supports(x_TD: Tensor, weights: ExpertWeights) -> bool:
     """Whether `grouped_mm` takes this dtype and these widths."""
     dtype = compute_dtype(x_TD)
-    rows = (weights.up_EFD.shape[-1], weights.down_EDF.shape[-1])
+    rows = (weights.d_model, weights.d_ff)
     aligned = all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows)
     return dtype in supported_dtypes() and aligned
 

@@ -30,15 +30,12 @@ def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     # Without the tail that nobody computes: of ReLU or top-p routing it may be most of the list.
-    computed = Plan(plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]], plan.offsets_E)
-    inputs = list(x_TD.index_select(0, computed.token_ids_N).split(sizes))
-    up_E = _linear_per_expert(inputs, weights.up_EFD, weights.up_bias_EF)
-    gate_E: list[Tensor] | list[None] = [None] * weights.num_experts
-    if weights.gate_EFD is not None:
-        gate_E = _linear_per_expert(inputs, weights.gate_EFD, weights.gate_bias_EF)
-    hidden_E = [weights.activate(up, gate) for up, gate in zip(up_E, gate_E, strict=True)]
+    token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
+    inputs = list(x_TD.index_select(0, token_ids_N).split(sizes))
+    up_E = _linear_per_expert(inputs, weights.up_EHD, weights.up_bias_EH)
+    hidden_E = [weights.activate(up_NH) for up_NH in up_E]
     outputs = _linear_per_expert(hidden_E, weights.down_EDF, weights.down_bias_ED)
-    return combine(torch.cat(outputs), x_TD, computed)
+    return combine(torch.cat(outputs), x_TD, token_ids_N, weights_N)
 
 
 def _linear_per_expert(

@@ -28,6 +28,6 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         raise ValueError(
             f"experts.backend 'grouped_mm' takes {dtypes} and rows that are a multiple of "
             f"{grouped.ROW_BYTES} bytes, but got {grouped.compute_dtype(x_TD)} with "
-            f"d_model {weights.up_EFD.shape[-1]} and d_ff {weights.down_EDF.shape[-1]}; use 'loop'"
+            f"d_model {weights.d_model} and d_ff {weights.d_ff}; use 'loop'"
         )
     return BACKENDS[backend](x_TD, plan, weights)

@@ -17,6 +17,7 @@ def test_pairs_are_sorted_by_expert_and_keep_token_order(make_routing: Any) -> N
     plan = make_plan(make_routing([[2, 0], [0, 1], [2, 0]], 3, weights_N=weights))
     assert plan.token_ids_N.tolist() == [0, 1, 2, 1, 0, 2]
     assert plan.weights_N.tolist() == weights[[1, 2, 5, 3, 0, 4]].tolist()
+    assert plan.pair_ids_N.tolist() == [1, 2, 5, 3, 0, 4]
     assert plan.offsets_E.tolist() == [3, 4, 6]
     assert plan.offsets_E.dtype == torch.int32
 
@@ -74,5 +75,5 @@ def test_a_plan_without_pairs_ends_every_expert_at_zero(make_routing: Any) -> No
 def test_plan_is_a_pytree(make_routing: Any, num_experts: int) -> None:
     plan = make_plan(make_routing([[0]] * 4, num_experts))
     leaves, structure = pytree.tree_flatten(plan)
-    assert len(leaves) == 3
+    assert len(leaves) == 4
     assert pytree.tree_unflatten(leaves, structure) == plan

@@ -49,10 +49,13 @@ def same(theirs: Tensor) -> Tensor:
     return theirs
 
 
+def gate_first(alternating: Tensor) -> Tensor:
+    return torch.cat([alternating[..., 0::2], alternating[..., 1::2]], dim=-1)
+
+
 ROUTED: Sources = {
     "router.projection.weight": ("gate.weight", same),
-    "experts.gate": ("experts.gate_up_proj", lambda gate_up: gate_up[:, :F]),
-    "experts.up": ("experts.gate_up_proj", lambda gate_up: gate_up[:, F:]),
+    "experts.gate_up": ("experts.gate_up_proj", same),
     "experts.down": ("experts.down_proj", same),
 }
 QWEN2_MOE: Sources = {
@@ -72,11 +75,9 @@ DEEPSEEK_V3: Sources = {
 GPT_OSS: Sources = {  # gate and up alternate, and matrices are (in, out)
     "router.projection.weight": ("router.weight", same),
     "router.projection.bias": ("router.bias", same),
-    "experts.gate": ("experts.gate_up_proj", lambda gate_up: gate_up[..., 0::2].mT),
-    "experts.up": ("experts.gate_up_proj", lambda gate_up: gate_up[..., 1::2].mT),
+    "experts.gate_up": ("experts.gate_up_proj", lambda theirs: gate_first(theirs).mT),
     "experts.down": ("experts.down_proj", lambda down: down.mT),
-    "experts.gate_bias": ("experts.gate_up_proj_bias", lambda gate_up: gate_up[..., 0::2]),
-    "experts.up_bias": ("experts.gate_up_proj_bias", lambda gate_up: gate_up[..., 1::2]),
+    "experts.gate_up_bias": ("experts.gate_up_proj_bias", gate_first),
     "experts.down_bias": ("experts.down_proj_bias", same),
 }
 
@@ -413,14 +414,10 @@ def test_the_clamps_of_gpt_oss_bite_on_every_side(x_BSD: Tensor) -> None:
     ours = published.copy_of(published.build_theirs(), "loop")
     routing = our_routing(ours, x_BSD)
     x_ND = x_BSD.view(-1, D)[routing.token_ids_N]
-    experts = ours.get_submodule("experts").state_dict()
-
-    def product(name: str) -> Tensor:
-        weight_NFD = experts[name][routing.expert_ids_N]
-        bias_NF = experts[f"{name}_bias"][routing.expert_ids_N]
-        return torch.einsum("nfd,nd->nf", weight_NFD, x_ND) + bias_NF
-
-    gate_NF, up_NF = product("gate"), product("up")
+    weight_NHD = ours.get_parameter("experts.gate_up")[routing.expert_ids_N]
+    bias_NH = ours.get_parameter("experts.gate_up_bias")[routing.expert_ids_N]
+    product_NH = torch.einsum("nhd,nd->nh", weight_NHD, x_ND) + bias_NH
+    gate_NF, up_NF = product_NH.chunk(2, dim=-1)
     for clamped_NF in (gate_NF > 7, up_NF > 7, up_NF < -7):
         # Of a normal with deviation 8, 19% lie above 7.
         assert 0.1 < clamped_NF.float().mean() < 0.3
