@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine
+from moe_ffn.kernels.dtypes import compute_dtype
 
 ROW_BYTES = 16
 """grouped_mm wants rows whose length in bytes is a multiple of this."""
@@ -53,10 +54,3 @@ def supported_dtypes() -> tuple[torch.dtype, ...]:
     if torch.compiler.is_compiling():
         return (torch.bfloat16,)
     return (torch.float32, torch.bfloat16, torch.float16)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's where it is on, since it does not cover grouped_mm."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype

@@ -7,9 +7,11 @@ from torch import Tensor
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels import grouped_mm as grouped
 from moe_ffn.kernels.base import Backend, ExpertWeights
+from moe_ffn.kernels.cpu import cpu
+from moe_ffn.kernels.dtypes import compute_dtype
 from moe_ffn.kernels.loop import loop
 
-BACKENDS: dict[str, Backend] = {"loop": loop, "grouped_mm": grouped.grouped_mm}
+BACKENDS: dict[str, Backend] = {"loop": loop, "cpu": cpu, "grouped_mm": grouped.grouped_mm}
 """Every backend computes the same thing; a test holds each to the same double loop."""
 
 
@@ -27,7 +29,7 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         dtypes = ", ".join(str(dtype) for dtype in grouped.supported_dtypes())
         raise ValueError(
             f"experts.backend 'grouped_mm' takes {dtypes} and rows that are a multiple of "
-            f"{grouped.ROW_BYTES} bytes, but got {grouped.compute_dtype(x_TD)} with "
+            f"{grouped.ROW_BYTES} bytes, but got {compute_dtype(x_TD)} with "
             f"d_model {weights.d_model} and d_ff {weights.d_ff}; use 'loop'"
         )
     return BACKENDS[backend](x_TD, plan, weights)

@@ -1,0 +1,176 @@
+"""The experts on a CPU: one autograd function over the whole MLP, in blocks that stay in the cache.
+
+T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
+matrix: F, or 2 F where there is a gate
+
+What costs beside the products is memory: page faults on fresh buffers, passes over them, and calls.
+So gathers, activations and weights go over one block of rows at a time, in buffers that are reused; the
+results of a token's experts are added up by one `embedding_bag`; and of the forward pass only the first
+product is kept, from which backward computes the rest again. docs/performance.md has the measurements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.cpu_activation import block_activation
+from moe_ffn.kernels.cpu_products import Products, WeightGradient
+from moe_ffn.kernels.cpu_rows import Rows
+from moe_ffn.kernels.dtypes import compute_dtype, product_dtype_on_cpu
+from moe_ffn.kernels.workspace import Workspace
+
+
+def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
+    if torch.compiler.is_compiling():
+        # Its shapes are the experts' loads: it would be compiled anew at every step. Said here and
+        # not as a decorator, which would load torch's compiler for everybody, in about a second.
+        return torch.compiler.disable(_cpu)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
+    return _cpu(x_TD, plan, weights)
+
+
+def _cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    rows = Rows.of(plan, num_tokens=x_TD.shape[0])
+    tensors = (
+        x_TD,
+        plan.weights_N[: len(rows)],
+        weights.up_EHD,
+        weights.down_EDF,
+        weights.up_bias_EH,
+        weights.down_bias_ED,
+    )
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _ExpertsOnCPU.apply(*tensors, rows, weights, trains)
+
+
+class _ExpertsOnCPU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weights_N: Tensor,
+        up_EHD: Tensor,
+        down_EDF: Tensor,
+        up_bias_EH: Tensor | None,
+        down_bias_ED: Tensor | None,
+        rows: Rows,
+        weights: ExpertWeights,
+        trains: bool,
+    ) -> Tensor:
+        kept_dtype = compute_dtype(x_TD)
+        dtype = product_dtype_on_cpu(kept_dtype)
+        workspace = Workspace(rows.largest_block, dtype)
+        up, down = Products(up_EHD, up_bias_EH, dtype), Products(down_EDF, down_bias_ED, dtype)
+        activation = block_activation(weights, workspace)
+        dropout_NF = _dropout(len(rows), weights, dtype)
+        width = up_EHD.shape[1]
+        kept_NH = torch.empty(len(rows) if trains else 0, width, dtype=kept_dtype)
+        x_input_TD = x_TD.to(dtype)
+        y_ND = torch.empty(len(rows), x_TD.shape[1], dtype=dtype)
+
+        for block in rows.blocks:
+            x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, x_TD.shape[1]))
+            if trains and kept_dtype == dtype:
+                up_NH = kept_NH[block.rows]
+            else:
+                up_NH = workspace("up", block.num_rows, width)
+            for piece in block.pieces:
+                up.linear(piece.expert, x_ND[piece.rows], up_NH[piece.rows])
+            if trains and kept_dtype != dtype:
+                kept_NH[block.rows] = up_NH
+            hidden_NF = activation.hidden(up_NH)
+            if dropout_NF is not None:
+                hidden_NF.mul_(dropout_NF[block.rows])
+            y_here_ND = y_ND[block.rows]
+            for piece in block.pieces:
+                down.linear(piece.expert, hidden_NF[piece.rows], y_here_ND[piece.rows])
+
+        if trains:
+            ctx.save_for_backward(
+                x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF
+            )
+            ctx.rows, ctx.weights, ctx.dtype = rows, weights, dtype
+        return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = (
+            ctx.saved_tensors
+        )
+        rows: Rows = ctx.rows
+        dtype: torch.dtype = ctx.dtype
+        workspace = Workspace(rows.largest_block, dtype)
+        up, down = Products(up_EHD, None, dtype), Products(down_EDF, None, dtype)
+        grad_up = WeightGradient(up_EHD, up_bias_EH, dtype)
+        grad_down = WeightGradient(down_EDF, down_bias_ED, dtype)
+        activation = block_activation(ctx.weights, workspace)
+        x_input_TD, grad_y_TD = x_TD.to(dtype), grads[0].to(dtype).contiguous()
+        grad_x_ND = torch.empty(len(rows), x_TD.shape[1], dtype=dtype)
+        grad_weights_N = torch.empty_like(weights_N)
+        factors_N1 = weights_N.to(dtype).unsqueeze(-1)
+
+        for block in rows.blocks:
+            up_NH = kept_NH[block.rows]
+            if up_NH.dtype != dtype:
+                up_NH = workspace("up", *up_NH.shape).copy_(up_NH)
+            hidden_NF = activation.hidden(up_NH)
+            grad_NF = workspace("grad_hidden", *hidden_NF.shape)
+            size = (block.num_rows, x_TD.shape[1])
+            grad_y_ND = rows.gather(grad_y_TD, block, workspace("grad_y", *size))
+            for piece in block.pieces:
+                down.input_gradient(piece.expert, grad_y_ND[piece.rows], grad_NF[piece.rows])
+            if dropout_NF is not None:
+                hidden_NF.mul_(dropout_NF[block.rows])
+
+            # y = w (down h + b): dw is <dy, down h + b> = <down^T dy, h> + <dy, b>, taken on the
+            # side of F, where w is multiplied with too: the narrower one.
+            product_NF = torch.mul(grad_NF, hidden_NF, out=workspace("product", *grad_NF.shape))
+            grad_weights_here_N = grad_weights_N[block.rows]
+            torch.sum(product_NF, -1, dtype=weights_N.dtype, out=grad_weights_here_N)
+            factors_here_N1 = factors_N1[block.rows]
+            hidden_NF.mul_(factors_here_N1)
+            grad_NF.mul_(factors_here_N1)
+            if dropout_NF is not None:
+                grad_NF.mul_(dropout_NF[block.rows])
+            grad_up_NH = activation.gradient(grad_NF, up_NH)
+
+            x_ND = rows.gather(x_input_TD, block, workspace("x", *size))
+            grad_x_here_ND = grad_x_ND[block.rows]
+            for expert, mine, continues in ((p.expert, p.rows, p.continues) for p in block.pieces):
+                grad_down.add(expert, grad_y_ND[mine], hidden_NF[mine], continues)
+                grad_up.add(expert, grad_up_NH[mine], x_ND[mine], continues)
+                up.input_gradient(expert, grad_up_NH[mine], grad_x_here_ND[mine])
+                if up_bias_EH is not None:
+                    grad_up.add_bias(expert, grad_up_NH[mine].sum(0))
+                if down_bias_ED is not None:
+                    bias_D = down_bias_ED[expert].to(dtype)
+                    grad_weights_here_N[mine] += grad_y_ND[mine] @ bias_D
+                    grad_down.add_bias(expert, factors_here_N1[mine].t().mm(grad_y_ND[mine])[0])
+
+        grad_x_TD = rows.sum_per_token(grad_x_ND).to(x_TD.dtype)
+        (grad_up_EHD, grad_up_bias_EH) = grad_up.finish()
+        (grad_down_EDF, grad_down_bias_ED) = grad_down.finish()
+        return (
+            grad_x_TD,
+            grad_weights_N,
+            grad_up_EHD,
+            grad_down_EDF,
+            grad_up_bias_EH,
+            grad_down_bias_ED,
+            *(None,) * 3,
+        )
+
+
+def _dropout(num_rows: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor | None:
+    """What each hidden unit is multiplied by: 0, or what makes up for the zeros."""
+    if not weights.dropout:
+        return None
+    kept = 1 - weights.dropout
+    return torch.empty(num_rows, weights.d_ff, dtype=dtype).bernoulli_(kept).div_(kept)
