@@ -113,7 +113,10 @@ class Routing:
     @property
     def computed_N(self) -> Tensor:
         """bool: pairs an expert works on, real and not dropped."""
-        return self.real_N & ~self.dropped_N
+        computed_N = ~self.dropped_N
+        if self.chosen_N is None and self.mask_T is None:
+            return computed_N
+        return computed_N & self.real_N
 
     def detach(self) -> Self:
         """The same values cut from the graph: what metrics may keep."""

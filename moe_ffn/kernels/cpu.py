@@ -100,7 +100,9 @@ class _ExpertsOnCPU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = (
             ctx.saved_tensors
         )

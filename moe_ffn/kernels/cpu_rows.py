@@ -56,7 +56,7 @@ class Rows:
         if not len(self):
             return values_ND.new_zeros(len(self.starts_T), values_ND.shape[1])
         if weights_N is not None:
-            weights_N = weights_N[self.by_token_N].to(values_ND.dtype)
+            weights_N = weights_N.index_select(0, self.by_token_N).to(values_ND.dtype)
         return F.embedding_bag(
             self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
         )

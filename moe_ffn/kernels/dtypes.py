@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,5 +31,5 @@ def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
 
 
 @cache
-def _capabilities() -> dict[str, bool]:
+def _capabilities() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities()

@@ -5,6 +5,8 @@ T tokens, D model width, E experts, N (token, expert) pairs, O out, I in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,10 +16,10 @@ from moe_ffn.kernels.base import ExpertWeights, combine
 
 
 def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """One gather, three products per expert, one scatter. Reads the offsets on the host.
+    """One gather, two products per expert, one scatter. Reads the offsets on the host.
 
-    An expert without tokens multiplies an empty slice: it costs nothing and keeps its gradient a
-    zero instead of a missing one, on which DDP and FSDP would hang.
+    An expert without tokens multiplies an empty slice, which keeps its gradient a zero instead of a
+    missing one, on which DDP and FSDP would hang. Without gradients it is left out.
     """
     if torch.compiler.is_compiling():
         # Its shapes are the experts' loads: it would be compiled anew at every step. Said here and
@@ -30,17 +32,26 @@ def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     # Without the tail that nobody computes: of ReLU or top-p routing it may be most of the list.
+    experts = range(weights.num_experts)
+    if not torch.is_grad_enabled():
+        experts = [expert for expert in experts if sizes[expert]]
+        sizes = [sizes[expert] for expert in experts]
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
     inputs = list(x_TD.index_select(0, token_ids_N).split(sizes))
-    up_E = _linear_per_expert(inputs, weights.up_EHD, weights.up_bias_EH)
+    if not inputs:
+        return torch.zeros_like(x_TD)
+    up_E = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
     hidden_E = [weights.activate(up_NH) for up_NH in up_E]
-    outputs = _linear_per_expert(hidden_E, weights.down_EDF, weights.down_bias_ED)
+    outputs = _linear_per_expert(experts, hidden_E, weights.down_EDF, weights.down_bias_ED)
     return combine(torch.cat(outputs), x_TD, token_ids_N, weights_N)
 
 
 def _linear_per_expert(
-    inputs: list[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
+    experts: Sequence[int], inputs: list[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
 ) -> list[Tensor]:
-    biases = [None] * len(inputs) if bias_EO is None else bias_EO.unbind()
-    parts = zip(inputs, weight_EOI.unbind(), biases, strict=True)
-    return [F.linear(x, weight, bias) for x, weight, bias in parts]
+    # `unbind` once: the gradient of `weight_EOI[expert]` is as large as all experts together.
+    weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
+    return [
+        F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
+        for expert, input_NI in zip(experts, inputs, strict=True)
+    ]

@@ -38,7 +38,7 @@ class Selection:
         if self.renormalize:
             tiny = torch.finfo(weights_TK.dtype).tiny
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=tiny)
-        return weights_TK * self.scale
+        return weights_TK if self.scale == 1 else weights_TK * self.scale
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:

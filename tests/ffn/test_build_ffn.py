@@ -249,8 +249,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "got 'gelo'",
     ),
     "backend": (
-        {"type": "moe", "experts": {"type": "mlp", "backend": "triton"}},
-        "experts.backend: must be one of 'auto', 'loop' or 'grouped_mm', got 'triton'",
+        {"type": "moe", "experts": {"type": "mlp", "backend": "cuda"}},
+        "experts.backend: must be one of 'auto', 'loop', 'bmm', 'cpu' or 'grouped_mm', got 'cuda'",
     ),
 }
 
