@@ -93,9 +93,17 @@ class _ExpertsOnCPU(torch.autograd.Function):
 
         if trains:
             ctx.save_for_backward(
-                x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF
+                x_TD,
+                weights_N,
+                up_EHD,
+                down_EDF,
+                up_bias_EH,
+                down_bias_ED,
+                kept_NH,
+                dropout_NF,
+                *rows.tensors,
             )
-            ctx.rows, ctx.weights, ctx.dtype = rows, weights, dtype
+            ctx.blocks, ctx.weights, ctx.dtype = rows.blocks, weights, dtype
         return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
 
     @staticmethod
@@ -103,10 +111,11 @@ class _ExpertsOnCPU(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = (
-            ctx.saved_tensors
-        )
-        rows: Rows = ctx.rows
+        tensors = ctx.saved_tensors
+        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = tensors[
+            :8
+        ]
+        rows = Rows(*tensors[8:], ctx.blocks)
         dtype: torch.dtype = ctx.dtype
         workspace = Workspace(rows.largest_block, dtype)
         up, down = Products(up_EHD, None, dtype), Products(down_EDF, None, dtype)

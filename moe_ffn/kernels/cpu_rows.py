@@ -40,6 +40,10 @@ class Rows:
         counts_T = count_pairs(token_ids_N, num_tokens)
         return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T, cut_blocks(offsets))
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.token_ids_N, self.by_token_N, self.starts_T
+
     def __len__(self) -> int:
         return len(self.token_ids_N)
 

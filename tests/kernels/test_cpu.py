@@ -1,0 +1,195 @@
+"""The backend for CPUs: what the double loop of tests/test_oracle.py, whose layers are tiny, leaves out."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.activations import Activation, ClampedSwiGLU
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels import blocks, dtypes
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.cpu import cpu
+from moe_ffn.kernels.loop import loop
+from moe_ffn.kernels.select import best_backend
+
+T, D, E, F = 6, 3, 4, 5
+NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+
+
+def plan_of(weights_N: Tensor) -> Plan:
+    """12 pairs of 6 tokens: expert 0 has 7, expert 2 none, and one is not computed."""
+    return Plan(
+        token_ids_N=torch.tensor([0, 1, 2, 3, 4, 5, 5, 0, 1, 2, 3, 4]),
+        weights_N=weights_N,
+        offsets_E=torch.tensor([7, 9, 9, 11], dtype=torch.int32),
+        pair_ids_N=torch.tensor([0, 2, 4, 6, 8, 10, 11, 1, 3, 5, 7, 9]),
+    )
+
+
+def inputs(gated: bool, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Those of NAMES, each a leaf."""
+    height = 2 * F if gated else F
+    shapes = [(T, D), (12,), (E, height, D), (E, D, F), (E, height), (E, D)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors[1][-1] = 0  # of the pair that is not computed
+    return tuple(t.to(dtype).requires_grad_() for t in tensors)
+
+
+def compute(backend: Any, leaves: tuple[Tensor, ...], **options: Any) -> Tensor:
+    x_TD, weights_N, up, down, up_bias, down_bias = leaves
+    weights = ExpertWeights(
+        up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias, **options
+    )
+    return backend(x_TD, plan_of(weights_N), weights)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    **{f"plain_{name}": {"activation": name} for name in get_args(Activation)},
+    **{f"gated_{name}": {"activation": name, "gated": True} for name in get_args(Activation)},
+    "clamped": {"activation": "silu", "gated": True, "clamped": ClampedSwiGLU(1.7, 0.5)},
+}
+
+
+@pytest.mark.parametrize("block_rows", [(2, 3), (1024, 2048)], ids=["many_blocks", "one_block"])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_every_activation_and_gradient_is_that_of_the_loop(
+    options: dict[str, Any], block_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "MIN_BLOCK_ROWS", block_rows[0])
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", block_rows[1])
+    leaves = inputs(options.get("gated", False))
+    wanted, got = compute(loop, leaves, **options), compute(cpu, leaves, **options)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    probe = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = zip(
+        NAMES,
+        torch.autograd.grad(got, leaves, probe),
+        torch.autograd.grad(wanted, leaves, probe),
+        strict=True,
+    )
+    for name, mine, theirs in gradients:
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"d/d {name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_finite_differences(dropout: float) -> None:
+    def function(*leaves: Tensor) -> Tensor:
+        torch.manual_seed(3)  # the same units are dropped at every call
+        return compute(cpu, leaves, activation="silu", gated=True, dropout=dropout)
+
+    assert torch.autograd.gradcheck(function, inputs(gated=True))
+
+
+def test_dropout_zeroes_hidden_units_and_makes_up_for_them() -> None:
+    leaves = list(inputs(gated=False))
+    # down of ones and h = 1 everywhere: y is the weighted number of units kept, over 1 - p.
+    leaves[2], leaves[4] = torch.zeros_like(leaves[2]), torch.ones_like(leaves[4])
+    leaves[3], leaves[5] = torch.ones_like(leaves[3]), torch.zeros_like(leaves[5])
+    leaves[1] = torch.ones_like(leaves[1])
+    torch.manual_seed(0)
+    y_TD = compute(cpu, tuple(leaves), activation="identity", dropout=0.75)
+    assert set(y_TD.flatten().tolist()) <= {4.0 * n for n in range(2 * F + 1)}
+    assert len(set(y_TD.flatten().tolist())) > 1
+
+
+# ------------------------------------------------------------------------------ reduced precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
+@pytest.mark.parametrize("options", [KINDS["gated_silu"], KINDS["plain_gelu"]], ids=str)
+def test_a_cpu_without_reduced_products_computes_them_in_float32(
+    options: dict[str, Any], native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = dict.fromkeys(("amx_bf16", "amx_fp16"), native)
+    monkeypatch.setattr(dtypes, "_capabilities", lambda: has)
+    assert dtypes.product_dtype_on_cpu(dtype) == (dtype if native else torch.float32)
+    gated = options.get("gated", False)
+    reduced, exact = inputs(gated, dtype), inputs(gated)
+    got, wanted = compute(cpu, reduced, **options), compute(loop, exact, **options)
+    assert got.dtype == dtype
+    gradients = torch.autograd.grad(got, reduced, torch.ones_like(got))
+    wanted_gradients = torch.autograd.grad(wanted, exact, torch.ones_like(wanted))
+    tolerance = 16 * torch.finfo(dtype).eps  # some five roundings, sums of up to seven terms
+    for name, mine, theirs in zip(
+        ("y", *NAMES), (got, *gradients), (wanted, *wanted_gradients), strict=True
+    ):
+        assert mine.dtype == dtype, name
+        error = (mine.double() - theirs).abs().max() / theirs.abs().max()
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capabilities", "expected"),
+    [
+        (torch.bfloat16, {"amx_bf16": True}, torch.bfloat16),
+        (torch.bfloat16, {"avx512_bf16": True}, torch.bfloat16),
+        (torch.bfloat16, {"avx512_f": True, "amx_fp16": True}, torch.float32),
+        (torch.float16, {"amx_fp16": True}, torch.float16),
+        (torch.float16, {"amx_bf16": True}, torch.float32),
+        (torch.float32, {}, torch.float32),
+        (torch.float64, {}, torch.float64),
+    ],
+)
+def test_products_are_in_the_dtype_that_the_cpu_multiplies(
+    dtype: torch.dtype,
+    capabilities: dict[str, bool],
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dtypes, "_capabilities", lambda: capabilities)
+    assert dtypes.product_dtype_on_cpu(dtype) == expected
+
+
+# ------------------------------------------------------------------------------------ autograd
+
+
+def test_weights_changed_before_backward_are_noticed() -> None:
+    leaves = inputs(gated=True)
+    y_TD = compute(cpu, leaves, activation="silu", gated=True)
+    with torch.no_grad():
+        leaves[2].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y_TD.sum().backward()
+
+
+def test_backward_twice_is_the_same_and_a_second_derivative_is_refused() -> None:
+    leaves = inputs(gated=True)
+    y_TD = compute(cpu, leaves, activation="silu", gated=True)
+    first = torch.autograd.grad(y_TD.sum(), leaves, retain_graph=True)
+    probe = torch.ones_like(y_TD).requires_grad_()
+    again = torch.autograd.grad(y_TD, leaves, probe, create_graph=True)
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        again[0].sum().backward()
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    packed: list[Tensor] = []
+    leaves = tuple(t.detach() for t in inputs(gated=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y_TD = compute(cpu, leaves, activation="silu", gated=True)
+    assert not y_TD.requires_grad
+    assert packed == []
+
+
+# ---------------------------------------------------------------------------------------- auto
+
+
+@pytest.mark.parametrize(("num_pairs", "trains", "expected"), [
+    (64, False, "loop"), (65, False, "cpu"), (2, True, "cpu"),
+])  # fmt: skip
+def test_auto_on_a_cpu_decodes_by_the_loop(num_pairs: int, trains: bool, expected: str) -> None:
+    x_TD, _, up, down, _, _ = inputs(gated=False)
+    ids_N = torch.zeros(num_pairs, dtype=torch.int64)
+    plan = Plan(ids_N, torch.ones(num_pairs), torch.tensor([num_pairs] * E), ids_N)
+    with torch.set_grad_enabled(trains):
+        assert best_backend(x_TD, plan, ExpertWeights("silu", up, down)) == expected
