@@ -115,7 +115,7 @@ class _ExpertsOnCPU(torch.autograd.Function):
         x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = tensors[
             :8
         ]
-        rows = Rows(*tensors[8:], ctx.blocks)
+        rows = Rows(tensors[8], tensors[9], tensors[10], ctx.blocks)
         dtype: torch.dtype = ctx.dtype
         workspace = Workspace(rows.largest_block, dtype)
         up, down = Products(up_EHD, None, dtype), Products(down_EDF, None, dtype)
