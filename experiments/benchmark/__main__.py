@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from experiments.benchmark.session import Session
 
 
+PATIENCE = 30.0
+"""Seconds that a table may take before it makes do with fewer rounds, unless they were asked for."""
+
+
 def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     # Only now: a mistake in the options should not wait for torch.
@@ -22,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     from experiments.benchmark.machine import choose_device, describe_machine
     from experiments.benchmark.session import Session
+    from experiments.benchmark.timing import Rounds
     from moe_ffn.kernels.select import BACKENDS
 
     device = choose_device(options.device)
@@ -29,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     backends = options.backends or tuple(BACKENDS)
     options.output.mkdir(parents=True)
-    session = Session(options.rounds, options.warmup, backends, device)
+    rounds = Rounds(warmup=options.warmup, patience=PATIENCE)
+    if options.rounds is not None:
+        rounds = Rounds(options.rounds, options.warmup)
+    session = Session(rounds, backends, device)
     machine = describe_machine(device)
     session.say(", ".join(f"{name} {value}" for name, value in machine.items()))
     for name, peer in _peers_found():
@@ -66,6 +74,7 @@ def write(session: Session, options: Options, machine: dict[str, str]) -> None:
     """The summary on the screen; tables and plots in the folder."""
     from experiments.benchmark.plot import svg
     from experiments.benchmark.report import (
+        PROMISE_HEADERS,
         PROMISES_FILE,
         RESULTS_FILE,
         table,
@@ -75,8 +84,7 @@ def write(session: Session, options: Options, machine: dict[str, str]) -> None:
 
     if session.promises:
         session.say("\n== promises ==\n")
-        headers = ["suite", "case", "what", "promised", "measured", "verdict"]
-        session.say(table(headers, [promise.cells() for promise in session.promises]))
+        session.say(table(PROMISE_HEADERS, [promise.cells() for promise in session.promises]))
     write_rows(options.output / RESULTS_FILE, session.rows, machine)
     write_promises(options.output / PROMISES_FILE, session.promises)
     for name, plot in session.plots.items():

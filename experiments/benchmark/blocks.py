@@ -47,10 +47,12 @@ def run(session: Session) -> None:
         block.load_state_dict(by_hand.state_dict())
         layers += [Layer(f"plain {name}", by_hand), Layer(f"moe_ffn {name}", block)]
     passes = {layer.name: layer.training_pass(tokens.x_BSD, tokens.grad_BSD) for layer in layers}
-    timings = session.time(passes, rounds=MORE_ROUNDS * session.rounds)
-    for name in plain:
+    timings = session.time(passes, more=MORE_ROUNDS)
+    for number, name in enumerate(plain):
+        if number:
+            session.say()
         pair = [layer for layer in layers if layer.name.endswith(f" {name}")]
         session.show(pair, timings, (f"plain {name}",))
         session.keep("blocks", name, SHAPE, pair, timings, to=f"plain {name}")
         names = (f"moe_ffn {name}", f"plain {name}")
-        session.promise_ratio("blocks", name, "time / plain linear layers", LIMIT, timings, names)
+        session.promise_ratio("blocks", name, f"time / plain {name}", LIMIT, timings, names)

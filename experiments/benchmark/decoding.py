@@ -59,7 +59,7 @@ def run(session: Session) -> None:
     for point in points:
         for peer in (HF_EAGER, HF_BATCHED):
             pair = (f"{AUTO} {point}", f"{peer} {point}")
-            session.promise_ratio("decoding", point, f"time / {peer}", 1.0, timings, pair)
+            session.promise_ratio("decoding", "", f"time / {peer}, {point}", 1.0, timings, pair)
     session.plots["decoding"] = Plot(
         title="Forward pass of a few tokens",
         x_label="tokens",

@@ -127,9 +127,10 @@ def moe_layer(shape: Shape, backend: str, device: torch.device) -> MoEFFN:
 
 
 def with_weights_of(source: MoEFFN, shape: Shape, backend: str) -> MoEFFN:
-    """The same layer in another backend, around the same memory."""
+    """The same layer in another backend, around the same memory and the very same router."""
     block = moe_layer(shape, backend, torch.device("meta"))
     block.load_state_dict(source.state_dict(), assign=True)
+    block.router = source.router
     return block
 
 

@@ -36,7 +36,9 @@ LIMIT = 0.5
 
 
 def run(session: Session) -> None:
-    for shape in SHAPES:
+    for number, shape in enumerate(SHAPES):
+        if number:
+            session.say()
         session.say(f"{shape}, kept for the backward pass")
         kept, layers = measure(session, shape)
         dense = kept[DENSE]
@@ -55,13 +57,12 @@ def run(session: Session) -> None:
         promise = Promise(
             suite="memory",
             case=str(shape),
-            claim="bytes / the fewer of HF eager and grouped_mm",
+            claim="bytes / those of HF eager or grouped_mm",
             limit=LIMIT,
             figure=kept[AUTO] / min(peers) if peers else None,
             why_unmeasured="no transformers here",
         )
         session.promise(promise)
-        session.say()
 
 
 def measure(session: Session, shape: Shape) -> tuple[dict[str, int], list[Layer]]:

@@ -34,7 +34,8 @@ class Options:
 
     suites: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    rounds: int
+    rounds: int | None
+    """None: `timing.Rounds` knows, and that a slow table may have fewer."""
     warmup: int
     threads: int | None
     device: str
@@ -62,10 +63,10 @@ def parse_options(argv: Sequence[str]) -> Options:
     return Options(
         suites=suites,
         shapes=shapes,
-        rounds=int(given.rounds),
+        rounds=None if given.rounds is None else int(given.rounds),
         warmup=int(given.warmup),
         threads=None if given.threads is None else int(given.threads),
-        device=_known("--device", [given.device], ("auto", "cpu", "cuda"))[0],
+        device=_device(given.device),
         backends=backends,
         output=_new_folder(given.output),
     )
@@ -99,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         help="time a layer of your own: tokens, model width, expert width, experts, experts per "
         "token, fp32, bf16 or fp16; may be repeated; without --suite, nothing else is timed",
     )
-    add("--rounds", default="9", metavar="N", help="timed turns of each candidate; default: 9")
+    add(
+        "--rounds",
+        metavar="N",
+        help="timed turns of each candidate; default: 9, and at least 3 where they take long",
+    )
     add("--warmup", default="1", metavar="N", help="turns before them; default: 1")
     add("--threads", metavar="N", help="threads of torch; default: torch's own choice")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; auto prefers cuda")
@@ -121,6 +126,12 @@ def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, s
             hint = did_you_mean(name, known)
             raise ConfigError(f"{option} '{name}' is not one of {', '.join(known)}{hint}")
     return tuple(dict.fromkeys(given))
+
+
+def _device(given: str) -> str:
+    if given not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device '{given}' is not one of auto, cpu, cuda; a GPU is cuda")
+    return given
 
 
 def _new_folder(given: str | None) -> Path:

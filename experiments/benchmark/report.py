@@ -52,6 +52,8 @@ class Promise:
     figure: float | None
     """None where it could not be measured."""
     at_most: bool = True
+    goal: float | None = None
+    """What is to be reached in the end, beyond the promise."""
     why_unmeasured: str = ""
 
     @property
@@ -61,10 +63,22 @@ class Promise:
         kept = self.figure <= self.limit if self.at_most else self.figure >= self.limit
         return "kept" if kept else "MISSED"
 
+    @property
+    def shown_figure(self) -> str:
+        return self.why_unmeasured if self.figure is None else f"{self.figure:.2f}"
+
+    @property
+    def shown_limit(self) -> str:
+        return f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
+
     def cells(self) -> list[str]:
-        figure = self.why_unmeasured if self.figure is None else f"{self.figure:.2f}"
-        limit = f"{'<=' if self.at_most else '>='} {self.limit:g}"
-        return [self.suite, self.case, self.claim, limit, figure, self.verdict]
+        """Its line under `PROMISE_HEADERS`."""
+        goal = "" if self.goal is None else f"{self.goal:g}"
+        columns = [self.suite, self.case, self.claim, self.shown_figure, self.shown_limit, goal]
+        return [*columns, self.verdict]
+
+
+PROMISE_HEADERS = ("suite", "case", "what", "measured", "promised", "goal", "verdict")
 
 
 def ratio(timings: Mapping[str, Timing], name: str, to: str) -> float | None:

@@ -22,7 +22,7 @@ from experiments.benchmark.layers import (
 )
 from experiments.benchmark.peers import HF_GROUPED, TRAINING_PEERS
 from experiments.benchmark.plot import Plot
-from experiments.benchmark.report import ratio
+from experiments.benchmark.report import ratio, times
 from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Timed, Timing
@@ -48,11 +48,12 @@ def run(session: Session) -> None:
 def run_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
     taxes: dict[str, list[tuple[float, float]]] = {}
     for number, shape in enumerate(shapes, start=1):
+        if number > 1:
+            session.say()
         layers, timings = time_layer(session, shape)
         session.show(layers, timings, (DENSE, HF_GROUPED))
         session.keep(suite, str(shape), shape, layers, timings)
         _promise(session, suite, shape, layers, timings)
-        session.say()
         for layer in layers:
             tax = ratio(timings, layer.name, DENSE)
             if tax is not None:
@@ -93,14 +94,12 @@ def _promise(
     layers: Sequence[Layer],
     timings: dict[str, Timing],
 ) -> None:
-    tax = ratio(timings, AUTO, DENSE)
-    if tax is not None:
-        session.say(f"  tax {tax:.2f}, goal {GOAL}")
-    if shape not in PROMISED:
+    if shape not in PROMISED or not session.promises_hold:
+        session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {GOAL:g}")
         return
     limit, faster = PROMISED[shape]
     case = str(shape)
-    session.promise_ratio(suite, case, "tax", limit, timings, (AUTO, DENSE))
+    session.promise_ratio(suite, case, "tax", limit, timings, (AUTO, DENSE), goal=GOAL)
     if faster is not None:
         pair = (_named(layers, HF_GROUPED), AUTO)
         claim = f"times faster than {HF_GROUPED}"

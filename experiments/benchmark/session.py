@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,15 +13,14 @@ from experiments.benchmark.peers import PEERS
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import Promise, Row, duration, ratio, spread, table, times
 from experiments.benchmark.shapes import Shape
-from experiments.benchmark.timing import Timed, Timing, clock_for, interleave
+from experiments.benchmark.timing import Rounds, Timed, Timing, clock_for, interleave
 
 
 @dataclass
 class Session:
     """Passed from suite to suite; prints as it goes."""
 
-    rounds: int
-    warmup: int
+    rounds: Rounds
     backends: Sequence[str]
     device: torch.device
     rows: list[Row] = field(default_factory=list)
@@ -44,20 +43,23 @@ class Session:
             self._skipped.add((name, reason))
             self.say(f"  skipped: {name}: {reason}")
 
-    def time(self, candidates: Mapping[str, Timed], rounds: int | None = None) -> dict[str, Timing]:
-        return interleave(
-            candidates,
-            rounds=rounds or self.rounds,
-            warmup=self.warmup,
-            clock=clock_for(self.device),
-        )
+    def time(self, candidates: Mapping[str, Timed], *, more: int = 1) -> dict[str, Timing]:
+        """In turns; `more` times as many rounds where a ratio has to be known more exactly."""
+        rounds = replace(self.rounds, timed=more * self.rounds.timed)
+        timings = interleave(candidates, rounds, clock_for(self.device))
+        done = min((len(timing.seconds) for timing in timings.values()), default=rounds.timed)
+        if done < rounds.timed:
+            self.say(f"  {done} rounds instead of {rounds.timed}, which would take long")
+        return timings
 
     def promise(self, promise: Promise) -> None:
         """Kept for the summary, and shown under the table it comes from."""
         self.promises.append(promise)
-        _, case, claim, limit, figure, verdict = promise.cells()
-        where = f"{case}: " if case else ""
-        self.say(f"  {verdict}: {where}{claim} {limit}: {figure}")
+        goal = "" if promise.goal is None else f", goal {promise.goal:g}"
+        self.say(
+            f"  {promise.verdict:7} {promise.claim}: {promise.shown_figure}, "
+            f"promised {promise.shown_limit}{goal}"
+        )
 
     def promise_ratio(
         self,
@@ -69,6 +71,7 @@ class Session:
         pair: tuple[Layer | str, Layer | str],
         *,
         at_most: bool = True,
+        goal: float | None = None,
     ) -> None:
         """A promise of one median over another; unmeasured where one of them is missing."""
         if not self.promises_hold:
@@ -80,7 +83,7 @@ class Session:
         figure = None if odd else ratio(timings, name, to)
         if odd:
             why = f"{odd[0].name} {odd[0].computes}"
-        self.promise(Promise(suite, case, claim, limit, figure, at_most, why))
+        self.promise(Promise(suite, case, claim, limit, figure, at_most, goal, why))
 
     def keep(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,18 +48,29 @@ class Timing:
         return lower, upper
 
 
-def interleave(
-    candidates: Mapping[str, Timed], *, rounds: int, warmup: int, clock: Clock
-) -> dict[str, Timing]:
-    """Every round runs each candidate once, and the next round starts with the next candidate.
+@dataclass(frozen=True)
+class Rounds:
+    """How often everything takes its turn."""
 
-    The first `warmup` rounds are thrown away. Nothing is collected while the clock runs.
-    """
+    timed: int = 9
+    warmup: int = 1
+    """Rounds before them, thrown away."""
+    patience: float | None = None
+    """Seconds of timed rounds after which `FEWEST_ROUNDS` are enough; None: all rounds, however long."""
+
+
+FEWEST_ROUNDS = 3
+
+
+def interleave(candidates: Mapping[str, Timed], rounds: Rounds, clock: Clock) -> dict[str, Timing]:
+    """Every round runs each candidate once. No garbage is collected while the clock runs."""
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(-warmup, rounds):
-        first = turn % len(names) if names else 0
-        for name in names[first:] + names[:first]:
+    spent = 0.0
+    for turn in range(-rounds.warmup, rounds.timed):
+        if rounds.patience is not None and turn >= FEWEST_ROUNDS and spent > rounds.patience:
+            break
+        for name in order(names, turn):
             gc.collect(1)
             gc.disable()
             try:
@@ -68,8 +79,22 @@ def interleave(
                 gc.enable()
             candidates[name].reset()
             if turn >= 0:
+                spent += elapsed
                 seconds[name].append(elapsed / candidates[name].calls)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """Who follows whom in a round: each starts in turn, and every second round runs backwards.
+
+    A candidate finds the caches and the heap as the one before it left them; so it should not always be
+    the same one.
+    """
+    if not names:
+        return []
+    first = turn // 2 % len(names)
+    turned = [*names[first:], *names[:first]]
+    return turned[::-1] if turn % 2 else turned
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -72,7 +72,7 @@ def run(session: Session) -> None:
         f"{data.batch_size} x {data.seq_len} tokens a step, {precision}; active parameters: "
         f"{active[0]:,} with experts, {active[1]:,} dense"
     )
-    text = corpus(session.rounds * MORE_ROUNDS + session.warmup, data)
+    text = corpus(session.rounds.timed * MORE_ROUNDS + session.rounds.warmup, data)
     models = {DENSE_MODEL: dense, AUTO: moe}
     models |= {ours(backend): with_backend(moe, backend) for backend in session.backends}
     candidates: dict[str, Timed] = {}
@@ -84,7 +84,7 @@ def run(session: Session) -> None:
             session.skip(name, str(error))
             continue
         candidates[name] = Timed(training.step)
-    timings = session.time(candidates, rounds=MORE_ROUNDS * session.rounds)
+    timings = session.time(candidates, more=MORE_ROUNDS)
     rows = [
         [
             name,
