@@ -7,11 +7,13 @@ named flags, PyYAML reads files and values alike, pydantic judges the merged res
 
 from __future__ import annotations
 
+# First, so that it speaks before an import of what is missing fails.
+import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
 import argparse
 import json
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,23 +25,7 @@ from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
 from moe_ffn.errors import ConfigError, explain
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
-
 RootConfig = TypeVar("RootConfig", bound=Config)
-
-
-def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
-    """Run `main` on the command line; a ConfigError becomes one line per mistake and exit code 2."""
-    try:
-        return main(sys.argv[1:])
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> RootConfig:

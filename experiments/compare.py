@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from experiments.command_line import exit_on_bad_input, parse_config, read_yaml, validate
+from experiments.command_line import parse_config, read_yaml, validate
 from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
 from moe_ffn.errors import ConfigError
 

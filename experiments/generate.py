@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.command_line import exit_on_bad_input, parse_value, validate
+from experiments.command_line import parse_value, validate
+from experiments.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
 

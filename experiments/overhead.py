@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from experiments.command_line import exit_on_bad_input, parse_config
+from experiments.command_line import parse_config
 from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import TrainerConfig
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from experiments.command_line import exit_on_bad_input, parse_config
+from experiments.command_line import parse_config
 from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
 from experiments.run_folder import check_run_folder
 
 

@@ -24,8 +24,9 @@ from experiments.assemble import (
     quiet_libraries,
     run_facts,
 )
-from experiments.command_line import EXIT_INTERRUPTED, to_yaml
+from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
+from experiments.exit import EXIT_INTERRUPTED
 from experiments.report import Report
 from experiments.run_folder import (
     BEST_CHECKPOINT,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_line import exit_on_bad_input, parse_config
+from experiments.command_line import parse_config
 from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
 from experiments.train import main
 
 TINY = """

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from experiments.command_line import (
-    exit_on_bad_input,
     merge,
     parse_config,
     parse_overrides,
@@ -19,6 +18,7 @@ from experiments.command_line import (
     to_yaml,
 )
 from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments import compare
-from experiments.command_line import exit_on_bad_input
 from experiments.comparison import Result, comparison_table, in_order
+from experiments.exit import exit_on_bad_input
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,108 @@
+"""How fast the layers and a training step are, beside the dense block and other libraries.
+
+python -m experiments.benchmark --help
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from experiments.benchmark.options import Options, parse_options
+from experiments.exit import exit_on_bad_input
+
+if TYPE_CHECKING:
+    from experiments.benchmark.session import Session
+
+
+PATIENCE = 30.0
+"""Seconds that a table may take before it makes do with fewer rounds, unless they were asked for."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_options(argv)
+    # Only now: a mistake in the options should not wait for torch.
+    import torch
+
+    from experiments.benchmark.machine import choose_device, describe_machine
+    from experiments.benchmark.session import Session
+    from experiments.benchmark.timing import Rounds
+    from moe_ffn.kernels.select import BACKENDS
+
+    device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    backends = options.backends or tuple(BACKENDS)
+    options.output.mkdir(parents=True)
+    rounds = Rounds(warmup=options.warmup, patience=PATIENCE)
+    if options.rounds is not None:
+        rounds = Rounds(options.rounds, options.warmup)
+    session = Session(rounds, backends, device)
+    machine = describe_machine(device)
+    session.say(", ".join(f"{name} {value}" for name, value in machine.items()))
+    for name, peer in _peers_found():
+        session.say(f"{name} {peer}")
+    run_suites(session, options)
+    write(session, options, machine)
+    return 0
+
+
+def run_suites(session: Session, options: Options) -> None:
+    from experiments.benchmark import blocks, decoding, gpu, memory, rows, skew, sweeps, training
+
+    runs: dict[str, Callable[[Session], None]] = {
+        "rows": rows.run,
+        "experts": sweeps.run_experts,
+        "tokens": sweeps.run_tokens,
+        "width": sweeps.run_width,
+        "skew": skew.run,
+        "decoding": decoding.run,
+        "training": training.run,
+        "memory": memory.run,
+        "blocks": blocks.run,
+        "gpu": gpu.run,
+    }
+    if options.shapes:
+        session.say("\n== shape ==\n")
+        rows.run_shapes(session, "shape", options.shapes)
+    for suite in options.suites:
+        session.say(f"\n== {suite} ==\n")
+        runs[suite](session)
+
+
+def write(session: Session, options: Options, machine: dict[str, str]) -> None:
+    """The summary on the screen; tables and plots in the folder."""
+    from experiments.benchmark.plot import svg
+    from experiments.benchmark.report import (
+        PROMISE_HEADERS,
+        PROMISES_FILE,
+        RESULTS_FILE,
+        table,
+        write_promises,
+        write_rows,
+    )
+
+    if session.promises:
+        session.say("\n== promises ==\n")
+        session.say(table(PROMISE_HEADERS, [promise.cells() for promise in session.promises]))
+    write_rows(options.output / RESULTS_FILE, session.rows, machine)
+    write_promises(options.output / PROMISES_FILE, session.promises)
+    for name, plot in session.plots.items():
+        (options.output / f"{name}.svg").write_text(svg(plot), encoding="utf-8")
+    session.say(f"\nwritten: {options.output}/")
+
+
+def _peers_found() -> list[tuple[str, str]]:
+    """What is installed, and what would be timed if it were."""
+    from experiments.benchmark.peers import PEERS
+
+    found = {peer.package: peer.version for peer in PEERS.values() if peer.is_installed}
+    absent = sorted({peer.package for peer in PEERS.values()} - found.keys())
+    lines = [
+        ("beside:", ", ".join(f"{name} {version}" for name, version in found.items()) or "none")
+    ]
+    return lines + ([("not installed:", ", ".join(absent))] if absent else [])
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

@@ -1,0 +1,71 @@
+"""A few tokens through the layer, forward alone: what generating text asks of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from experiments.benchmark.layers import AUTO, Layer, Tokens, moe_layer, our_layers, peer_layers
+from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED
+from experiments.benchmark.plot import Plot
+from experiments.benchmark.report import duration, table
+from experiments.benchmark.session import Session
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.timing import Timed
+
+SHAPE = Shape(1, 512, 512, 8, 2, "fp32")
+NUM_TOKENS = (1, 2, 4, 8, 16)
+
+CALLS = 20
+"""In a row on the clock; one takes a fraction of a millisecond."""
+
+
+def run(session: Session) -> None:
+    session.say(f"{SHAPE} and on, forward alone, evaluation mode, median of one call")
+    points = {f"T {t}": replace(SHAPE, num_tokens=t) for t in NUM_TOKENS}
+    layers: dict[str, list[Layer]] = {}
+    candidates: dict[str, Timed] = {}
+    for point, shape in points.items():
+        torch.manual_seed(0)
+        source = moe_layer(shape, "loop", session.device)
+        tokens = Tokens.of(shape, session.device)
+        peers = (HF_EAGER, HF_GROUPED, HF_BATCHED)
+        layers[point] = [
+            *our_layers(shape, source, session.backends, tokens, session.skip),
+            *peer_layers(shape, source, peers, tokens, session.skip),
+        ]
+        for layer in layers[point]:
+            layer.module.eval()
+            x_BSD = tokens.x_BSD.detach()
+            candidates[f"{layer.name} {point}"] = layer.decoding_pass(x_BSD, CALLS)
+    timings = session.time(candidates)
+    for point, shape in points.items():
+        session.keep("decoding", point, shape, layers[point], timings, to=AUTO, label=f" {point}")
+    names = list(dict.fromkeys(layer.name for point in points for layer in layers[point]))
+    medians = {
+        name: {
+            point: timings[f"{name} {point}"].median
+            for point in points
+            if f"{name} {point}" in timings
+        }
+        for name in names
+    }
+    rows = [
+        [name, *(duration(found[point]) if point in found else "-" for point in points)]
+        for name, found in medians.items()
+    ]
+    session.say(table(["layer", *points], rows))
+    for point in points:
+        for peer in (HF_EAGER, HF_BATCHED):
+            pair = (f"{AUTO} {point}", f"{peer} {point}")
+            session.promise_ratio("decoding", "", f"time / {peer}, {point}", 1.0, timings, pair)
+    session.plots["decoding"] = Plot(
+        title="Forward pass of a few tokens",
+        x_label="tokens",
+        y_label="microseconds",
+        series={
+            name: [(points[point].num_tokens, 1e6 * median) for point, median in found.items()]
+            for name, found in medians.items()
+        },
+    )

@@ -1,0 +1,254 @@
+"""Other libraries' layers with our weights in them, one adapter each.
+
+A peer is timed where its package is installed. One that refuses a shape, or breaks on it, is named with
+the reason and left out; it never ends the run.
+
+D model width, E experts, F hidden width
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from experiments.benchmark.shapes import Shape
+
+
+class UnsupportedError(ValueError):
+    """A peer does not take this shape; the text says why."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is loaded into a peer, laid out as in `nn.Linear`, (out, in)."""
+
+    router_ED: Tensor
+    gate_EFD: Tensor
+    up_EFD: Tensor
+    down_EDF: Tensor
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A layer of another library."""
+
+    name: str
+    package: str
+    """What is imported."""
+    build: Callable[[Weights, Shape], nn.Module]
+    """The layer, x (B, S, D) -> hidden or (hidden, more)."""
+    same_function: bool = True
+    """False where its experts, its router or its dropping are of another kind than ours."""
+    gpu_only: bool = False
+    distribution: str | None = None
+    """Where the package index knows it by another name."""
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def version(self) -> str:
+        try:
+            return importlib.metadata.version(self.distribution or self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return "unknown"
+
+
+# --------------------------------------------------------------------- Hugging Face transformers
+
+
+def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
+    """The block of Mixtral: softmax over all experts, the k largest renormalised."""
+
+    def build(weights: Weights, shape: Shape) -> nn.Module:
+        if shape.k == 1:
+            raise UnsupportedError(
+                "Mixtral's router always renormalises; with k = 1 nothing is left"
+            )
+        modeling = import_module("transformers.models.mixtral.modeling_mixtral")
+        config = import_module("transformers").MixtralConfig(
+            hidden_size=shape.d_model,
+            intermediate_size=shape.d_ff,
+            num_local_experts=shape.num_experts,
+            num_experts_per_tok=shape.k,
+            experts_implementation=implementation,
+        )
+        with torch.device("meta"):
+            block = modeling.MixtralSparseMoeBlock(config)
+        values = {
+            "gate.weight": weights.router_ED,
+            "experts.gate_up_proj": torch.cat([weights.gate_EFD, weights.up_EFD], dim=1),
+            "experts.down_proj": weights.down_EDF,
+        }
+        block.load_state_dict(values, assign=True)
+        return block
+
+    return build
+
+
+# ------------------------------------------------------------------- lucidrains' two libraries
+
+
+def build_st_moe(weights: Weights, shape: Shape) -> nn.Module:
+    """GEGLU experts of the same width with biases, and a capacity of 1.25."""
+    if shape.k < 2:
+        raise UnsupportedError("st-moe-pytorch routes to at least two experts")
+    module = import_module("st_moe_pytorch")
+    # It takes 2/3 of the product and rounds it down.
+    hidden_mult = (1.5 * shape.d_ff + 0.5) / shape.d_model
+    moe = module.MoE(
+        dim=shape.d_model,
+        num_experts=shape.num_experts,
+        expert_hidden_mult=hidden_mult,
+        gating_top_n=shape.k,
+    )
+    return moe.to(weights.down_EDF)
+
+
+def build_mixture_of_experts(weights: Weights, shape: Shape) -> nn.Module:
+    """GELU experts of two matrices, wide enough to cost what ours cost, and a capacity of 1.25."""
+    if shape.k != 2:
+        raise UnsupportedError(f"mixture-of-experts routes to two experts, not to {shape.k}")
+    module = import_module("mixture_of_experts")
+    moe = module.MoE(
+        dim=shape.d_model,
+        num_experts=shape.num_experts,
+        hidden_dim=3 * shape.d_ff // 2,
+        activation=nn.GELU,
+    )
+    return moe.to(weights.down_EDF)
+
+
+# ------------------------------------------------------------------------------- for GPUs alone
+
+
+class ScatterMoE(nn.Module):
+    """ScatterMoE has experts and no router: this is Mixtral's, in front of them."""
+
+    def __init__(self, weights: Weights, shape: Shape) -> None:
+        super().__init__()
+        self.k = shape.k
+        self.router = _linear(weights.router_ED)
+        mlp = import_module("scattermoe.mlp")
+        self.experts = mlp.GLUMLP(
+            input_size=shape.d_model,
+            hidden_size=shape.d_ff,
+            num_experts=shape.num_experts,
+            top_k=shape.k,
+            activation=nn.SiLU(),
+        ).to(weights.down_EDF)
+        up_gate = torch.cat(
+            [weights.up_EFD, weights.gate_EFD], dim=1
+        )  # it activates the second half
+        with torch.no_grad():
+            self.experts.experts.weight.copy_(up_gate)
+            self.experts.output_experts.weight.copy_(weights.down_EDF)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).flatten(0, -2).float().softmax(dim=-1)
+        weights_TK, expert_ids_TK = scores.topk(self.k, dim=-1)
+        weights_TK = (weights_TK / weights_TK.sum(dim=-1, keepdim=True)).to(x.dtype)
+        return self.experts(x, weights_TK, expert_ids_TK)
+
+
+def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
+    layers = import_module("megablocks.layers.arguments")
+    arguments = layers.Arguments(
+        hidden_size=shape.d_model,
+        ffn_hidden_size=shape.d_ff,
+        moe_num_experts=shape.num_experts,
+        moe_top_k=shape.k,
+        moe_normalize_expert_weights=1 if shape.k > 1 else None,  # the norm: a sum
+        moe_loss_weight=0.0,  # or every pass would be kept in a list of the module
+        activation_fn=F.silu,
+        mlp_type="glu",
+        mlp_impl="grouped",
+        bias=False,
+        return_bias=False,
+        bf16=weights.down_EDF.dtype == torch.bfloat16,
+        fp16=weights.down_EDF.dtype == torch.float16,
+        device=weights.down_EDF.device,
+    )
+    moe = import_module("megablocks.layers.dmoe").dMoE(arguments)
+    with torch.no_grad():
+        moe.router.layer.weight.copy_(weights.router_ED)
+        moe.experts.mlp.w1.copy_(rearrange(weights.gate_EFD, "e f d -> (e f) d"))
+        moe.experts.mlp.v1.copy_(rearrange(weights.up_EFD, "e f d -> (e f) d"))
+        moe.experts.mlp.w2.copy_(rearrange(weights.down_EDF, "e d f -> (e f) d"))
+    return moe
+
+
+def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
+    """Its softmax is over the k chosen logits, which is Mixtral's renormalised softmax over all."""
+    with weights.down_EDF.device:
+        moe = (
+            import_module("sonicmoe")
+            .MoE(
+                num_experts=shape.num_experts,
+                num_experts_per_tok=shape.k,
+                hidden_size=shape.d_model,
+                intermediate_size=shape.d_ff,
+                activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
+                add_bias=False,
+                std=0.02,
+            )
+            .to(weights.down_EDF.dtype)
+        )
+    alternating = torch.stack([weights.gate_EFD, weights.up_EFD], dim=2)
+    with torch.no_grad():
+        moe.router.weight.copy_(weights.router_ED)
+        moe.c_fc.weight.copy_(rearrange(alternating, "e f two d -> e (f two) d"))
+        moe.c_proj.weight.copy_(weights.down_EDF)
+    return moe
+
+
+def _linear(weight_OI: Tensor) -> nn.Linear:
+    """A linear layer around a copy of a matrix."""
+    out_features, in_features = weight_OI.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight_OI.clone())
+    return linear
+
+
+HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
+SCATTERMOE = "ScatterMoE"
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(HF_EAGER, "transformers", mixtral("eager")),
+        Peer(HF_GROUPED, "transformers", mixtral("grouped_mm")),
+        Peer(HF_BATCHED, "transformers", mixtral("batched_mm")),
+        Peer("st-moe-pytorch", "st_moe_pytorch", build_st_moe, same_function=False),
+        Peer(
+            "mixture-of-experts",
+            "mixture_of_experts",
+            build_mixture_of_experts,
+            same_function=False,
+        ),
+        Peer(SCATTERMOE, "scattermoe", ScatterMoE, gpu_only=True),
+        Peer("MegaBlocks", "megablocks", build_megablocks, gpu_only=True),
+        Peer("SonicMoE", "sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
+    )
+}
+"""By name, in the order of the tables."""
+
+TRAINING_PEERS = tuple(name for name in PEERS if name != HF_BATCHED)
+"""batched_mm copies every expert's weights for every pair: made for decoding a few tokens."""
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states of whatever a layer returns."""
+    if isinstance(output, Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output.hidden

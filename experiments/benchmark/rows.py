@@ -1,0 +1,111 @@
+"""One layer at a time, forward and backward, beside the dense block and every other library.
+
+The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients to x
+and all parameters) over that of the dense block whose width one token passes through, K * F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from experiments.benchmark.layers import (
+    AUTO,
+    DENSE,
+    Layer,
+    Tokens,
+    dense_layer,
+    moe_layer,
+    our_layers,
+    peer_layers,
+)
+from experiments.benchmark.peers import HF_GROUPED, TRAINING_PEERS
+from experiments.benchmark.plot import Plot
+from experiments.benchmark.report import ratio, times
+from experiments.benchmark.session import Session
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.timing import Timed, Timing
+
+PROMISED = {
+    Shape(2048, 512, 512, 8, 2, "fp32"): (1.2, 1.2),
+    Shape(2048, 512, 512, 8, 2, "bf16"): (1.7, 1.5),
+    Shape(4096, 256, 128, 32, 4, "fp32"): (1.4, 1.5),
+    Shape(4096, 256, 128, 32, 4, "bf16"): (2.6, 1.5),
+    Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.1, None),
+    Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.3, None),
+}
+"""Shape -> the most the tax may be, and how many times faster than Hugging Face's grouped_mm."""
+
+GOAL = 1.1
+"""The tax to reach everywhere, in the end."""
+
+
+def run(session: Session) -> None:
+    run_shapes(session, "rows", list(PROMISED))
+
+
+def run_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
+    taxes: dict[str, list[tuple[float, float]]] = {}
+    for number, shape in enumerate(shapes, start=1):
+        if number > 1:
+            session.say()
+        layers, timings = time_layer(session, shape)
+        session.show(layers, timings, (DENSE, HF_GROUPED))
+        session.keep(suite, str(shape), shape, layers, timings)
+        _promise(session, suite, shape, layers, timings)
+        for layer in layers:
+            tax = ratio(timings, layer.name, DENSE)
+            if tax is not None:
+                taxes.setdefault(layer.name, []).append((number, tax))
+    session.plots[suite] = Plot(
+        title="Forward and backward pass, times that of the dense block",
+        x_label="layer (T tokens, D model width, F expert width, E experts, K per token)",
+        y_label="time / time of the dense block",
+        series=taxes,
+        x_names=[
+            f"{s.num_tokens},{s.d_model},{s.d_ff},{s.num_experts},{s.k},{s.dtype}" for s in shapes
+        ],
+    )
+
+
+def time_layer(
+    session: Session, shape: Shape, beside: Mapping[str, Timed] | None = None
+) -> tuple[list[Layer], dict[str, Timing]]:
+    """The candidates of one shape, and their times, and those of what takes turns `beside` them."""
+    session.say(f"{shape}, forward and backward")
+    torch.manual_seed(0)
+    source = moe_layer(shape, "loop", session.device)
+    tokens = Tokens.of(shape, session.device)
+    layers = [
+        dense_layer(shape, session.device),
+        *our_layers(shape, source, session.backends, tokens, session.skip),
+        *peer_layers(shape, source, TRAINING_PEERS, tokens, session.skip),
+    ]
+    passes = {layer.name: layer.training_pass(tokens.x_BSD, tokens.grad_BSD) for layer in layers}
+    timings = session.time({**passes, **(beside or {})})
+    return layers, timings
+
+
+def _promise(
+    session: Session,
+    suite: str,
+    shape: Shape,
+    layers: Sequence[Layer],
+    timings: dict[str, Timing],
+) -> None:
+    if shape not in PROMISED or not session.promises_hold:
+        session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {GOAL:g}")
+        return
+    limit, faster = PROMISED[shape]
+    case = str(shape)
+    session.promise_ratio(suite, case, "tax", limit, timings, (AUTO, DENSE), goal=GOAL)
+    if faster is not None:
+        pair = (_named(layers, HF_GROUPED), AUTO)
+        claim = f"times faster than {HF_GROUPED}"
+        session.promise_ratio(suite, case, claim, faster, timings, pair, at_most=False)
+
+
+def _named(layers: Sequence[Layer], name: str) -> Layer | str:
+    """The layer of that name, or the name where it was not timed."""
+    return next((layer for layer in layers if layer.name == name), name)

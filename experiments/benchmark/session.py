@@ -1,0 +1,148 @@
+"""One run of the benchmark: what it was told, and what it has measured so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+import moe_ffn
+from experiments.benchmark.layers import DENSE, Layer
+from experiments.benchmark.peers import PEERS
+from experiments.benchmark.plot import Plot
+from experiments.benchmark.report import Promise, Row, duration, ratio, spread, table, times
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.timing import Rounds, Timed, Timing, clock_for, interleave
+
+
+@dataclass
+class Session:
+    """Passed from suite to suite; prints as it goes."""
+
+    rounds: Rounds
+    backends: Sequence[str]
+    device: torch.device
+    rows: list[Row] = field(default_factory=list)
+    promises: list[Promise] = field(default_factory=list)
+    plots: dict[str, Plot] = field(default_factory=dict)
+    """By the name of the suite."""
+    _skipped: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def promises_hold(self) -> bool:
+        """The limits of all suites but `gpu` were set for CPUs."""
+        return self.device.type == "cpu"
+
+    def say(self, text: str = "") -> None:
+        print(text, flush=True)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Says why a candidate is left out, once."""
+        if (name, reason) not in self._skipped:
+            self._skipped.add((name, reason))
+            self.say(f"  skipped: {name}: {reason}")
+
+    def time(self, candidates: Mapping[str, Timed], *, more: int = 1) -> dict[str, Timing]:
+        """In turns; `more` times as many rounds where a ratio has to be known more exactly."""
+        rounds = replace(self.rounds, timed=more * self.rounds.timed)
+        timings = interleave(candidates, rounds, clock_for(self.device))
+        done = min((len(timing.seconds) for timing in timings.values()), default=rounds.timed)
+        if done < rounds.timed:
+            self.say(f"  {done} rounds instead of {rounds.timed}, which would take long")
+        return timings
+
+    def promise(self, promise: Promise) -> None:
+        """Kept for the summary, and shown under the table it comes from."""
+        self.promises.append(promise)
+        goal = "" if promise.goal is None else f", goal {promise.goal:g}"
+        self.say(
+            f"  {promise.verdict:7} {promise.claim}: {promise.shown_figure}, "
+            f"promised {promise.shown_limit}{goal}"
+        )
+
+    def promise_ratio(
+        self,
+        suite: str,
+        case: str,
+        claim: str,
+        limit: float,
+        timings: Mapping[str, Timing],
+        pair: tuple[Layer | str, Layer | str],
+        *,
+        at_most: bool = True,
+        goal: float | None = None,
+    ) -> None:
+        """A promise of one median over another; unmeasured where one of them is missing."""
+        if not self.promises_hold:
+            return
+        name, to = (side if isinstance(side, str) else side.name for side in pair)
+        missing = [side for side in (name, to) if side not in timings]
+        why = f"no '{missing[0]}' here" if missing else ""
+        odd = [s for s in pair if isinstance(s, Layer) and not s.is_comparable]
+        figure = None if odd else ratio(timings, name, to)
+        if odd:
+            why = f"{odd[0].name} {odd[0].computes}"
+        self.promise(Promise(suite, case, claim, limit, figure, at_most, goal, why))
+
+    def keep(
+        self,
+        suite: str,
+        case: str,
+        shape: Shape,
+        layers: Sequence[Layer],
+        timings: Mapping[str, Timing],
+        *,
+        to: str = DENSE,
+        label: str = "",
+    ) -> None:
+        """Rows of the CSV; `label` is what follows a layer's name in the names of the timings."""
+        for layer in layers:
+            timing = timings[layer.name + label]
+            lower, upper = timing.quartiles
+            self.rows.append(
+                Row(
+                    suite=suite,
+                    case=case,
+                    candidate=layer.name,
+                    version=version_of(layer.name),
+                    computes=layer.computes,
+                    unit="s",
+                    median=timing.median,
+                    lower_quartile=lower,
+                    upper_quartile=upper,
+                    rounds=len(timing.seconds),
+                    ratio=ratio(timings, layer.name + label, to + label),
+                    ratio_to=to,
+                    num_tokens=shape.num_tokens,
+                    d_model=shape.d_model,
+                    d_ff=shape.d_ff,
+                    num_experts=shape.num_experts,
+                    k=shape.k,
+                    dtype=shape.dtype,
+                )
+            )
+
+    def show(
+        self, layers: Sequence[Layer], timings: Mapping[str, Timing], against: Sequence[str]
+    ) -> None:
+        """A table of one case, with a column of ratios for each name in `against` that was timed."""
+        columns = [name for name in against if name in timings]
+        rows = [
+            [
+                layer.name,
+                duration(timings[layer.name].median),
+                spread(timings[layer.name]),
+                *(times(ratio(timings, layer.name, to)) for to in columns),
+                layer.computes,
+            ]
+            for layer in layers
+        ]
+        headers = ["layer", "median", "quartiles", *(f"/ {name}" for name in columns), "computes"]
+        self.say(table(headers, rows))
+
+
+def version_of(candidate: str) -> str:
+    if candidate in PEERS:
+        return PEERS[candidate].version
+    return torch.__version__ if candidate == DENSE else moe_ffn.__version__

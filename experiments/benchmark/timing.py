@@ -1,0 +1,118 @@
+"""The stopwatch: candidates take turns, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Clock = Callable[[Callable[[], object]], float]
+"""Runs what it is given, and returns the seconds that took."""
+
+
+def nothing() -> None:
+    """What most candidates have to clear away after a run."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is timed."""
+
+    run: Callable[[], object]
+    reset: Callable[[], object] = nothing
+    """Called after every run, off the clock."""
+    calls: int = 1
+    """How many times `run` does the thing; a single one may be too short for the clock."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds of one candidate, one value a round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper one."""
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return lower, upper
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often everything takes its turn."""
+
+    timed: int = 9
+    warmup: int = 1
+    """Rounds before them, thrown away."""
+    patience: float | None = None
+    """Seconds of timed rounds after which `FEWEST_ROUNDS` are enough; None: all rounds, however long."""
+
+
+FEWEST_ROUNDS = 3
+
+
+def interleave(candidates: Mapping[str, Timed], rounds: Rounds, clock: Clock) -> dict[str, Timing]:
+    """Every round runs each candidate once. No garbage is collected while the clock runs."""
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    spent = 0.0
+    for turn in range(-rounds.warmup, rounds.timed):
+        if rounds.patience is not None and turn >= FEWEST_ROUNDS and spent > rounds.patience:
+            break
+        for name in order(names, turn):
+            gc.collect(1)
+            gc.disable()
+            try:
+                elapsed = clock(candidates[name].run)
+            finally:
+                gc.enable()
+            candidates[name].reset()
+            if turn >= 0:
+                spent += elapsed
+                seconds[name].append(elapsed / candidates[name].calls)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def order(names: Sequence[str], turn: int) -> list[str]:
+    """Who follows whom in a round: each starts in turn, and every second round runs backwards.
+
+    A candidate finds the caches and the heap as the one before it left them; so it should not always be
+    the same one.
+    """
+    if not names:
+        return []
+    first = turn // 2 % len(names)
+    turned = [*names[first:], *names[:first]]
+    return turned[::-1] if turn % 2 else turned
+
+
+def clock_for(device: torch.device) -> Clock:
+    return cuda_clock if device.type == "cuda" else cpu_clock
+
+
+def cpu_clock(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def cuda_clock(run: Callable[[], object]) -> float:
+    """By events on the stream, since a kernel's launch returns before the kernel does."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000

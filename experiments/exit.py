@@ -1,0 +1,24 @@
+"""Exit codes, and a mistake as one line on stderr; needs neither torch nor YAML."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from moe_ffn.errors import ConfigError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
+    """Run `main` on the command line; a ConfigError becomes one line per mistake and exit code 2."""
+    try:
+        return main(sys.argv[1:])
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

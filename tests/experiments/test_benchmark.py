@@ -1,0 +1,443 @@
+"""The stopwatch, the check that candidates compute the same, and what is kept and shown."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from experiments.benchmark import memory, rows, skew, training
+from experiments.benchmark.equivalence import outcome, same_function, share_that_differs
+from experiments.benchmark.layers import (
+    DENSE,
+    OTHER,
+    SAME,
+    DenseFFN,
+    Layer,
+    Tokens,
+    dense_layer,
+    moe_layer,
+    our_layers,
+    outcome_of,
+    peer_layers,
+    weights_of,
+)
+from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, Peer, Weights
+from experiments.benchmark.plot import Plot, log_ticks, svg
+from experiments.benchmark.report import (
+    Promise,
+    Row,
+    duration,
+    ratio,
+    spread,
+    table,
+    write_promises,
+    write_rows,
+)
+from experiments.benchmark.session import Session
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.timing import Rounds, Timed, Timing, interleave, order
+from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.model.config import DecoderConfig
+
+CPU = torch.device("cpu")
+SMALL = Shape(64, 16, 8, 4, 2, "fp32")
+
+
+def unheard(name: str, reason: str) -> None:
+    pytest.fail(f"{name} was skipped: {reason}")
+
+
+# ------------------------------------------------------------------------------------ stopwatch
+
+
+def fake_clock(seconds: dict[str, list[float]], seen: list[str]) -> Callable[..., float]:
+    """A clock that reads `seconds[name]` in turn, of runs that return their name."""
+
+    def clock(run: Callable[[], object]) -> float:
+        name = str(run())
+        seen.append(name)
+        return seconds[name].pop(0)
+
+    return clock
+
+
+def named(names: str, calls: int = 1) -> dict[str, Timed]:
+    return {name: Timed(lambda name=name: name, calls=calls) for name in names}
+
+
+def test_each_round_runs_everyone_once() -> None:
+    seen: list[str] = []
+
+    interleave(named("abc"), Rounds(4, warmup=2), fake_clock({n: [1.0] * 6 for n in "abc"}, seen))
+
+    rounds = [seen[start : start + 3] for start in range(0, len(seen), 3)]
+    assert len(rounds) == 6
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+
+
+def test_everybody_starts_equally_often_and_follows_everybody() -> None:
+    turns = [order("abc", turn) for turn in range(6)]
+
+    assert Counter(turn[0] for turn in turns[::2]) == {"a": 1, "b": 1, "c": 1}
+    followers = {pair for turn in turns for pair in itertools.pairwise(turn)}
+    assert followers == set(itertools.permutations("abc", 2))
+
+
+def test_warmup_is_thrown_away_and_calls_divide() -> None:
+    seconds = {"a": [99.0, 2.0, 4.0], "b": [99.0, 6.0, 8.0]}
+
+    timings = interleave(named("ab", calls=2), Rounds(2, warmup=1), fake_clock(seconds, []))
+
+    assert timings == {"a": Timing((1.0, 2.0)), "b": Timing((3.0, 4.0))}
+    assert ratio(timings, "b", "a") == 3.5 / 1.5
+    assert ratio(timings, "b", "c") is None
+
+
+def test_reset_follows_every_run_and_is_not_timed() -> None:
+    seen: list[str] = []
+    candidate = Timed(lambda: seen.append("run"), lambda: seen.append("reset"))
+
+    def clock(run: Callable[[], object]) -> float:
+        run()
+        seen.append("stop")
+        return 1.0
+
+    interleave({"a": candidate}, Rounds(2, warmup=0), clock)
+
+    assert seen == ["run", "stop", "reset"] * 2
+
+
+def test_patience_ends_after_three_rounds_and_not_before() -> None:
+    def clock(run: Callable[[], object]) -> float:
+        return 10.0
+
+    def done(patience: float | None) -> int:
+        rounds = Rounds(9, warmup=0, patience=patience)
+        return len(interleave(named("a"), rounds, clock)["a"].seconds)
+
+    assert [done(1.0), done(55.0), done(None)] == [3, 6, 9]
+
+
+def test_quartiles() -> None:
+    assert Timing((5.0,)).quartiles == (5.0, 5.0)
+    assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2.0, 4.0)
+    assert Timing((3.0, 1.0, 2.0)).median == 2.0
+
+
+# ----------------------------------------------------------------------------------- same function
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    return Tokens.of(SMALL, CPU)
+
+
+def test_every_backend_and_block_of_hugging_face_computes_the_same(tokens: Tokens) -> None:
+    pytest.importorskip("transformers")
+    source = moe_layer(SMALL, "loop", CPU)
+
+    ours = our_layers(SMALL, source, tuple(BACKENDS), tokens, unheard)
+    theirs = peer_layers(SMALL, source, (HF_EAGER, HF_GROUPED, HF_BATCHED), tokens, unheard)
+
+    assert [layer.name for layer in ours] == [f"moe_ffn {name}" for name in ("auto", *BACKENDS)]
+    assert [layer.name for layer in theirs] == [HF_EAGER, HF_GROUPED, HF_BATCHED]
+    assert {layer.computes for layer in (*ours, *theirs)} == {SAME}
+
+
+@pytest.mark.parametrize("wrong", ["gate_EFD", "up_EFD", "down_EDF", "router_ED"])
+def test_a_wrong_peer_is_found_out(
+    wrong: str, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    right = PEERS[HF_EAGER].build
+
+    def build(weights: Weights, shape: Shape) -> nn.Module:
+        return right(replace(weights, **{wrong: getattr(weights, wrong).flip(0)}), shape)
+
+    monkeypatch.setitem(PEERS, HF_EAGER, Peer(HF_EAGER, "transformers", build))
+    (layer,) = peer_layers(SMALL, moe_layer(SMALL, "loop", CPU), [HF_EAGER], tokens, unheard)
+
+    assert layer.computes.startswith("DIFFERS on ")
+    assert not layer.is_comparable
+
+
+class Detached(nn.Module):
+    """The right output with the wrong gradient of x."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.detach()).hidden + 0 * x
+
+
+def test_the_gradient_of_x_is_compared_too(tokens: Tokens) -> None:
+    source = moe_layer(SMALL, "loop", CPU)
+    expected = outcome_of(Layer("ours", source), tokens)
+
+    found = outcome_of(Layer("detached", Detached(source)), tokens)
+
+    assert torch.equal(found.hidden_TD, expected.hidden_TD)
+    assert not same_function(found, expected)
+
+
+def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
+    layer = DenseFFN(SMALL.d_model, SMALL.active_width)
+    right = outcome(layer, tokens.x_BSD, tokens.grad_BSD)
+    hidden_TD = right.hidden_TD.clone()
+    hidden_TD[0] *= 1.1
+    hidden_TD[1] *= 1.0001  # within the tolerance
+    hidden_TD[2] = torch.nan
+
+    assert share_that_differs(right, right) == 0
+    found = right._replace(hidden_TD=hidden_TD)
+    assert share_that_differs(found, right) == pytest.approx(2 / 64)
+
+
+def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
+    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(weights: object, shape: Shape) -> nn.Module:
+        raise RuntimeError("no kernel for this machine\nand more")
+
+    def another(weights: object, shape: Shape) -> nn.Module:
+        return nn.Linear(shape.d_model, shape.d_model)
+
+    peers = [
+        Peer("broken", "torch", broken),
+        Peer("another", "torch", another, same_function=False),
+        Peer("absent", "no_such_package", another),
+        Peer("for GPUs", "torch", another, gpu_only=True),
+    ]
+    for peer in peers:
+        monkeypatch.setitem(PEERS, peer.name, peer)
+    skipped: list[tuple[str, str]] = []
+
+    names = [peer.name for peer in peers]
+    source = moe_layer(SMALL, "loop", CPU)
+    layers = peer_layers(SMALL, source, names, tokens, lambda *why: skipped.append(why))
+
+    assert [(layer.name, layer.computes) for layer in layers] == [("another", OTHER)]
+    assert skipped == [("broken", "RuntimeError: no kernel for this machine")]
+
+
+def test_weights_are_shared_with_ours_and_gradients_are_not() -> None:
+    source = moe_layer(SMALL, "loop", CPU)
+    tokens = Tokens.of(SMALL, CPU)
+    first, second = our_layers(SMALL, source, ["loop"], tokens, unheard)
+
+    timed = first.training_pass(tokens.x_BSD, tokens.grad_BSD)
+    timed.run()
+
+    for mine, other in zip(
+        first.module.get_submodule("experts").parameters(),
+        second.module.get_submodule("experts").parameters(),
+        strict=True,
+    ):
+        assert mine.data_ptr() == other.data_ptr()
+        assert mine.grad is not None
+        assert other.grad is None
+    timed.reset()
+    assert tokens.x_BSD.grad is None
+    assert all(parameter.grad is None for parameter in first.module.parameters())
+
+
+def test_the_dense_block_is_as_wide_as_the_experts_of_a_token() -> None:
+    module = dense_layer(SMALL, CPU).module
+    assert sum(p.numel() for p in module.parameters()) == 3 * 16 * (2 * 8)
+    assert SMALL.flops == 3 * 6 * 64 * 16 * (2 * 8)  # 6 per weight and token: 2 forward, 4 backward
+
+
+# ------------------------------------------------------------------------------------ each suite
+
+
+def test_loads_are_what_they_are_called() -> None:
+    counts = {
+        load: torch.bincount(
+            skew.LoadRouter(skew.SHAPE, shares).expert_ids_TK.flatten(), minlength=8
+        ).tolist()
+        for load, shares in skew.LOADS.items()
+    }
+    assert counts["balanced"] == [1024] * 8
+    assert counts["one hot"] == [8192, *[0] * 7]
+    # Zipf: 8192 / (1 + 1/2 + ... + 1/8) = 3014 on the first, half of it on the second.
+    assert counts["zipf"][:2] == pytest.approx([3014, 1507], abs=1)
+
+
+def test_saved_bytes_of_the_dense_block() -> None:
+    layer = dense_layer(SMALL, CPU)
+    x_BSD = Tokens.of(SMALL, CPU).x_BSD
+    # gate x, silu(gate x), up x and their product, 64 x 16 floats each; neither x nor a parameter.
+    assert memory.saved_bytes(layer, x_BSD) == 4 * 64 * 16 * 4
+
+
+def test_the_dense_model_has_the_active_width_of_the_default() -> None:
+    moe = DecoderConfig()
+    dense = training.dense_counterpart(moe)
+    routers = moe.num_layers * moe.d_model * 8
+    active = [config.num_active_params(257, 256) for config in (moe, dense)]
+    assert active[0] - active[1] == routers
+
+
+def test_training_reads_the_text_in_order_and_again() -> None:
+    data = training.DataConfig(batch_size=2, seq_len=3)
+    stream = training.batches(torch.arange(20, dtype=torch.uint8), data, CPU)
+
+    inputs, targets = next(stream)
+    assert inputs.tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert targets.tolist() == [[1, 2, 3], [5, 6, 7]]
+    next(stream)
+    assert next(stream)[0].tolist() == inputs.tolist()  # 20 bytes hold two batches of 8
+
+
+def test_a_default_training_step_lowers_the_loss_it_is_given() -> None:
+    data = training.DataConfig()
+    text = training.corpus(1, data)
+    config = DecoderConfig(d_model=16, num_layers=1)
+    model = training.Training(config, text, CPU, bf16=False)
+    before = [parameter.clone() for parameter in model.model.parameters()]
+
+    model.step()
+
+    after = list(model.model.parameters())
+    assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+
+
+# ---------------------------------------------------------------------------------------- report
+
+
+def a_row(**changes: object) -> Row:
+    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1)
+    return Row(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_csv_holds_a_line_per_row_with_the_machine(tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "results.csv", [a_row(case="a, b"), a_row()], {"torch": "2", "threads": "4"}
+    )
+
+    with (tmp_path / "results.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == [
+        *("suite", "case", "candidate", "version", "computes", "unit"),
+        *("median", "lower_quartile", "upper_quartile", "rounds", "ratio", "ratio_to"),
+        *("num_tokens", "d_model", "d_ff", "num_experts", "k", "dtype", "torch", "threads"),
+    ]
+    assert first["case"] == "a, b"
+    assert second["threads"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("figure", "at_most", "verdict"),
+    [(1.2, True, "kept"), (1.21, True, "MISSED"), (1.2, False, "kept"), (1.1, False, "MISSED")],
+)
+def test_verdicts(figure: float, at_most: bool, verdict: str, tmp_path: Path) -> None:
+    promise = Promise("rows", "a case", "tax", 1.2, figure, at_most, goal=1.1)
+
+    assert promise.verdict == verdict
+    write_promises(tmp_path / "promises.csv", [promise])
+    with (tmp_path / "promises.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert (line["limit"], line["goal"], line["verdict"]) == ("1.2", "1.1", verdict)
+
+
+def test_what_was_not_measured_is_neither_kept_nor_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    session = Session(Rounds(), (), CPU)
+    odd = Layer(HF_GROUPED, nn.Identity(), "DIFFERS on 50% of the tokens")
+    timings = {"ours": Timing((1.0,)), HF_GROUPED: Timing((2.0,))}
+
+    session.promise_ratio("rows", "", "tax", 1.2, timings, ("ours", DENSE))
+    session.promise_ratio("rows", "", "faster", 1.2, timings, (odd, "ours"))
+
+    assert [promise.verdict for promise in session.promises] == ["not measured"] * 2
+    printed = capsys.readouterr().out
+    assert "no 'dense FFN' here" in printed
+    assert "HF grouped_mm DIFFERS on 50% of the tokens" in printed
+
+
+def test_a_skipped_candidate_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(Rounds(), (), CPU)
+    for _ in range(2):
+        session.skip("MegaBlocks", "no GPU")
+    assert capsys.readouterr().out == "  skipped: MegaBlocks: no GPU\n"
+
+
+def test_tables_are_aligned() -> None:
+    assert table(["layer", "median"], [["a", "9.99 ms"], ["longer", "12.0 ms"]]).splitlines() == [
+        "  layer    median",
+        "  ---------------",
+        "  a       9.99 ms",
+        "  longer  12.0 ms",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(1.234, "1.23 s"), (0.1234, "123 ms"), (0.01234, "12.3 ms"), (0.000056, "56.0 us")],
+)
+def test_durations_have_three_digits(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_a_spread_names_a_unit_once_if_it_can() -> None:
+    assert spread(Timing((0.010, 0.012, 0.014))) == "11.0 - 13.0 ms"
+    assert spread(Timing((0.9, 0.9, 1.2, 1.2, 1.2))) == "900 ms - 1.20 s"
+
+
+# ------------------------------------------------------------------------------------------ plot
+
+
+def parsed(plot: Plot) -> ElementTree.Element:
+    return ElementTree.fromstring(svg(plot))
+
+
+def series_of(root: ElementTree.Element) -> list[ElementTree.Element]:
+    return [group for group in root.findall(".//{*}g") if group.get("class") == "series"]
+
+
+def test_a_plot_is_xml_with_a_line_for_each_series() -> None:
+    lines = {f"<layer & {n}>": [(8, 1.0 + n), (256, 9.0)] for n in range(10)}
+    root = parsed(Plot("a <title>", "x & y", "ms", lines))
+
+    groups = series_of(root)
+    assert [group.findtext("{*}title") for group in groups] == list(lines)
+    assert all(len(group.findall("{*}polyline")) == 1 for group in groups)
+    texts = [element.text for element in root.findall(".//{*}text")]
+    assert {"a <title>", "x & y", "ms", "8", "256", *lines} <= set(texts)
+
+
+def test_a_plot_of_cases_names_them_and_joins_nothing() -> None:
+    root = parsed(Plot("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first", "second"]))
+
+    (group,) = series_of(root)
+    assert not group.findall("{*}polyline")
+    assert len(group.findall("{*}circle")) == 3  # one in the legend
+    assert {"first", "second"} <= {element.text for element in root.findall(".//{*}text")}
+
+
+def test_a_single_point_can_be_plotted() -> None:
+    assert series_of(parsed(Plot("t", "x", "y", {"a": [(1, 1.0)]})))
+
+
+def test_ticks_are_round() -> None:
+    assert log_ticks(0.9, 60) == pytest.approx([1, 2, 5, 10, 20, 50])
+    assert log_ticks(0.9, 20000) == pytest.approx([1, 10, 100, 1000, 10000])
+
+
+def test_promised_rows_are_those_that_can_be_built() -> None:
+    for shape in rows.PROMISED:
+        moe_layer(shape, "auto", torch.device("meta"))
+    assert weights_of(moe_layer(SMALL, "auto", CPU)).down_EDF.shape == (4, 16, 8)

@@ -1,0 +1,192 @@
+"""`python -m experiments.benchmark` as a person types it."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from experiments.benchmark.__main__ import main
+from experiments.exit import exit_on_bad_input
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = "64,16,8,4,2,fp32"
+
+
+@pytest.fixture
+def refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
+
+    def run(*argv: str) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["benchmark", *argv])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        (line,) = printed.err.splitlines()
+        assert code == 2
+        assert printed.out == ""
+        assert not (tmp_path / "runs").exists()
+        return line.removeprefix("error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--suite", "row"],
+            "--suite 'row' is not one of rows, experts, tokens, width, skew, decoding, training, "
+            "memory, blocks, gpu; did you mean 'rows'?",
+        ),
+        (["--rounds", "0"], "--rounds (0) must be a whole number of at least 1"),
+        (["--warmup", "-1"], "--warmup (-1) must be a whole number of at least 0"),
+        (["--threads", "two"], "--threads (two) must be a whole number of at least 1"),
+        (["--device", "gpu"], "--device 'gpu' is not one of auto, cpu, cuda; a GPU is cuda"),
+        (
+            ["--shape", "1,2,3"],
+            "--shape 1,2,3: has 3 parts but needs 6, T,D,F,E,K,dtype, "
+            "as in --shape 2048,512,512,8,2,fp32",
+        ),
+        (
+            ["--shape", "64,16,8,4,9,fp32"],
+            "--shape 64,16,8,4,9,fp32: K (9) must not exceed E (4); lower K or raise E",
+        ),
+        (
+            ["--shape", "64,0,8,4,2,fp32"],
+            "--shape 64,0,8,4,2,fp32: D must be a whole number of at least 1, got '0'",
+        ),
+        (
+            ["--shape", "64,16,8,4,2,fp64"],
+            "--shape 64,16,8,4,2,fp64: dtype 'fp64' is not one of fp32, bf16, fp16; "
+            "did you mean 'fp16'?",
+        ),
+        (["--output", "."], "--output '.' exists already; name a new folder, or remove it"),
+        (["--sweet", "rows"], "unrecognized arguments: --sweet rows"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence(
+    argv: list[str], message: str, refuse: Callable[..., str]
+) -> None:
+    assert refuse(*argv) == message
+
+
+def test_an_unknown_backend_is_answered_with_those_there_are(refuse: Callable[..., str]) -> None:
+    message = refuse("--backends", "loop", "grouped")
+    assert message.startswith("--backends 'grouped' is not one of ")
+    assert message.endswith("; did you mean 'grouped_mm'?")
+
+
+def test_cuda_without_a_gpu_is_a_mistake(refuse: Callable[..., str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    message = refuse("--device", "cuda", "--shape", TINY)
+    assert message.startswith("--device (cuda) needs a GPU, but torch ")
+    assert message.endswith(" finds none; use --device cpu")
+
+
+def test_a_tiny_run_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "bench"
+    argv = ["--shape", TINY, "--rounds", "1", "--warmup", "0", "--output", str(folder)]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *argv, "--backends", "loop", "--device", "cpu"])
+
+    assert exit_on_bad_input(main) == 0
+
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "T 64, D 16, F 8, E 4, K 2, fp32, forward and backward" in printed.out
+    assert "moe_ffn auto" in printed.out
+    with (folder / "results.csv").open() as file:
+        lines = {line["candidate"]: line for line in csv.DictReader(file)}
+    assert list(lines)[:3] == ["dense FFN", "moe_ffn auto", "moe_ffn loop"]
+    assert lines["moe_ffn loop"]["computes"] == "same"
+    assert lines["moe_ffn loop"]["dtype"] == "fp32"
+    tax = float(lines["moe_ffn loop"]["median"]) / float(lines["dense FFN"]["median"])
+    assert float(lines["moe_ffn loop"]["ratio"]) == pytest.approx(tax)
+    assert (folder / "promises.csv").exists()
+    ElementTree.parse(folder / "shape.svg")
+
+
+# ----------------------------------------------------------------------------------- subprocesses
+
+
+def run(code: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+
+
+HELP = """
+import sys
+from experiments.benchmark.__main__ import main
+try:
+    main(["--help"])
+finally:
+    print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "yaml", "numpy", "einops"}))
+"""
+
+
+def test_help_loads_no_torch() -> None:
+    answer = run(HELP)
+    assert answer.returncode == 0, answer.stderr
+    assert "--suite NAME" in answer.stdout
+    assert answer.stdout.splitlines()[-1] == "[]"
+
+
+CORE_ALONE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+for name in {absent}:
+    assert name not in sys.modules, name
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in {absent} else real(name, *rest)
+from experiments.benchmark.__main__ import main
+raise SystemExit(main({argv}))
+"""
+
+ABSENT = {
+    *("yaml", "numpy", "lightning", "torchmetrics", "rich", "wandb", "tokenizers", "matplotlib"),
+    *("transformers", "st_moe_pytorch", "mixture_of_experts"),
+}
+
+
+def test_the_core_install_is_enough(tmp_path: Path) -> None:
+    argv = ["--shape", TINY, "--rounds", "1", "--output", str(tmp_path / "bench")]
+
+    answer = run(CORE_ALONE.format(absent=ABSENT, argv=argv))
+
+    assert answer.returncode == 0, answer.stderr
+    assert "beside: none" in answer.stdout
+    assert "HF" not in answer.stdout
+    assert (tmp_path / "bench" / "results.csv").exists()
+
+
+@pytest.mark.slow
+def test_every_suite_runs(tmp_path: Path) -> None:
+    """Minutes: each suite once, with the core install alone."""
+    argv = ["--rounds", "1", "--warmup", "0", "--output", str(tmp_path / "bench")]
+
+    answer = run(CORE_ALONE.format(absent=ABSENT, argv=argv))
+
+    assert answer.returncode == 0, answer.stderr
+    assert "== promises ==" in answer.stdout
+    assert "not measured" in answer.stdout  # beside Hugging Face
+    names = {path.name for path in (tmp_path / "bench").iterdir()}
+    assert {"rows.svg", "experts.svg", "tokens.svg", "width.svg", "decoding.svg"} <= names
