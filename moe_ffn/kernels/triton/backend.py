@@ -1,0 +1,92 @@
+"""The backend `triton`: what the layer calls, and whether it can.
+
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.grouped_mm import compute_dtype
+
+INSTALLED = find_spec("triton") is not None
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """No loop and no host synchronisation, but for the first call with a pair of widths: it compiles
+    the kernels and times their tile sizes. What is kept for backward is the inputs and the
+    pre-activations, and with dropout its mask (N, F)."""
+    from moe_ffn.kernels.triton.operator import experts
+
+    dtype = compute_dtype(x_TD)
+    ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
+    differentiable = (
+        x_TD,
+        plan.weights_N,
+        weights.up_EHD,
+        weights.down_EDF,
+        weights.up_bias_EH,
+        weights.down_bias_ED,
+    )
+    keep = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in differentiable
+    )
+    clamped = weights.clamped
+    y_TD, _ = experts(
+        *differentiable,
+        plan.token_ids_N,
+        plan.offsets_E,
+        ranks_N,
+        starts,
+        _dropout(plan, weights, dtype),
+        weights.activation,
+        None if clamped is None else [clamped.alpha, clamped.limit],
+        dtype,
+        keep,
+    )
+    return y_TD
+
+
+def supports(x_TD: Tensor, weights: ExpertWeights) -> bool:
+    """Whether `triton` runs here: installed, on a GPU (or interpreted), in a dtype it takes."""
+    return refusal(x_TD, weights) is None
+
+
+def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    """Why not, or None."""
+    if not INSTALLED:
+        return "needs the package triton, which is not installed"
+    if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on GPUs, but the tokens are on the {x_TD.device.type}"
+    dtype = compute_dtype(x_TD)
+    if dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}"
+    return None
+
+
+def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Where each pair of the routing's list, which is sorted by token, stands in the plan; and where
+    each token's pairs start in that list (T + 1,)."""
+    num_pairs, device = plan.pair_ids_N.shape[0], plan.pair_ids_N.device
+    ranks_N = torch.empty_like(plan.pair_ids_N).scatter_(
+        0, plan.pair_ids_N, torch.arange(num_pairs, device=device)
+    )
+    tokens = torch.arange(num_tokens + 1, device=device)
+    return ranks_N, torch.searchsorted(plan.token_ids_N.index_select(0, ranks_N), tokens)
+
+
+def _dropout(plan: Plan, weights: ExpertWeights, dtype: torch.dtype) -> Tensor | None:
+    """What each hidden unit is multiplied by: 0, or what makes up for the zeros."""
+    if not weights.dropout:
+        return None
+    kept = 1 - weights.dropout
+    shape = (plan.token_ids_N.shape[0], weights.d_ff)
+    dropout_NF = torch.empty(shape, dtype=dtype, device=plan.token_ids_N.device)
+    return dropout_NF.bernoulli_(kept).div_(kept)

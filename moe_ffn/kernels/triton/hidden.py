@@ -1,0 +1,208 @@
+"""From tokens to hidden units, and the gradient of the hidden units: the activation is an epilogue.
+
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
+matrix: F, or 2 F where the rows of a gate stand before those of up
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ffn.kernels.triton.activation import hidden_units
+from moe_ffn.kernels.triton.tiles import dot, find_rows, slot_and_column
+
+
+@triton.jit
+def hidden_kernel(
+    x_ptr,
+    up_ptr,
+    bias_ptr,
+    dropout_ptr,
+    token_ids_ptr,
+    offsets_ptr,
+    pre_ptr,
+    hidden_ptr,
+    x_stride,
+    alpha,
+    limit,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; `pre_NH` where it is kept."""
+    slot, column = slot_and_column(tl.cdiv(F, BLOCK_O), GROUP)
+    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    if first >= end:
+        return
+    H: tl.constexpr = 2 * F if GATED else F
+    UP: tl.constexpr = H - F  # the row of the matrix at which up begins
+
+    # Rows and columns that are too many repeat one that exists; nothing of them is stored.
+    rows = first + tl.arange(0, BLOCK_M)
+    tokens = tl.load(token_ids_ptr + tl.where(rows < end, rows, first)).to(tl.int64)
+    units = column * BLOCK_O + tl.arange(0, BLOCK_O)
+    safe_units = tl.where(units < F, units, 0)
+    inner = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + tokens[:, None] * x_stride + inner[None, :]
+    gate_ptrs = up_ptr + expert * (H * D) + safe_units[None, :] * D + inner[:, None]
+
+    gate = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    for k in range(0, D, BLOCK_K):
+        if D % BLOCK_K == 0:
+            x = tl.load(x_ptrs + k)
+            w = tl.load(gate_ptrs + UP * D + k)
+        else:
+            x = tl.load(x_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
+            w = tl.load(gate_ptrs + UP * D + k, mask=inner[:, None] < D - k, other=0.0)
+        up = dot(x, w, up, PRECISION)
+        if GATED:
+            if D % BLOCK_K == 0:
+                v = tl.load(gate_ptrs + k)
+            else:
+                v = tl.load(gate_ptrs + k, mask=inner[:, None] < D - k, other=0.0)
+            gate = dot(x, v, gate, PRECISION)
+
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * H + safe_units
+        up += tl.load(bias_ptrs + UP).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(bias_ptrs).to(tl.float32)[None, :]
+
+    # Rounded before the activation, kept or not: backward computes the very same hidden units from
+    # what is kept, and evaluation the same as training.
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    stored = (rows < end)[:, None] & (units < F)[None, :]
+    wide_rows = rows.to(tl.int64)[:, None]
+    rounded_up = up.to(dtype)
+    rounded_gate = gate.to(dtype)
+    if KEEP:
+        pre_ptrs = pre_ptr + wide_rows * H + units[None, :]
+        tl.store(pre_ptrs + UP, rounded_up, mask=stored)
+        if GATED:
+            tl.store(pre_ptrs, rounded_gate, mask=stored)
+    hidden, _, _ = hidden_units(
+        rounded_gate.to(tl.float32),
+        rounded_up.to(tl.float32),
+        alpha,
+        limit,
+        ACTIVATION,
+        GATED,
+        CLAMPED,
+    )
+    if HAS_DROPOUT:
+        dropout_ptrs = dropout_ptr + wide_rows * F + units[None, :]
+        hidden *= tl.load(dropout_ptrs, mask=stored, other=0.0).to(tl.float32)
+    tl.store(hidden_ptr + wide_rows * F + units[None, :], hidden.to(dtype), mask=stored)
+
+
+@triton.jit
+def hidden_gradient_kernel(
+    dy_ptr,
+    down_ptr,
+    bias_ptr,
+    dropout_ptr,
+    token_ids_ptr,
+    offsets_ptr,
+    weights_ptr,
+    pre_ptr,
+    d_pre_ptr,
+    hidden_ptr,
+    d_weights_ptr,
+    dy_stride,
+    d_weights_stride,
+    alpha,
+    limit,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """With y = w (down h + b): d_pre_NH, w h (N, F), and what each tile of units adds to dw.
+
+    dw = <dy, down h + b> = <down^T dy, h> + <dy, b>: taken on the side of the hidden units, where
+    no result of the expert is needed, and where w is multiplied with only once.
+    """
+    slot, column = slot_and_column(tl.cdiv(F, BLOCK_O), GROUP)
+    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    if first >= end:
+        return
+    H: tl.constexpr = 2 * F if GATED else F
+    UP: tl.constexpr = H - F
+
+    rows = first + tl.arange(0, BLOCK_M)
+    safe_rows = tl.where(rows < end, rows, first)
+    tokens = tl.load(token_ids_ptr + safe_rows).to(tl.int64)
+    units = column * BLOCK_O + tl.arange(0, BLOCK_O)
+    safe_units = tl.where(units < F, units, 0)
+    inner = tl.arange(0, BLOCK_K)
+    dy_ptrs = dy_ptr + tokens[:, None] * dy_stride + inner[None, :]
+    down_ptrs = down_ptr + expert * (D * F) + inner[:, None] * F + safe_units[None, :]
+
+    d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if HAS_BIAS:
+        if column == 0:  # <dy, b> belongs to the row, not to a tile: one of them adds it
+            for k in range(0, D, BLOCK_K):
+                dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
+                b = tl.load(bias_ptr + expert * D + k + inner, mask=inner < D - k, other=0.0)
+                d_weights += tl.sum(dy.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
+
+    d_hidden = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    for k in range(0, D, BLOCK_K):
+        if D % BLOCK_K == 0:
+            dy = tl.load(dy_ptrs + k)
+            w = tl.load(down_ptrs + k * F)
+        else:
+            dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
+            w = tl.load(down_ptrs + k * F, mask=inner[:, None] < D - k, other=0.0)
+        d_hidden = dot(dy, w, d_hidden, PRECISION)
+
+    stored = (rows < end)[:, None] & (units < F)[None, :]
+    wide_rows = rows.to(tl.int64)
+    pre_offsets = wide_rows[:, None] * H + units[None, :]
+    up = tl.load(pre_ptr + pre_offsets + UP, mask=stored, other=0.0).to(tl.float32)
+    gate = up
+    if GATED:
+        gate = tl.load(pre_ptr + pre_offsets, mask=stored, other=0.0).to(tl.float32)
+    hidden, gate_slope, up_slope = hidden_units(
+        gate, up, alpha, limit, ACTIVATION, GATED, CLAMPED
+    )
+    hidden_offsets = wide_rows[:, None] * F + units[None, :]
+    weights = tl.load(weights_ptr + safe_rows).to(tl.float32)
+    d_weighted = d_hidden * weights[:, None]
+    if HAS_DROPOUT:
+        dropout = tl.load(dropout_ptr + hidden_offsets, mask=stored, other=0.0).to(tl.float32)
+        hidden *= dropout
+        d_weighted *= dropout
+
+    dtype: tl.constexpr = d_pre_ptr.dtype.element_ty
+    tl.store(d_pre_ptr + pre_offsets + UP, (d_weighted * up_slope).to(dtype), mask=stored)
+    if GATED:
+        tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
+    tl.store(hidden_ptr + hidden_offsets, (hidden * weights[:, None]).to(dtype), mask=stored)
+    # A unit that is too many has a hidden value too where act(0) is not 0.
+    d_weights += tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
+    tl.store(d_weights_ptr + wide_rows * d_weights_stride + column, d_weights, mask=rows < end)

@@ -1,0 +1,65 @@
+"""Rows that stand in the plan's order, each times the matrix of its expert.
+
+E experts, N (token, expert) pairs, I in, O out
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ffn.kernels.triton.tiles import dot, find_rows, slot_and_column
+
+
+@triton.jit
+def product_kernel(
+    input_ptr,
+    matrix_ptr,
+    bias_ptr,
+    offsets_ptr,
+    output_ptr,
+    out_stride,
+    in_stride,
+    I: tl.constexpr,
+    O: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """output_NO = input_NI matrix_e^T + bias_e.
+
+    The two strides within an expert's matrix make it (O, I) or its transpose.
+    """
+    slot, column = slot_and_column(tl.cdiv(O, BLOCK_O), GROUP)
+    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    if first >= end:
+        return
+    rows = first + tl.arange(0, BLOCK_M)
+    safe_rows = tl.where(rows < end, rows, first).to(tl.int64)
+    outs = column * BLOCK_O + tl.arange(0, BLOCK_O)
+    safe_outs = tl.where(outs < O, outs, 0)
+    inner = tl.arange(0, BLOCK_K)
+    input_ptrs = input_ptr + safe_rows[:, None] * I + inner[None, :]
+    matrix_ptrs = matrix_ptr + expert * (O * I)
+    matrix_ptrs += safe_outs[None, :] * out_stride + inner[:, None] * in_stride
+
+    output = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    for k in range(0, I, BLOCK_K):
+        if I % BLOCK_K == 0:
+            a = tl.load(input_ptrs + k)
+            w = tl.load(matrix_ptrs + k * in_stride)
+        else:
+            a = tl.load(input_ptrs + k, mask=inner[None, :] < I - k, other=0.0)
+            w = tl.load(matrix_ptrs + k * in_stride, mask=inner[:, None] < I - k, other=0.0)
+        output = dot(a, w, output, PRECISION)
+
+    if HAS_BIAS:
+        output += tl.load(bias_ptr + expert * O + safe_outs).to(tl.float32)[None, :]
+    stored = (rows < end)[:, None] & (outs < O)[None, :]
+    output_ptrs = output_ptr + rows.to(tl.int64)[:, None] * O + outs[None, :]
+    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=stored)
