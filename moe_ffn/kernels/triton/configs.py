@@ -31,7 +31,7 @@ HIDDEN = [
 ]
 HIDDEN_GRADIENT = [
     _config(128, 128, 64, 3, 8, GROUP=GROUP),
-    _config(128, 64, 64, 4, 4, GROUP=GROUP),
+    _config(128, 64, 64, 4, 8, GROUP=GROUP),
     _config(64, 64, 64, 4, 4, GROUP=GROUP),
 ]
 PRODUCT = [
@@ -44,9 +44,14 @@ WEIGHT_GRADIENT = [
     _config(128, 128, 64, 4, 8),
     _config(128, 64, 64, 4, 4),
 ]
-FLOAT32 = (64, 64, 32, 3, 4)
-"""One for all kernels: the tiles above take twice the shared memory in float32, and the many
-multiplications of full precision take long to compile."""
+
+
+def float32(**more: int) -> triton.Config:
+    """One for all kernels: the tiles above take twice the shared memory in float32, and the many
+    multiplications of full precision take long to compile."""
+    return _config(64, 64, 32, 3, 4, **more)
+
+
 INTERPRETED = (16, 16, 16, 1, 1)
 """Under the interpreter: the smallest, so that tests of small layers have several tiles."""
 
@@ -54,7 +59,9 @@ MIN_BLOCK_O = INTERPRETED[1] if triton.knobs.runtime.interpret else 64
 """No kernel's tiles are narrower."""
 
 
-def tuned(kernel: Any, configs: list[triton.Config], key: list[str], reset: list[str] | None = None) -> Any:
+def tuned(
+    kernel: Any, configs: list[triton.Config], key: list[str], reset: list[str] | None = None
+) -> Any:
     """`kernel` with the best of `configs`, chosen anew where one of `key` or a dtype changes.
 
     The number of pairs is not in the key: it changes at every step.
@@ -63,16 +70,16 @@ def tuned(kernel: Any, configs: list[triton.Config], key: list[str], reset: list
     if triton.knobs.runtime.interpret:
         configs = [_config(*INTERPRETED, **({"GROUP": 2} if groups else {}))]
         return triton.autotune(configs, key=key)(kernel)
-    float32 = _config(*FLOAT32, **({"GROUP": GROUP} if groups else {}))
+    wide = float32(**({"GROUP": GROUP} if groups else {}))
 
     def for_dtype(
         configs: list[triton.Config], arguments: dict[str, Any], **_: Any
     ) -> list[triton.Config]:
         first = next(iter(arguments.values()))
-        return [c for c in configs if (c is float32) == (first.dtype == torch.float32)]
+        return [c for c in configs if (c is wide) == (first.dtype == torch.float32)]
 
     return triton.autotune(
-        [*configs, float32],
+        [*configs, wide],
         key=key,
         reset_to_zero=reset,
         prune_configs_by={"early_config_prune": for_dtype},

@@ -86,11 +86,13 @@ def hidden_kernel(
     # what is kept, and evaluation the same as training.
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     stored = (rows < end)[:, None] & (units < F)[None, :]
-    wide_rows = rows.to(tl.int64)[:, None]
+    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    tile = tl.arange(0, BLOCK_M)[:, None]
+    wide_first = first.to(tl.int64)
     rounded_up = up.to(dtype)
     rounded_gate = gate.to(dtype)
     if KEEP:
-        pre_ptrs = pre_ptr + wide_rows * H + units[None, :]
+        pre_ptrs = pre_ptr + wide_first * H + (tile * H + units[None, :])
         tl.store(pre_ptrs + UP, rounded_up, mask=stored)
         if GATED:
             tl.store(pre_ptrs, rounded_gate, mask=stored)
@@ -103,10 +105,11 @@ def hidden_kernel(
         GATED,
         CLAMPED,
     )
+    hidden_offsets = tile * F + units[None, :]
     if HAS_DROPOUT:
-        dropout_ptrs = dropout_ptr + wide_rows * F + units[None, :]
+        dropout_ptrs = dropout_ptr + wide_first * F + hidden_offsets
         hidden *= tl.load(dropout_ptrs, mask=stored, other=0.0).to(tl.float32)
-    tl.store(hidden_ptr + wide_rows * F + units[None, :], hidden.to(dtype), mask=stored)
+    tl.store(hidden_ptr + wide_first * F + hidden_offsets, hidden.to(dtype), mask=stored)
 
 
 @triton.jit
@@ -157,10 +160,9 @@ def hidden_gradient_kernel(
     safe_rows = tl.where(rows < end, rows, first)
     tokens = tl.load(token_ids_ptr + safe_rows).to(tl.int64)
     units = column * BLOCK_O + tl.arange(0, BLOCK_O)
-    safe_units = tl.where(units < F, units, 0)
     inner = tl.arange(0, BLOCK_K)
     dy_ptrs = dy_ptr + tokens[:, None] * dy_stride + inner[None, :]
-    down_ptrs = down_ptr + expert * (D * F) + inner[:, None] * F + safe_units[None, :]
+    down_ptrs = down_ptr + expert * (D * F) + (inner[:, None] * F + units[None, :])
 
     d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if HAS_BIAS:
@@ -172,37 +174,130 @@ def hidden_gradient_kernel(
 
     d_hidden = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(0, D, BLOCK_K):
-        if D % BLOCK_K == 0:
+        # Neighbouring units are neighbours in memory: a mask leaves them so for the compiler.
+        if D % BLOCK_K == 0 and F % BLOCK_O == 0:
             dy = tl.load(dy_ptrs + k)
             w = tl.load(down_ptrs + k * F)
         else:
             dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
-            w = tl.load(down_ptrs + k * F, mask=inner[:, None] < D - k, other=0.0)
+            exist = (inner < D - k)[:, None] & (units < F)[None, :]
+            w = tl.load(down_ptrs + k * F, mask=exist, other=0.0)
         d_hidden = dot(dy, w, d_hidden, PRECISION)
 
-    stored = (rows < end)[:, None] & (units < F)[None, :]
-    wide_rows = rows.to(tl.int64)
-    pre_offsets = wide_rows[:, None] * H + units[None, :]
-    up = tl.load(pre_ptr + pre_offsets + UP, mask=stored, other=0.0).to(tl.float32)
+    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    tile = tl.arange(0, BLOCK_M)
+    mine = rows < end
+    wide_first = first.to(tl.int64)
+    weights = tl.load(weights_ptr + wide_first + tile, mask=mine, other=0.0).to(tl.float32)
+    pre_ptr += wide_first * H
+    d_pre_ptr += wide_first * H
+    hidden_ptr += wide_first * F
+    if HAS_DROPOUT:
+        dropout_ptr += wide_first * F
+    if BLOCK_O >= 128:
+        # Half of the columns after the other: all at once, the registers would not suffice.
+        halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
+        d_weights += _through_activation(
+            left,
+            half,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+        d_weights += _through_activation(
+            right,
+            half + BLOCK_O // 2,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+    else:
+        d_weights += _through_activation(
+            d_hidden,
+            units,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+    d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
+    tl.store(d_weights_ptrs + column, d_weights, mask=mine)
+
+
+@triton.jit
+def _through_activation(
+    d_hidden,
+    units,
+    mine,
+    weights,
+    pre_ptr,
+    d_pre_ptr,
+    hidden_ptr,
+    dropout_ptr,
+    alpha,
+    limit,
+    F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Writes d_pre and w h of these units; returns what they add to dw."""
+    H: tl.constexpr = 2 * F if GATED else F
+    UP: tl.constexpr = H - F
+    stored = mine[:, None] & (units < F)[None, :]
+    tile = tl.arange(0, BLOCK_M)[:, None]
+    pre_offsets = tile * H + units[None, :]
+    hidden_offsets = tile * F + units[None, :]
+    up = tl.load(pre_ptr + UP + pre_offsets, mask=stored, other=0.0).to(tl.float32)
     gate = up
     if GATED:
         gate = tl.load(pre_ptr + pre_offsets, mask=stored, other=0.0).to(tl.float32)
-    hidden, gate_slope, up_slope = hidden_units(
-        gate, up, alpha, limit, ACTIVATION, GATED, CLAMPED
-    )
-    hidden_offsets = wide_rows[:, None] * F + units[None, :]
-    weights = tl.load(weights_ptr + safe_rows).to(tl.float32)
+    hidden, gate_slope, up_slope = hidden_units(gate, up, alpha, limit, ACTIVATION, GATED, CLAMPED)
     d_weighted = d_hidden * weights[:, None]
     if HAS_DROPOUT:
         dropout = tl.load(dropout_ptr + hidden_offsets, mask=stored, other=0.0).to(tl.float32)
         hidden *= dropout
         d_weighted *= dropout
-
     dtype: tl.constexpr = d_pre_ptr.dtype.element_ty
-    tl.store(d_pre_ptr + pre_offsets + UP, (d_weighted * up_slope).to(dtype), mask=stored)
+    tl.store(hidden_ptr + hidden_offsets, (hidden * weights[:, None]).to(dtype), mask=stored)
+    tl.store(d_pre_ptr + UP + pre_offsets, (d_weighted * up_slope).to(dtype), mask=stored)
     if GATED:
         tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
-    tl.store(hidden_ptr + hidden_offsets, (hidden * weights[:, None]).to(dtype), mask=stored)
-    # A unit that is too many has a hidden value too where act(0) is not 0.
-    d_weights += tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
-    tl.store(d_weights_ptr + wide_rows * d_weights_stride + column, d_weights, mask=rows < end)
+    # A unit that is too many has a hidden value too, where act(0) is not 0.
+    return tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)

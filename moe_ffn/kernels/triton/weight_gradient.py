@@ -43,8 +43,8 @@ def weight_gradient_kernel(
 
     outs = tile // tiles_in * BLOCK_M + tl.arange(0, BLOCK_M)
     ins = tile % tiles_in * BLOCK_O + tl.arange(0, BLOCK_O)
-    output_grad_ptrs = output_grad_ptr + tl.where(outs < O, outs, 0)[None, :]
-    input_ptrs = input_ptr + tl.where(ins < I, ins, 0)[None, :]
+    output_grad_ptrs = output_grad_ptr + outs[None, :]
+    input_ptrs = input_ptr + ins[None, :]
 
     gradient = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(start, end, BLOCK_K):
@@ -58,12 +58,15 @@ def weight_gradient_kernel(
         if GATHER_INPUT:
             input_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         # Both masked: a row of the next expert, or one that nobody computed, may hold a NaN.
-        a = tl.load(
-            output_grad_ptrs + output_rows[:, None] * output_grad_stride,
-            mask=mine[:, None],
-            other=0.0,
-        )
-        b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=mine[:, None], other=0.0)
+        output_mask = mine[:, None]
+        input_mask = mine[:, None]
+        if O % BLOCK_M != 0:
+            output_mask = output_mask & (outs < O)[None, :]
+        if I % BLOCK_O != 0:
+            input_mask = input_mask & (ins < I)[None, :]
+        output_grad_rows = output_grad_ptrs + output_rows[:, None] * output_grad_stride
+        a = tl.load(output_grad_rows, mask=output_mask, other=0.0)
+        b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=input_mask, other=0.0)
         gradient = dot(tl.trans(a), b, gradient, PRECISION)
 
     stored = (outs < O)[:, None] & (ins < I)[None, :]
