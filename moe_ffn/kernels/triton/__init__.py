@@ -6,7 +6,8 @@ loaded before the backend first runs.
     backend.py          what the layer calls: (x_TD, plan, weights) -> y_TD, and whether it can
     operator.py         the two operators that torch sees, forward and backward
     launch.py           buffers, grids and arguments of the kernels
-    hidden.py           x -> hidden units, and their gradient, with the activation in the epilogue
+    hidden.py           x -> hidden units, with the activation in the epilogue
+    hidden_gradient.py  dy -> the gradient before the activation, and of the routing weights
     product.py          rows times the matrix of their expert
     weight_gradient.py  the gradients of matrices and biases: sums over the rows of an expert
     combine.py          a token's weighted sum over its pairs

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moe_ffn.kernels.triton import configs
 from moe_ffn.kernels.triton.combine import combine_kernel
-from moe_ffn.kernels.triton.hidden import hidden_gradient_kernel, hidden_kernel
+from moe_ffn.kernels.triton.hidden import hidden_kernel
+from moe_ffn.kernels.triton.hidden_gradient import hidden_gradient_kernel
 from moe_ffn.kernels.triton.product import product_kernel
 from moe_ffn.kernels.triton.weight_gradient import bias_gradient_kernel, weight_gradient_kernel
 
@@ -26,9 +27,11 @@ _hidden_gradient: Any = configs.tuned(
 )
 _product: Any = configs.tuned(product_kernel, configs.PRODUCT, ["I", "O"])
 _weight_gradient: Any = configs.tuned(weight_gradient_kernel, configs.WEIGHT_GRADIENT, ["I", "O"])
-# Their names are untyped as Triton's own are.
 _bias_gradient: Any = bias_gradient_kernel
 _combine: Any = combine_kernel
+
+_FUSED = {"enable_fp_fusion": True}
+"""A multiplication and an addition in one instruction: said, as Triton's default is about to change."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Rows:
             "offsets_ptr": self.offsets_E,
             "E": self.num_experts,
             "E_BLOCK": triton.next_power_of_2(self.num_experts),
-            "PRECISION": _precision(self.dtype),
+            "PRECISION": _precision(),
+            **_FUSED,
         }
 
 
@@ -216,7 +220,8 @@ def weight_gradient(
         O=width_out,
         GATHER_OUTPUT=gather == "output",
         GATHER_INPUT=gather == "input",
-        PRECISION=_precision(rows.dtype),
+        PRECISION=_precision(),
+        **_FUSED,
     )
     return gradient_EOI
 
@@ -240,6 +245,7 @@ def bias_gradient(
         BLOCK_O=block,
         BLOCK_K=rows_at_a_time,
         num_warps=4,
+        **_FUSED,
     )
     return gradient_EO
 
@@ -268,11 +274,12 @@ def combine(
             WEIGHTED=weights_N is not None,
             BLOCK_D=block,
             num_warps=max(1, min(4, block // 256)),
+            **_FUSED,
         )
     return output_TD
 
 
-def _precision(dtype: torch.dtype) -> str:
+def _precision() -> str:
     """Of products of float32: what torch's own products are allowed."""
     if triton.knobs.runtime.interpret:
         return "interpreted"
