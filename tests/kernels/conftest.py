@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,34 @@ from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels.base import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter_prepares_a_kernel_once() -> Iterator[None]:
+    """Half of the interpreter's time: it replaces `triton.language` anew at every call of a function
+    inside a kernel, though the kernel has had it replaced already."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
+    replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replaced: set[str] = set()
+
+    def replace_once(function: Any) -> Any:
+        languages = {name for name in function.__globals__ if name in ("tl", "core")}
+        if replaced and languages <= replaced:
+            return None  # of a call inside a kernel, which doesn't look at it
+        replaced.update(languages)
+        return replace(function)
+
+    def run_anew(executor: Any, *arguments: Any, **named: Any) -> Any:
+        replaced.clear()
+        return run(executor, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_anew)
+        yield
 
 
 @pytest.fixture
