@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -53,7 +54,9 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], **options: int)
         if signature[name] != "fp32":
             divisible[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, divisible)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "enable_fp_fusion": True})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={**options, "enable_fp_fusion": True}
+    )
 
 
 def numbers(log: str) -> dict[str, int]:
@@ -103,27 +106,27 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, float32
     yield "fp16", hidden_kernel, "fp16", {**odd, "KEEP": True}, configs.HIDDEN[:1]
 
-    down = {"I": F, "O": D, **where, **without, "in_stride": 1}
+    down = {"IN": F, "OUT": D, **where, **without, "in_stride": 1}
     yield "down", product_kernel, "bf16", down, configs.PRODUCT
-    transposed = {"I": 2 * F, "O": D, **where, **without, "out_stride": 1}
+    transposed = {"IN": 2 * F, "OUT": D, **where, **without, "out_stride": 1}
     yield "gradient of tokens", product_kernel, "bf16", transposed, configs.PRODUCT
 
-    sizes = {"I": D, "O": 2 * F, "PRECISION": "ieee"}
+    sizes = {"IN": D, "OUT": 2 * F, "PRECISION": "ieee"}
     up = {**sizes, "GATHER_OUTPUT": False, "GATHER_INPUT": True}
     yield "up", weight_gradient_kernel, "bf16", up, configs.WEIGHT_GRADIENT
-    down = {**sizes, "I": F, "O": D, "GATHER_OUTPUT": True, "GATHER_INPUT": False}
+    down = {**sizes, "IN": F, "OUT": D, "GATHER_OUTPUT": True, "GATHER_INPUT": False}
     yield "down", weight_gradient_kernel, "bf16", down, configs.WEIGHT_GRADIENT
 
     blocks = [triton.Config({"BLOCK_O": 128, "BLOCK_K": 32}, num_warps=4)]
-    biases = {"O": D, "WEIGHTED": True}
+    biases = {"OUT": D, "WEIGHTED": True}
     yield "down", bias_gradient_kernel, "bf16", biases, blocks
     weighted = {"D": D, "WEIGHTED": True}
     yield "y", combine_kernel, "bf16", weighted, [triton.Config({"BLOCK_D": 1024}, num_warps=4)]
 
 
 def main(chosen: list[str]) -> None:
-    triton.knobs.compilation.always_compile = True
-    triton.knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True
+    knobs.nvidia.dump_ptxas_log = True
     for name, kernel, dtype, constants, tiles in variants():
         if chosen and not any(word in f"{kernel.__name__} {name}" for word in chosen):
             continue

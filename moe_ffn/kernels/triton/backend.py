@@ -20,9 +20,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation, but for the first call with a pair of widths: it compiles
-    the kernels and times their tile sizes. What is kept for backward is the inputs and the
-    pre-activations, and with dropout its mask (N, F)."""
+    """No loop and no host synchronisation; float32, bfloat16 and float16 of any width.
+
+    The first call with a pair of widths does wait: it compiles the kernels and times their tile
+    sizes. Backward is kept the inputs and the pre-activations, and with dropout its mask (N, F).
+    """
     from moe_ffn.kernels.triton.operator import experts
 
     dtype = compute_dtype(x_TD)
@@ -72,8 +74,10 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Where each pair of the routing's list, which is sorted by token, stands in the plan; and where
-    each token's pairs start in that list (T + 1,)."""
+    """Where each pair of the routing's list stands in the plan; where the pairs of each token start.
+
+    That list is sorted by token, so its T + 1 starts are all that is needed.
+    """
     num_pairs, device = plan.pair_ids_N.shape[0], plan.pair_ids_N.device
     ranks_N = torch.empty_like(plan.pair_ids_N).scatter_(
         0, plan.pair_ids_N, torch.arange(num_pairs, device=device)

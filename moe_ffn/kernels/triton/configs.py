@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 
 GROUP = 8
 """Slots of rows that go over the columns together, see `tiles.slot_and_column`."""
@@ -47,15 +48,18 @@ WEIGHT_GRADIENT = [
 
 
 def float32(**more: int) -> triton.Config:
-    """One for all kernels: the tiles above take twice the shared memory in float32, and the many
-    multiplications of full precision take long to compile."""
+    """One for all kernels.
+
+    The tiles above take twice the shared memory in float32, and the many multiplications of full
+    precision take long to compile.
+    """
     return _config(64, 64, 32, 3, 4, **more)
 
 
 INTERPRETED = (16, 16, 16, 1, 1)
 """Under the interpreter: the smallest, so that tests of small layers have several tiles."""
 
-MIN_BLOCK_O = INTERPRETED[1] if triton.knobs.runtime.interpret else 64
+MIN_BLOCK_O = INTERPRETED[1] if knobs.runtime.interpret else 64
 """No kernel's tiles are narrower."""
 
 
@@ -67,7 +71,7 @@ def tuned(
     The number of pairs is not in the key: it changes at every step.
     """
     groups = "GROUP" in configs[0].kwargs
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         configs = [_config(*INTERPRETED, **({"GROUP": 2} if groups else {}))]
         return triton.autotune(configs, key=key)(kernel)
     wide = float32(**({"GROUP": GROUP} if groups else {}))

@@ -55,7 +55,6 @@ def hidden_gradient_kernel(
     if first >= end:
         return
     H: tl.constexpr = 2 * F if GATED else F
-    UP: tl.constexpr = H - F
 
     rows = first + tl.arange(0, BLOCK_M)
     safe_rows = tl.where(rows < end, rows, first)
@@ -66,7 +65,7 @@ def hidden_gradient_kernel(
     down_ptrs = down_ptr + expert * (D * F) + (inner[:, None] * F + units[None, :])
 
     d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS:  # known when compiling, the other only on the device  # noqa: SIM102
         if column == 0:  # <dy, b> belongs to the row, not to a tile: one of them adds it
             for k in range(0, D, BLOCK_K):
                 dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)

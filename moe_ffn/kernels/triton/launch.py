@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from moe_ffn.kernels.triton import configs
 from moe_ffn.kernels.triton.combine import combine_kernel
@@ -25,8 +26,10 @@ _hidden: Any = configs.tuned(hidden_kernel, configs.HIDDEN, ["D", "F"])
 _hidden_gradient: Any = configs.tuned(
     hidden_gradient_kernel, configs.HIDDEN_GRADIENT, ["D", "F"], reset=["d_weights_ptr"]
 )
-_product: Any = configs.tuned(product_kernel, configs.PRODUCT, ["I", "O"])
-_weight_gradient: Any = configs.tuned(weight_gradient_kernel, configs.WEIGHT_GRADIENT, ["I", "O"])
+_product: Any = configs.tuned(product_kernel, configs.PRODUCT, ["IN", "OUT"])
+_weight_gradient: Any = configs.tuned(
+    weight_gradient_kernel, configs.WEIGHT_GRADIENT, ["IN", "OUT"]
+)
 _bias_gradient: Any = bias_gradient_kernel
 _combine: Any = combine_kernel
 
@@ -189,8 +192,8 @@ def product(
         output_ptr=output_NO,
         out_stride=matrix_EOI.stride(1),
         in_stride=matrix_EOI.stride(2),
-        I=width_in,
-        O=width_out,
+        IN=width_in,
+        OUT=width_out,
         HAS_BIAS=bias_EO is not None,
         **rows.arguments,
     )
@@ -198,7 +201,7 @@ def product(
 
 
 def weight_gradient(
-    rows: Rows, output_grad: Tensor, input: Tensor, like_EOI: Tensor, gather: str
+    rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
 ) -> Tensor:
     """In the shape and dtype of `like`; `gather` says which of "output" and "input" has T rows."""
     num_experts, width_out, width_in = like_EOI.shape
@@ -210,14 +213,14 @@ def weight_gradient(
 
     _weight_gradient[programs](
         output_grad,
-        input,
+        inputs,
         rows.token_ids_N,
         rows.offsets_E,
         gradient_EOI,
         output_grad.stride(0),
-        input.stride(0),
-        I=width_in,
-        O=width_out,
+        inputs.stride(0),
+        IN=width_in,
+        OUT=width_out,
         GATHER_OUTPUT=gather == "output",
         GATHER_INPUT=gather == "input",
         PRECISION=_precision(),
@@ -232,7 +235,7 @@ def bias_gradient(
     """The sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
     num_experts, width = like_EO.shape
     gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
-    block, rows_at_a_time = (16, 16) if triton.knobs.runtime.interpret else (128, 32)
+    block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
     _bias_gradient[(num_experts, triton.cdiv(width, block))](
         output_grad,
         rows.token_ids_N,
@@ -240,7 +243,7 @@ def bias_gradient(
         rows.offsets_E,
         gradient_EO,
         output_grad.stride(0),
-        O=width,
+        OUT=width,
         WEIGHTED=weights_N is not None,
         BLOCK_O=block,
         BLOCK_K=rows_at_a_time,
@@ -281,6 +284,6 @@ def combine(
 
 def _precision() -> str:
     """Of products of float32: what torch's own products are allowed."""
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         return "interpreted"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -35,7 +35,7 @@ def find_rows(offsets_ptr, slot, E: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M
     experts = tl.arange(0, E_BLOCK)
     ends = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     behind = (experts < E) & (ends // BLOCK_M + experts + 1 <= slot)
-    expert = tl.sum(behind.to(tl.int32), axis=0)
+    expert: tl.tensor = tl.sum(behind.to(tl.int32), axis=0)  # pyright: ignore[reportAssignmentType]
     start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets_ptr + expert, mask=expert < E, other=0)
     first = start + (slot - start // BLOCK_M - expert) * BLOCK_M
@@ -44,7 +44,7 @@ def find_rows(offsets_ptr, slot, E: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32. Triton's interpreter multiplies bfloat16 wrongly, so not there."""
+    """Add a @ b in float32. Triton's interpreter multiplies bfloat16 wrongly, so it never gets any."""
     if PRECISION == "interpreted":
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:

@@ -20,8 +20,8 @@ def weight_gradient_kernel(
     gradient_ptr,
     output_grad_stride,
     input_stride,
-    I: tl.constexpr,
-    O: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
     GATHER_OUTPUT: tl.constexpr,
     GATHER_INPUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -33,8 +33,8 @@ def weight_gradient_kernel(
 
     An expert without rows writes zeros: DDP and FSDP would hang on a missing gradient.
     """
-    tiles_out = tl.cdiv(O, BLOCK_M)
-    tiles_in = tl.cdiv(I, BLOCK_O)
+    tiles_out = tl.cdiv(OUT, BLOCK_M)
+    tiles_in = tl.cdiv(IN, BLOCK_O)
     program = tl.program_id(0)
     expert = program // (tiles_out * tiles_in)
     tile = program % (tiles_out * tiles_in)
@@ -60,17 +60,19 @@ def weight_gradient_kernel(
         # Both masked: a row of the next expert, or one that nobody computed, may hold a NaN.
         output_mask = mine[:, None]
         input_mask = mine[:, None]
-        if O % BLOCK_M != 0:
-            output_mask = output_mask & (outs < O)[None, :]
-        if I % BLOCK_O != 0:
-            input_mask = input_mask & (ins < I)[None, :]
+        if OUT % BLOCK_M != 0:
+            output_mask = output_mask & (outs < OUT)[None, :]
+        if IN % BLOCK_O != 0:
+            input_mask = input_mask & (ins < IN)[None, :]
         output_grad_rows = output_grad_ptrs + output_rows[:, None] * output_grad_stride
         a = tl.load(output_grad_rows, mask=output_mask, other=0.0)
         b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=input_mask, other=0.0)
         gradient = dot(tl.trans(a), b, gradient, PRECISION)
 
-    stored = (outs < O)[:, None] & (ins < I)[None, :]
-    gradient_ptrs = gradient_ptr + expert.to(tl.int64) * (O * I) + outs[:, None] * I + ins[None, :]
+    stored = (outs < OUT)[:, None] & (ins < IN)[None, :]
+    gradient_ptrs = (
+        gradient_ptr + expert.to(tl.int64) * (OUT * IN) + outs[:, None] * IN + ins[None, :]
+    )
     tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=stored)
 
 
@@ -82,7 +84,7 @@ def bias_gradient_kernel(
     offsets_ptr,
     gradient_ptr,
     output_grad_stride,
-    O: tl.constexpr,
+    OUT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -101,10 +103,10 @@ def bias_gradient_kernel(
         if WEIGHTED:
             source_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         pointers = output_grad_ptr + source_rows[:, None] * output_grad_stride + outs[None, :]
-        values = tl.load(pointers, mask=mine[:, None] & (outs < O)[None, :], other=0.0)
+        values = tl.load(pointers, mask=mine[:, None] & (outs < OUT)[None, :], other=0.0)
         values = values.to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weights_ptr + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
         gradient += tl.sum(values, axis=0)
-    gradient_ptrs = gradient_ptr + expert.to(tl.int64) * O + outs
-    tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=outs < O)
+    gradient_ptrs = gradient_ptr + expert.to(tl.int64) * OUT + outs
+    tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=outs < OUT)
