@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,25 @@ from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.config import TopKRouterConfig
+
+if not torch.cuda.is_available():
+    # Triton reads it once, when it is imported, which a library under test may do before a kernel's
+    # own test. It changes nothing for torch, whose compiler uses Triton on GPUs alone.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What goes over every backend is slow for `triton`, which is interpreted on a CPU.
+
+    `tests/kernels` has what is in the default suite, and on a GPU all there is.
+    """
+    for item in items:
+        if getattr(item, "callspec", None) is None or "kernels" in item.path.parts:
+            continue
+        if item.callspec.params.get("backend") == "triton":  # pyright: ignore[reportAttributeAccessIssue]
+            item.add_marker("slow")
+            on_gpu = torch.cuda.is_available()
+            item.add_marker(pytest.mark.skipif(on_gpu, reason="these layers are on the CPU"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,7 +99,7 @@ def dtype_of() -> Callable[[str], torch.dtype]:
     """The widest dtype that a backend takes."""
 
     def dtype(backend: str) -> torch.dtype:
-        return torch.float32 if backend == "grouped_mm" else torch.float64
+        return torch.float32 if backend in ("grouped_mm", "triton") else torch.float64
 
     return dtype
 

@@ -181,6 +181,8 @@ def test_torch_compile_changes_no_gradient(
     dtype, tolerance = torch.float64, 1e-12  # sums of tens of terms, rounded at 1e-16
     if backend == "grouped_mm":
         dtype, tolerance = torch.bfloat16, REDUCED[torch.bfloat16]
+    if backend == "triton":
+        dtype, tolerance = torch.float32, 1e-5
     moe = build_moe(backend, capacity={"factor": 1.0}, shared_expert="swiglu").to(dtype)
     x = tokens_and_mask(dtype, padded=False)[0].requires_grad_()
     plain = gradients(moe, x, moe(x).hidden)
@@ -213,6 +215,8 @@ def test_dropout_in_the_experts_is_for_training_only(
 def test_dropout_keeps_the_mean(
     backend: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
 ) -> None:
+    if backend == "triton":
+        pytest.skip("takes minutes under the interpreter; tests/kernels has its mean")
     moe = build_moe(backend, experts={"dropout": 0.5, "d_ff": 512})
     x = tokens_and_mask(dtype_of(backend), padded=False)[0][:1]
     torch.manual_seed(4)

@@ -68,3 +68,17 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
     weighted_ND = y_ND * weights_N.unsqueeze(-1)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
     return sums_TD.index_add(0, token_ids_N, weighted_ND).to(x_TD.dtype)
+
+
+def dropout_mask(
+    num_rows: int, weights: ExpertWeights, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """(N, F), what each hidden unit is multiplied by: 0, or what makes up for the zeros.
+
+    None without dropout. For backends that compute hidden units again in backward.
+    """
+    if not weights.dropout:
+        return None
+    kept = 1 - weights.dropout
+    mask_NF = torch.empty(num_rows, weights.d_ff, dtype=dtype, device=device)
+    return mask_NF.bernoulli_(kept).div_(kept)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu_activation import block_activation
 from moe_ffn.kernels.cpu_products import Products, WeightGradient
 from moe_ffn.kernels.cpu_rows import Rows
@@ -33,6 +33,13 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         # not as a decorator, which would load torch's compiler for everybody, in about a second.
         return torch.compiler.disable(_cpu)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
     return _cpu(x_TD, plan, weights)
+
+
+def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    """Why it does not take these tokens; None when it does."""
+    if x_TD.device.type == "cpu":
+        return None
+    return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
 
 
 def _cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -68,7 +75,7 @@ class _ExpertsOnCPU(torch.autograd.Function):
         workspace = Workspace(rows.largest_block, dtype)
         up, down = Products(up_EHD, up_bias_EH, dtype), Products(down_EDF, down_bias_ED, dtype)
         activation = block_activation(weights, workspace)
-        dropout_NF = _dropout(len(rows), weights, dtype)
+        dropout_NF = dropout_mask(len(rows), weights, dtype, x_TD.device)
         width = up_EHD.shape[1]
         kept_NH = torch.empty(len(rows) if trains else 0, width, dtype=kept_dtype)
         x_input_TD = x_TD.to(dtype)
@@ -177,11 +184,3 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_down_bias_ED,
             *(None,) * 3,
         )
-
-
-def _dropout(num_rows: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor | None:
-    """What each hidden unit is multiplied by: 0, or what makes up for the zeros."""
-    if not weights.dropout:
-        return None
-    kept = 1 - weights.dropout
-    return torch.empty(num_rows, weights.d_ff, dtype=dtype).bernoulli_(kept).div_(kept)

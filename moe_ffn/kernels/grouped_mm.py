@@ -19,7 +19,7 @@ ROW_BYTES = 16
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation. float32, bfloat16 and float16; see `supports`."""
+    """No loop and no host synchronisation. float32, bfloat16 and float16; see `refusal`."""
     ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
     computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
     expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)
@@ -41,12 +41,17 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 
-def supports(x_TD: Tensor, weights: ExpertWeights) -> bool:
-    """Whether `grouped_mm` takes this dtype and these widths."""
+def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    """Why `F.grouped_mm` does not take this dtype or these widths; None when it does."""
     dtype = compute_dtype(x_TD)
     rows = (weights.d_model, weights.d_ff)
-    aligned = all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows)
-    return dtype in supported_dtypes() and aligned
+    if dtype in supported_dtypes() and all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows):
+        return None
+    dtypes = ", ".join(str(dtype) for dtype in supported_dtypes())
+    return (
+        f"takes {dtypes} and rows that are a multiple of {ROW_BYTES} bytes, but got {dtype} "
+        f"with d_model {weights.d_model} and d_ff {weights.d_ff}; use 'loop'"
+    )
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:

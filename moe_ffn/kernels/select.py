@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,25 @@ from moe_ffn.kernels import grouped_mm as grouped
 from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.bmm import bmm
 from moe_ffn.kernels.cpu import cpu
-from moe_ffn.kernels.dtypes import compute_dtype
+from moe_ffn.kernels.cpu import refusal as refusal_of_cpu
 from moe_ffn.kernels.loop import loop
+from moe_ffn.kernels.triton import backend as gpu
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
     "bmm": bmm,
     "cpu": cpu,
     "grouped_mm": grouped.grouped_mm,
+    "triton": gpu.triton,
 }
 """Every backend computes the same thing; a test holds each to the same double loop."""
+
+REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
+    "cpu": refusal_of_cpu,
+    "grouped_mm": grouped.refusal,
+    "triton": gpu.refusal,
+}
+"""Why a backend does not take these tokens and weights, or None; who is missing here takes all."""
 
 FEW_PAIRS = 64
 """Up to here, and without gradients, `loop` is quicker on a CPU than preparing the blocks of `cpu`."""
@@ -34,18 +45,13 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
     """
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
-    if backend == "cpu" and x_TD.device.type != "cpu":
-        raise ValueError(
-            f"experts.backend 'cpu' is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
-        )
-    if backend == "grouped_mm" and not grouped.supports(x_TD, weights):
-        dtypes = ", ".join(str(dtype) for dtype in grouped.supported_dtypes())
-        raise ValueError(
-            f"experts.backend 'grouped_mm' takes {dtypes} and rows that are a multiple of "
-            f"{grouped.ROW_BYTES} bytes, but got {compute_dtype(x_TD)} with "
-            f"d_model {weights.d_model} and d_ff {weights.d_ff}; use 'loop'"
-        )
+    elif (why := refusal(backend, x_TD, weights)) is not None:
+        raise ValueError(f"experts.backend '{backend}' {why}")
     return BACKENDS[backend](x_TD, plan, weights)
+
+
+def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    return REFUSALS[backend](x_TD, weights) if backend in REFUSALS else None
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
@@ -53,6 +59,6 @@ def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     if x_TD.device.type == "cpu":
         decodes = not torch.is_grad_enabled() and len(plan.token_ids_N) <= FEW_PAIRS
         return "loop" if decodes else "cpu"
-    if x_TD.device.type == "cuda" and grouped.supports(x_TD, weights):
-        return "grouped_mm"
-    return "loop"
+    candidates = ("triton", "grouped_mm") if x_TD.device.type == "cuda" else ()
+    taken = (name for name in candidates if refusal(name, x_TD, weights) is None)
+    return next(taken, "loop")

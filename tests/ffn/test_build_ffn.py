@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "backend": (
         {"type": "moe", "experts": {"type": "mlp", "backend": "cuda"}},
-        "experts.backend: must be one of 'auto', 'loop', 'bmm', 'cpu' or 'grouped_mm', got 'cuda'",
+        "experts.backend: must be one of 'auto', 'loop', 'bmm', 'cpu', 'grouped_mm' or 'triton', got 'cuda'",
     ),
 }
 

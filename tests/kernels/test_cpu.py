@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_ffn.activations import Activation, ClampedSwiGLU
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels import blocks, dtypes
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.select import best_backend
@@ -97,6 +97,16 @@ def test_dropout_zeroes_hidden_units_and_makes_up_for_them() -> None:
     y_TD = compute(cpu, tuple(leaves), activation="identity", dropout=0.75)
     assert set(y_TD.flatten().tolist()) <= {4.0 * n for n in range(2 * F + 1)}
     assert len(set(y_TD.flatten().tolist())) > 1
+
+
+def test_dropout_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    weights = ExpertWeights("relu", torch.zeros(1, 10, 4), torch.zeros(1, 4, 10), dropout=0.2)
+    mask_NF = dropout_mask(4000, weights, torch.float32, torch.device("cpu"))
+    assert mask_NF is not None
+    assert mask_NF.unique().tolist() == [0.0, 1.25]
+    # 40,000 draws of a deviation of 0.5.
+    assert mask_NF.mean().item() == pytest.approx(1.0, abs=4 * 0.5 / 200)
 
 
 # ------------------------------------------------------------------------------ reduced precision

@@ -1,0 +1,81 @@
+"""The backend `triton`: what the layer calls, and whether it can.
+
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask
+from moe_ffn.kernels.dtypes import compute_dtype
+
+INSTALLED = find_spec("triton") is not None
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """No loop and no host synchronisation; float32, bfloat16 and float16 of any width.
+
+    The first call with a pair of widths does wait: it compiles the kernels and times their tile
+    sizes. Backward is kept the inputs and the pre-activations, and with dropout its mask (N, F).
+    """
+    from moe_ffn.kernels.triton.operator import experts
+
+    dtype = compute_dtype(x_TD)
+    ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
+    differentiable = (
+        x_TD,
+        plan.weights_N,
+        weights.up_EHD,
+        weights.down_EDF,
+        weights.up_bias_EH,
+        weights.down_bias_ED,
+    )
+    keep = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in differentiable
+    )
+    clamped = weights.clamped
+    y_TD, _ = experts(
+        *differentiable,
+        plan.token_ids_N,
+        plan.offsets_E,
+        ranks_N,
+        starts,
+        dropout_mask(plan.token_ids_N.shape[0], weights, dtype, x_TD.device),
+        weights.activation,
+        None if clamped is None else [clamped.alpha, clamped.limit],
+        dtype,
+        keep,
+    )
+    return y_TD
+
+
+def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    """Why it does not run here: a GPU, or the interpreter, and three dtypes; None when it does."""
+    if not INSTALLED:
+        return "needs the package triton, which is not installed; use 'auto'"
+    if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on GPUs, but the tokens are on the {x_TD.device.type}; use 'auto'"
+    dtype = compute_dtype(x_TD)
+    if dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}; use 'auto'"
+    return None
+
+
+def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Where each pair of the routing's list stands in the plan; where the pairs of each token start.
+
+    That list is sorted by token, so its T + 1 starts are all that is needed.
+    """
+    num_pairs, device = plan.pair_ids_N.shape[0], plan.pair_ids_N.device
+    ranks_N = torch.empty_like(plan.pair_ids_N).scatter_(
+        0, plan.pair_ids_N, torch.arange(num_pairs, device=device)
+    )
+    tokens = torch.arange(num_tokens + 1, device=device)
+    return ranks_N, torch.searchsorted(plan.token_ids_N.index_select(0, ranks_N), tokens)

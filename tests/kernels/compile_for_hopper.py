@@ -1,0 +1,159 @@
+"""Every kernel compiled ahead for a GPU of compute capability 9.0, on a machine without one.
+
+Prints one JSON line per variant: what ptxas says of registers and spills, shared memory, and whether
+the products became `wgmma`. The interpreter, under which the other tests run, proves none of this.
+Run by `test_triton_compiles.py`, in a process of its own: the interpreter must be off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_ffn.kernels.triton import configs
+from moe_ffn.kernels.triton.combine import combine_kernel
+from moe_ffn.kernels.triton.hidden import hidden_kernel
+from moe_ffn.kernels.triton.hidden_gradient import hidden_gradient_kernel
+from moe_ffn.kernels.triton.product import product_kernel
+from moe_ffn.kernels.triton.weight_gradient import bias_gradient_kernel, weight_gradient_kernel
+
+D, F, E = 1024, 1408, 64
+POINTERS = {
+    "offsets_ptr": "*i32",
+    "total_ptr": "*i32",
+    "token_ids_ptr": "*i64",
+    "ranks_ptr": "*i64",
+    "starts_ptr": "*i64",
+    "weights_ptr": "*fp32",
+    "d_weights_ptr": "*fp32",
+}
+NUMBERS = {"alpha": "fp32", "limit": "fp32"}
+
+
+def compiled(kernel: Any, dtype: str, constants: dict[str, Any], **options: int) -> Any:
+    """`kernel` as a launch with these constants would compile it; every other size divides by 16."""
+    signature, divisible = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name.endswith("_ptr"):
+            signature[name] = POINTERS.get(name, f"*{dtype}")
+        else:
+            signature[name] = NUMBERS.get(name, "i32")
+        if signature[name] != "fp32":
+            divisible[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, divisible)
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={**options, "enable_fp_fusion": True}
+    )
+
+
+def numbers(log: str) -> dict[str, int]:
+    """From ptxas -v: "Used 168 registers", "0 bytes stack frame, 0 bytes spill stores, ..."."""
+
+    def before(what: str) -> int:
+        return int(re.findall(rf"(\d+) {what}", log)[-1])
+
+    spilled = before("bytes spill stores") + before("bytes spill loads")
+    return {"registers": before("registers"), "spilled": spilled}
+
+
+def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Config]]]:
+    """(name, kernel, dtype, constants, configs) of what is to be compiled."""
+    swiglu = {"ACTIVATION": "silu", "GATED": True, "CLAMPED": False}
+    epilogues = {
+        "swiglu": swiglu,
+        "gelu": {**swiglu, "ACTIVATION": "gelu", "GATED": False},
+        "geglu": {**swiglu, "ACTIVATION": "gelu"},
+        "clamped": {**swiglu, "CLAMPED": True},
+        "relu_squared": {**swiglu, "ACTIVATION": "relu_squared", "GATED": False},
+        "reglu": {**swiglu, "ACTIVATION": "relu"},
+        "glu": {**swiglu, "ACTIVATION": "sigmoid"},
+        "bilinear": {**swiglu, "ACTIVATION": "identity"},
+    }
+    where = {"E": E, "E_BLOCK": E, "PRECISION": "ieee"}
+    without = {"bias_ptr": None, "HAS_BIAS": False}
+    dropless = {"dropout_ptr": None, "HAS_DROPOUT": False}
+    for name, epilogue in epilogues.items():
+        widths = {"D": D, "F": F, **where, **epilogue}
+        for kernel, tiles in (
+            (hidden_kernel, configs.HIDDEN),
+            (hidden_gradient_kernel, configs.HIDDEN_GRADIENT),
+        ):
+            keep = {"KEEP": True} if kernel is hidden_kernel else {}
+            some = tiles if name in ("swiglu", "gelu") else tiles[:1]
+            plain = {**widths, **without, **dropless, **keep}
+            yield name, kernel, "bf16", plain, some
+            if name == "clamped":
+                both = {**widths, "HAS_BIAS": True, "HAS_DROPOUT": True, **keep}
+                yield "clamped, bias and dropout", kernel, "bf16", both, tiles[:1]
+    odd = {"D": 1000, "F": 1400, **where, **swiglu, **without, **dropless}
+    yield "odd widths", hidden_kernel, "bf16", {**odd, "KEEP": True}, configs.HIDDEN[:1]
+    yield "odd widths", hidden_gradient_kernel, "bf16", odd, configs.HIDDEN_GRADIENT[:1]
+    float32 = [configs.float32(GROUP=configs.GROUP)]
+    yield "float32", hidden_kernel, "fp32", {**odd, "KEEP": True}, float32
+    yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, float32
+    yield "fp16", hidden_kernel, "fp16", {**odd, "KEEP": True}, configs.HIDDEN[:1]
+
+    down = {"IN": F, "OUT": D, **where, **without, "in_stride": 1}
+    yield "down", product_kernel, "bf16", down, configs.PRODUCT
+    transposed = {"IN": 2 * F, "OUT": D, **where, **without, "out_stride": 1}
+    yield "gradient of tokens", product_kernel, "bf16", transposed, configs.PRODUCT
+
+    sizes = {"IN": D, "OUT": 2 * F, "PRECISION": "ieee"}
+    up = {**sizes, "GATHER_OUTPUT": False, "GATHER_INPUT": True}
+    yield "up", weight_gradient_kernel, "bf16", up, configs.WEIGHT_GRADIENT
+    down = {**sizes, "IN": F, "OUT": D, "GATHER_OUTPUT": True, "GATHER_INPUT": False}
+    yield "down", weight_gradient_kernel, "bf16", down, configs.WEIGHT_GRADIENT
+
+    blocks = [triton.Config({"BLOCK_O": 128, "BLOCK_K": 32}, num_warps=4)]
+    biases = {"OUT": D, "WEIGHTED": True}
+    yield "down", bias_gradient_kernel, "bf16", biases, blocks
+    weighted = {"D": D, "WEIGHTED": True}
+    yield "y", combine_kernel, "bf16", weighted, [triton.Config({"BLOCK_D": 1024}, num_warps=4)]
+
+
+def main(chosen: list[str]) -> None:
+    knobs.compilation.always_compile = True
+    knobs.nvidia.dump_ptxas_log = True
+    for name, kernel, dtype, constants, tiles in variants():
+        if chosen and not any(word in f"{kernel.__name__} {name}" for word in chosen):
+            continue
+        for config in tiles:
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):
+                binary = compiled(
+                    kernel,
+                    dtype,
+                    {**constants, **config.kwargs},
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                )
+            ptx = binary.asm["ptx"]
+            blocks = {key: value for key, value in config.kwargs.items() if key != "GROUP"}
+            found = {
+                "kernel": kernel.__name__,
+                "variant": name,
+                "dtype": dtype,
+                "config": [*blocks.values(), config.num_stages, config.num_warps],
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "cp.async": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+                "shared": binary.metadata.shared,
+                **numbers(log.getvalue()),
+            }
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,313 @@
+"""The Triton backend against the loop in float64: output and every gradient.
+
+On a GPU where there is one, otherwise under Triton's interpreter (see `tests/conftest.py`).
+
+T tokens, E experts, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.activations import Activation, ClampedSwiGLU
+from moe_ffn.dispatch.plan import Plan
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.loop import loop
+from moe_ffn.kernels.select import run_experts
+from moe_ffn.kernels.triton import backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+D_MODEL = 20
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+# Rounding to 24, 11 and 8 bits, about five times over sums of tens of terms of size one.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+PLANS: dict[str, list[list[int | None]]] = {
+    # Expert 0 has more rows than a tile of the interpreter, expert 1 none; some are not computed.
+    "lopsided": [[0, 2], [0, None], [0, 2], *[[0, None]] * 13, [None, None], [0, 2]],
+    "one_expert_takes_all": [[2]] * 9,
+    "as_many_pairs_as_the_router_likes": [[0, 1, 2], [], [None, None, None], [1], [2, 0]],
+    "nothing_is_computed": [[None, None]] * 3,
+    "one_pair": [[1]],
+    "tokens_without_pairs": [[], [], []],
+    "no_tokens": [],
+}
+
+
+@pytest.fixture(autouse=True)
+def _rows_that_nobody_wrote_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a row that was not computed is found out."""
+    from moe_ffn.kernels.triton import launch
+
+    def empty(rows: Any, width: int) -> Tensor:
+        shape = (len(rows), width)
+        return torch.full(shape, torch.nan, dtype=rows.dtype, device=rows.offsets_E.device)
+
+    monkeypatch.setattr(launch.Rows, "empty", empty)
+
+
+def tokens(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(6)
+    x_TD = torch.randn(num_tokens, D_MODEL, generator=generator)
+    return x_TD.to(DEVICE, dtype).requires_grad_()
+
+
+def probe(y_TD: Tensor) -> Tensor:
+    """Uneven weights of a sum, so that no gradient cancels."""
+    return torch.arange(y_TD.numel(), device=y_TD.device).view_as(y_TD).cos().to(y_TD.dtype)
+
+
+def results(
+    run: Callable[..., Tensor], x_TD: Tensor, plan: Plan, weights: ExpertWeights, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The output and every gradient of a weighted sum of it; the leaves are copied to `dtype`."""
+
+    def leaf(tensor: Tensor | None, to: torch.dtype = dtype) -> Tensor | None:
+        return None if tensor is None else tensor.detach().to(to).requires_grad_()
+
+    x = cast("Tensor", leaf(x_TD))
+    # Routing weights are never narrower than float32.
+    pair_weights = cast("Tensor", leaf(plan.weights_N, torch.promote_types(dtype, torch.float32)))
+    mine = replace(
+        weights,
+        up_EHD=leaf(weights.up_EHD),
+        down_EDF=leaf(weights.down_EDF),
+        up_bias_EH=leaf(weights.up_bias_EH),
+        down_bias_ED=leaf(weights.down_bias_ED),
+    )
+    y_TD = run(x, replace(plan, weights_N=pair_weights), mine)
+    (y_TD * probe(y_TD)).sum().backward()
+    leaves = {
+        "x": x,
+        "routing weights": pair_weights,
+        "up": mine.up_EHD,
+        "down": mine.down_EDF,
+        "up bias": mine.up_bias_EH,
+        "down bias": mine.down_bias_ED,
+    }
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
+    assert all(gradient is not None for gradient in gradients.values())
+    return {"y": y_TD.detach(), **cast("dict[str, Tensor]", gradients)}
+
+
+def check(
+    x_TD: Tensor, plan: Plan, weights: ExpertWeights, dtype: torch.dtype = torch.float32
+) -> None:
+    wanted = results(loop, x_TD, plan, weights, torch.float64)
+    for name, got in results(backend.triton, x_TD, plan, weights, dtype).items():
+        assert got.dtype == (torch.float32 if name == "routing weights" else dtype), name
+        size = wanted[name].abs().max().item() if wanted[name].numel() else 0.0
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(
+            got.double(),
+            wanted[name],
+            rtol=tolerance,
+            atol=tolerance * max(1.0, size),
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_every_activation_equals_the_loop(
+    activation: Activation, gated: bool, make_weights: Any, make_plan_of: Any
+) -> None:
+    plan = PLANS["lopsided"]
+    # Biases on half of them: both ways are taken by several activations.
+    weights = make_weights(activation=activation, gated=gated, bias=gated)
+    check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+
+
+def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:
+    plan = PLANS["lopsided"]
+    # A limit at which about half of the values are clamped.
+    weights = make_weights(clamped=ClampedSwiGLU(alpha=1.702, limit=0.5))
+    check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_plan_equals_the_loop(
+    plan: list[list[int | None]], make_weights: Any, make_plan_of: Any
+) -> None:
+    check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "top_k_dropping": {"capacity": {"factor": 0.5}},
+    "top_p": {"router": {"type": "top_p", "p": 0.5}},
+    "relu": {"router": {"type": "relu", "k": 2}},
+    "expert_choice": {"router": {"type": "expert_choice"}},
+}
+
+
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+def test_behind_every_kind_of_router_a_layer_equals_the_loop(
+    config: dict[str, Any], build_moe: Any, gradients: Any
+) -> None:
+    layers = [build_moe(name, **config).to(DEVICE) for name in ("triton", "loop")]
+    x_BSD = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    outcomes = []
+    for layer in layers:
+        x = x_BSD.to(next(layer.experts.parameters()).dtype).detach().clone().requires_grad_()
+        hidden = layer(x).hidden
+        outcomes.append({"y": hidden.detach(), **gradients(layer, x, hidden)})
+    for name, got in outcomes[0].items():
+        wanted = outcomes[1][name]
+        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_adds_up_in_float32(
+    dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+) -> None:
+    plan = PLANS["lopsided"]
+    check(tokens(len(plan)), make_plan_of(plan, 3), make_weights(), dtype)
+
+
+def test_autocast_lowers_the_products_and_not_the_gradients(
+    make_weights: Any, make_plan_of: Any
+) -> None:
+    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
+    x_TD = tokens(len(PLANS["lopsided"]))
+    wanted = results(loop, x_TD, plan, weights, torch.float64)
+
+    def lowered(*arguments: Any) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return backend.triton(*arguments)
+
+    for name, got in results(lowered, x_TD, plan, weights, torch.float32).items():
+        assert got.dtype == torch.float32, name
+        error = (got - wanted[name]).abs().max() / wanted[name].abs().max()
+        assert 1e-5 < error < TOLERANCE[torch.bfloat16], name
+
+
+def test_tokens_may_have_any_strides(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights()
+    x_TD = tokens(len(PLANS["lopsided"])).detach()
+    wanted = backend.triton(x_TD, plan, weights)
+    columns_first = x_TD.t().contiguous().t()
+    every_other_row = x_TD.repeat_interleave(2, dim=0)[::2]
+    for x in (columns_first, every_other_row):
+        assert not x.is_contiguous()
+        torch.testing.assert_close(backend.triton(x, plan, weights), wanted, rtol=0, atol=0)
+
+
+def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> None:
+    # y.sum() hands back one number with strides of 0.
+    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    gradients = []
+    for run in (backend.triton, loop):
+        x_TD = tokens(9)
+        run(x_TD, plan, weights).sum().backward()
+        gradients.append(x_TD.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_of: Any) -> None:
+    experts = PLANS["lopsided"]
+    plan, weights = make_plan_of(experts, 3), make_weights()
+    x_TD, kept = tokens(len(experts)), []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        backend.triton(x_TD, plan, weights)
+    inputs = [x_TD, plan.weights_N, weights.up_EHD, weights.down_EDF]
+    inputs += [b for b in (weights.up_bias_EH, weights.down_bias_ED) if b is not None]
+    known = {tensor.data_ptr() for tensor in inputs}
+    rest = [t for t in kept if t.data_ptr() not in known and t.is_floating_point()]
+    num_pairs = plan.token_ids_N.shape[0]
+    assert [tuple(tensor.shape) for tensor in rest] == [(num_pairs, 2 * weights.d_ff)]
+
+
+def test_training_and_evaluation_give_the_same_bits(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["lopsided"], 3), make_weights(dtype=torch.float16)
+    x_TD = tokens(len(PLANS["lopsided"]), torch.float16)
+    trained = backend.triton(x_TD, plan, weights)
+    assert trained.requires_grad
+    with torch.no_grad():
+        evaluated = backend.triton(x_TD, plan, weights)
+    assert torch.equal(trained, evaluated)
+    assert torch.equal(trained, backend.triton(x_TD, plan, weights))
+
+
+def test_frozen_weights_get_no_gradient(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    x_TD = tokens(9)
+    frozen = replace(
+        weights,
+        up_EHD=weights.up_EHD.detach(),
+        down_EDF=weights.down_EDF.detach(),
+        up_bias_EH=None,
+        down_bias_ED=None,
+    )
+    backend.triton(x_TD, replace(plan, weights_N=plan.weights_N.detach()), frozen).sum().backward()
+    assert x_TD.grad is not None
+    wanted = tokens(9)
+    loop(wanted, plan, frozen).sum().backward()
+    torch.testing.assert_close(x_TD.grad, wanted.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_multiplies_the_hidden_units_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, make_weights: Any, make_plan_of: Any
+) -> None:
+    experts = PLANS["lopsided"]
+    plan, weights = make_plan_of(experts, 3), make_weights(dropout=0.5)
+    num_pairs = plan.token_ids_N.shape[0]
+    generator = torch.Generator().manual_seed(7)
+    mask_NF = torch.randint(2, (num_pairs, weights.d_ff), generator=generator).to(DEVICE) * 2.0
+    monkeypatch.setattr(backend, "dropout_mask", lambda *_: mask_NF)
+    remaining = mask_NF.double()
+
+    def next_rows(hidden: Tensor, probability: float) -> Tensor:
+        # The loop goes over the experts in the plan's order.
+        nonlocal remaining
+        assert probability == 0.5
+        mine, remaining = remaining[: len(hidden)], remaining[len(hidden) :]
+        return hidden * mine
+
+    monkeypatch.setattr("torch.nn.functional.dropout", next_rows)
+    check(tokens(len(experts)), plan, weights)
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_torch_compile_takes_the_operator_whole(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["one_expert_takes_all"], 3), make_weights()
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x, p: run_experts(x, p, weights, "triton"),
+        fullgraph=True,
+        backend="inductor" if DEVICE == "cuda" else "aot_eager",  # inductor takes half a minute
+    )
+    outcomes = []
+    for run in (compiled, lambda x, p: backend.triton(x, p, weights)):
+        x_TD = tokens(9)
+        y_TD = run(x_TD, plan)
+        (y_TD * probe(y_TD)).sum().backward()
+        outcomes.append((y_TD.detach(), x_TD.grad))
+    for got, wanted in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_it_says_what_it_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, make_weights: Any, make_plan_of: Any
+) -> None:
+    plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
+    with pytest.raises(ValueError, match=r"'triton' takes torch\.float32, .* got torch\.float64"):
+        run_experts(tokens(1, torch.float64), plan, weights, "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="'triton' runs on GPUs, but the tokens are on the cpu"):
+        run_experts(tokens(1).cpu(), plan, weights, "triton")
+    monkeypatch.setattr(backend, "INSTALLED", False)
+    with pytest.raises(ValueError, match="needs the package triton, which is not installed"):
+        run_experts(tokens(1), plan, weights, "triton")
