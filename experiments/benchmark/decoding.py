@@ -61,8 +61,8 @@ def run(session: Session) -> None:
             pair = (f"{AUTO} {point}", f"{peer} {point}")
             session.promise_ratio("decoding", "", f"time / {peer}, {point}", 1.0, timings, pair)
     session.plots["decoding"] = Plot(
-        title="Forward pass of a few tokens",
-        x_label="tokens",
+        title="Forward pass of a few tokens, without gradients",
+        x_label="number of tokens",
         y_label="microseconds",
         series={
             name: [(points[point].num_tokens, 1e6 * median) for point, median in found.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 880, 460
-LEFT, RIGHT, TOP, BOTTOM = 84, 232, 56, 64
+LEFT, RIGHT, TOP, BOTTOM = 84, 232, 56, 76
 """Margins; the legend stands in the right one."""
 
 COLOURS = ("#0b5fa5", "#d1495b", "#2f8f4e", "#e08a00", "#7b4fb5", "#00838f", "#8d5a2b", "#555f6b")
@@ -26,9 +26,10 @@ class Plot:
     y_label: str
     series: Mapping[str, Sequence[Point]]
     x_names: Sequence[str] = ()
-    """What stands under x = 1, 2, ... where x counts cases; the points are then not joined."""
+    """What stands under x = 1, 2, ... where x counts cases, in one line or several; the points are then
+    not joined."""
     x_unit: Callable[[float], str] = "{:,.0f}".format
-    y_unit: Callable[[float], str] = "{:g}".format
+    y_unit: Callable[[float], str] = "{:,g}".format
 
 
 def svg(plot: Plot) -> str:
@@ -82,7 +83,8 @@ def _grid(
     for x, name in x_ticks.items():
         at = place_x(x)
         parts.append(_line(at, TOP, at, bottom, "#eef0f3"))
-        parts.append(_text(at, bottom + 19, name, anchor="middle"))
+        for number, line in enumerate(name.split("\n")):
+            parts.append(_text(at, bottom + 19 + 15 * number, line, anchor="middle", size=12))
     middle = (TOP + bottom) / 2
     return [
         *parts,
@@ -125,8 +127,12 @@ def _marker(number: int, x: float, y: float) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times the powers of ten between the two; the powers alone over many decades."""
-    digits = (1, 2, 5) if high / low < 1000 else (1,)
+    """1, 2 and 5 times the powers of ten between the two; more of them if near, fewer if far apart."""
+    digits = (1, 2, 5)
+    if high / low < 8:
+        digits = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
+    elif high / low > 1000:
+        digits = (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
     return [tick for tick in ticks if low <= tick <= high]

@@ -65,7 +65,7 @@ class Promise:
 
     @property
     def shown_figure(self) -> str:
-        return self.why_unmeasured if self.figure is None else f"{self.figure:.2f}"
+        return self.why_unmeasured if self.figure is None else f"{self.figure:.3f}"
 
     @property
     def shown_limit(self) -> str:

@@ -59,13 +59,11 @@ def run_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
             if tax is not None:
                 taxes.setdefault(layer.name, []).append((number, tax))
     session.plots[suite] = Plot(
-        title="Forward and backward pass, times that of the dense block",
-        x_label="layer (T tokens, D model width, F expert width, E experts, K per token)",
-        y_label="time / time of the dense block",
+        title="Forward and backward pass beside the dense block's",
+        x_label="tokens, model width, expert width; experts, experts per token, dtype",
+        y_label="time / that of the dense block",
         series=taxes,
-        x_names=[
-            f"{s.num_tokens},{s.d_model},{s.d_ff},{s.num_experts},{s.k},{s.dtype}" for s in shapes
-        ],
+        x_names=[_two_lines(shape) for shape in shapes],
     )
 
 
@@ -85,6 +83,11 @@ def time_layer(
     passes = {layer.name: layer.training_pass(tokens.x_BSD, tokens.grad_BSD) for layer in layers}
     timings = session.time({**passes, **(beside or {})})
     return layers, timings
+
+
+def _two_lines(shape: Shape) -> str:
+    tokens = f"{shape.num_tokens}, {shape.d_model}, {shape.d_ff}"
+    return f"{tokens}\n{shape.num_experts}, {shape.k}, {shape.dtype}"
 
 
 def _promise(

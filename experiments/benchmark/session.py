@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,9 @@ from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import Promise, Row, duration, ratio, spread, table, times
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Rounds, Timed, Timing, clock_for, interleave
+
+NOISY = 0.1
+"""Quartiles this far apart, as a part of the median, are worth a word."""
 
 
 @dataclass
@@ -50,6 +54,11 @@ class Session:
         done = min((len(timing.seconds) for timing in timings.values()), default=rounds.timed)
         if done < rounds.timed:
             self.say(f"  {done} rounds instead of {rounds.timed}, which would take long")
+        noise = statistics.median(timing.noise for timing in timings.values()) if timings else 0
+        if noise > NOISY:
+            self.say(
+                f"  noisy: the quartiles lie {noise:.0%} of the median apart; is this machine busy?"
+            )
         return timings
 
     def promise(self, promise: Promise) -> None:

@@ -36,7 +36,7 @@ MOST_EXPERTS_OF_EAGER = 64
 
 def run_experts(session: Session) -> None:
     points = {f"E {e}": replace(EXPERTS, num_experts=e) for e in (8, 16, 32, 64, 128, 256)}
-    timings = _sweep(session, "experts", points, "experts, at the same active width", "num_experts")
+    timings = _sweep(session, "experts", points, "number of experts", "num_experts")
     pair = (f"{AUTO} E 256", f"{AUTO} E 8")
     claim = "time at 256 experts / at 8"
     session.promise_ratio("experts", "", claim, MOST_GROWTH, timings, pair)
@@ -44,12 +44,12 @@ def run_experts(session: Session) -> None:
 
 def run_tokens(session: Session) -> None:
     points = {f"T {t}": replace(TOKENS, num_tokens=t) for t in (256, 1024, 4096, 16384)}
-    _sweep(session, "tokens", points, "tokens", "num_tokens")
+    _sweep(session, "tokens", points, "number of tokens", "num_tokens")
 
 
 def run_width(session: Session) -> None:
     points = {f"F {f}": replace(TOKENS, d_ff=f) for f in (64, 128, 256, 512, 1024)}
-    _sweep(session, "width", points, "hidden width of one expert", "d_ff")
+    _sweep(session, "width", points, "width of one expert", "d_ff")
 
 
 def _sweep(
@@ -70,7 +70,7 @@ def _sweep(
     names = list(dict.fromkeys(layer.name for point in points for layer in layers[point]))
     _show(session, names, list(points), timings)
     session.plots[suite] = Plot(
-        title=f"Forward and backward pass by {axis.replace('_', ' ').replace('d ff', 'width')}",
+        title=f"Forward and backward pass, by {x_label}",
         x_label=x_label,
         y_label="milliseconds",
         series={

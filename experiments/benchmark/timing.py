@@ -40,6 +40,12 @@ class Timing:
         return statistics.median(self.seconds)
 
     @property
+    def noise(self) -> float:
+        """What the middle half of the values spans, as a part of the median."""
+        lower, upper = self.quartiles
+        return (upper - lower) / self.median
+
+    @property
     def quartiles(self) -> tuple[float, float]:
         """The lower and the upper one."""
         if len(self.seconds) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,6 +132,13 @@ def test_quartiles() -> None:
     assert Timing((5.0,)).quartiles == (5.0, 5.0)
     assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2.0, 4.0)
     assert Timing((3.0, 1.0, 2.0)).median == 2.0
+
+
+def test_a_busy_machine_is_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(Rounds(3, warmup=0), (), CPU)
+    pauses = itertools.cycle([0.0, 0.004, 0.008])
+    session.time({"a": Timed(lambda: time.sleep(next(pauses)))})
+    assert "is this machine busy?" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------- same function
@@ -420,12 +428,16 @@ def test_a_plot_is_xml_with_a_line_for_each_series() -> None:
 
 
 def test_a_plot_of_cases_names_them_and_joins_nothing() -> None:
-    root = parsed(Plot("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first", "second"]))
+    root = parsed(
+        Plot("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first\nand more", "second"])
+    )
 
     (group,) = series_of(root)
     assert not group.findall("{*}polyline")
     assert len(group.findall("{*}circle")) == 3  # one in the legend
-    assert {"first", "second"} <= {element.text for element in root.findall(".//{*}text")}
+    assert {"first", "and more", "second"} <= {
+        element.text for element in root.findall(".//{*}text")
+    }
 
 
 def test_a_single_point_can_be_plotted() -> None:
@@ -433,6 +445,7 @@ def test_a_single_point_can_be_plotted() -> None:
 
 
 def test_ticks_are_round() -> None:
+    assert log_ticks(0.9, 2.6) == pytest.approx([1, 1.2, 1.5, 2, 2.5])
     assert log_ticks(0.9, 60) == pytest.approx([1, 2, 5, 10, 20, 50])
     assert log_ticks(0.9, 20000) == pytest.approx([1, 10, 100, 1000, 10000])
 
