@@ -298,6 +298,18 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
 # -- through a real process
 
 
+def train_in(folder: Path, argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.train", *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "answer"),
     [
@@ -308,28 +320,27 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
     ],
     ids=["unknown key", "missing file", "impossible combination"],
 )  # fmt: skip
-def test_process_answers_within_a_second_and_without_torch(
+def test_process_answers_in_one_line_and_without_torch(
     argv: list[str], answer: str, tmp_path: Path
 ) -> None:
-    before = os.times()
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.train", *argv],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPROFILEIMPORTTIME": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    after = os.times()
+    done = train_in(tmp_path, argv, PYTHONPROFILEIMPORTTIME="1")
 
     lines = done.stderr.splitlines()
     imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
     said = [line for line in lines if not line.startswith("import time:")]
     assert (done.returncode, done.stdout, said) == (2, "", [f"error: {answer}"])
-    # Seconds of work, not of waiting: the machine may be busy with something else.
-    worked = after.children_user + after.children_system
-    assert worked - before.children_user - before.children_system < 1
     assert "pydantic" in imported
     assert not imported & {"torch", "lightning", "wandb", "numpy"}
     assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+
+
+def test_process_answers_within_a_second(tmp_path: Path) -> None:
+    def seconds_of_work() -> float:
+        # Not of waiting; and the best of three, for what shares the processor slows the work too.
+        before = os.times()
+        train_in(tmp_path, ["--model.ffn.num_expert", "4"])
+        after = os.times()
+        worked = after.children_user + after.children_system
+        return worked - before.children_user - before.children_system
+
+    assert min(seconds_of_work() for _ in range(3)) < 1

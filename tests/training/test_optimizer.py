@@ -33,7 +33,7 @@ NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "final_no
 def test_matrices_decay_stacked_experts_and_router_too() -> None:
     decayed, kept = groups(ffn={"type": "moe", "num_experts": 4})
 
-    ffn = {f"layers.0.ffn.experts.{name}" for name in ("gate", "up", "down")}
+    ffn = {f"layers.0.ffn.experts.{name}" for name in ("gate_up", "down")}
     assert decayed == ATTENTION | ffn | {"layers.0.ffn.router.projection.weight"}
     assert kept == NORMS | {"embedding.weight"}
 
@@ -46,7 +46,7 @@ def test_biases_do_not_decay_stacked_ones_neither() -> None:
     )
 
     assert not [name for name in decayed if "bias" in name]
-    assert {f"layers.0.ffn.experts.{name}_bias" for name in ("gate", "up", "down")} <= kept
+    assert {f"layers.0.ffn.experts.{name}_bias" for name in ("gate_up", "down")} <= kept
     assert {name.replace("weight", "bias") for name in ATTENTION | NORMS} <= kept
 
 
