@@ -77,7 +77,8 @@ class RouterLinear(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         """Logits (T, E), float32 (float64 for a float64 layer)."""
         dtype = self.dtype_for(x_TD)
-        weight_ED, bias_E = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        weight_ED = self.weight.to(dtype)
+        bias_E = None if self.bias is None else self.bias.to(dtype)
         if torch.compiler.is_compiling():  # a compiled graph decides itself what to keep
             with torch.autocast(device_type=x_TD.device.type, enabled=False):
                 return F.linear(x_TD.to(dtype), weight_ED, bias_E)
