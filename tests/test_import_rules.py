@@ -182,7 +182,8 @@ def test_configs_load_no_torch() -> None:
 
 def test_importing_everything_public_is_quick() -> None:
     # Processor time, which other work on the machine disturbs less than the clock, and the best of
-    # three, which it disturbs least; without torch, einops and pydantic, which everybody who uses the package has loaded.
+    # three, which it disturbs least; without torch, einops and pydantic, which everybody who uses
+    # the package has loaded.
     code = (
         "import time, torch, einops, pydantic, pydantic.json_schema\n"
         "class Warm(pydantic.BaseModel): x: int = 1\n"  # pydantic imports half of itself here
