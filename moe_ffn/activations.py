@@ -6,6 +6,7 @@ The names stand apart from the functions so that configs can check them without 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ GATE_ACTIVATIONS: dict[GatedType, Activation] = {
 assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
 
 
+@cache
 def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
     """The element-wise function called `name`; KeyError when there is none."""
     import torch

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 
@@ -113,10 +112,14 @@ class Routing:
     @property
     def computed_N(self) -> Tensor:
         """bool: pairs an expert works on, real and not dropped."""
-        computed_N = ~self.dropped_N
+        return ~self.left_out_N
+
+    @property
+    def left_out_N(self) -> Tensor:
+        """bool: the others."""
         if self.chosen_N is None and self.mask_T is None:
-            return computed_N
-        return computed_N & self.real_N
+            return self.dropped_N
+        return self.dropped_N | ~self.real_N
 
     def detach(self) -> Self:
         """The same values cut from the graph: what metrics may keep."""
@@ -167,7 +170,7 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
         sequence_length=context.sequence_length or (leading_shape[-1] if leading_shape else 1),
     )
-    return rearrange(x, "... d -> (...) d"), flat
+    return x.reshape(-1, x.shape[-1]), flat
 
 
 for _value in (TokenContext, Routing, FFNOutput):

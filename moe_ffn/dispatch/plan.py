@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, count_pairs
+from moe_ffn.outputs import Routing
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
             in the plan. All of them when None.
     """
     num_experts = routing.num_experts if num_experts is None else num_experts
-    left_out_N = ~routing.computed_N
+    left_out_N = routing.left_out_N
     if num_experts < routing.num_experts:
         left_out_N = left_out_N | (routing.expert_ids_N >= num_experts)
     key_N = routing.expert_ids_N.masked_fill(left_out_N, num_experts)
-    order_N = key_N.argsort(stable=True)
-    counts_E = count_pairs(key_N, num_experts + 1)[:-1]
+    sorted_N, order_N = key_N.sort(stable=True)
+    experts_E = torch.arange(num_experts, device=key_N.device)
     return Plan(
         token_ids_N=routing.token_ids_N.index_select(0, order_N),
         weights_N=routing.weights_N.masked_fill(left_out_N, 0).index_select(0, order_N),
-        offsets_E=counts_E.cumsum(0).to(torch.int32),
+        offsets_E=torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True),
         pair_ids_N=order_N,
     )

@@ -66,8 +66,10 @@ Backend = Callable[[Tensor, Plan, ExpertWeights], Tensor]
 def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) -> Tensor:
     """Weight each pair's result and add it to its token, in at least float32."""
     weighted_ND = y_ND * weights_N.unsqueeze(-1)
+    if x_TD.shape[0] == 1:  # nothing to look up, where a sequence is continued token by token
+        return weighted_ND.sum(dim=0, keepdim=True).to(x_TD.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
-    return sums_TD.index_add(0, token_ids_N, weighted_ND).to(x_TD.dtype)
+    return sums_TD.index_add_(0, token_ids_N, weighted_ND).to(x_TD.dtype)
 
 
 def dropout_mask(

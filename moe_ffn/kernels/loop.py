@@ -37,21 +37,24 @@ def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         experts = [expert for expert in experts if sizes[expert]]
         sizes = [sizes[expert] for expert in experts]
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
-    inputs = list(x_TD.index_select(0, token_ids_N).split(sizes))
-    if not inputs:
+    if not sizes:
         return torch.zeros_like(x_TD)
-    up_E = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
-    hidden_E = [weights.activate(up_NH) for up_NH in up_E]
-    outputs = _linear_per_expert(experts, hidden_E, weights.down_EDF, weights.down_bias_ED)
-    return combine(torch.cat(outputs), x_TD, token_ids_N, weights_N)
+    inputs = x_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
+    up_NH = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
+    hidden = weights.activate(up_NH).split_with_sizes(sizes)
+    y_ND = _linear_per_expert(experts, hidden, weights.down_EDF, weights.down_bias_ED)
+    return combine(y_ND, x_TD, token_ids_N, weights_N)
 
 
 def _linear_per_expert(
-    experts: Sequence[int], inputs: list[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
-) -> list[Tensor]:
-    # `unbind` once: the gradient of `weight_EOI[expert]` is as large as all experts together.
-    weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
-    return [
+    experts: Sequence[int], inputs: Sequence[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    weight_E, bias_E = weight_EOI, bias_EO
+    if torch.is_grad_enabled():
+        # Once: the gradient of `weight_EOI[expert]` is as large as all experts together.
+        weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
+    outputs = [
         F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
         for expert, input_NI in zip(experts, inputs, strict=True)
     ]
+    return torch.cat(outputs)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from moe_ffn.initialization import init_linear_
@@ -79,14 +79,25 @@ class RouterLinear(nn.Module):
         dtype = self.dtype_for(x_TD)
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
-        if torch.compiler.is_compiling():  # a compiled graph decides itself what to keep
-            with torch.autocast(device_type=x_TD.device.type, enabled=False):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            # A compiled graph decides itself what to keep, and without gradients nothing is kept.
+            with _as_given(x_TD):
                 return F.linear(x_TD.to(dtype), weight_ED, bias_E)
         return _WiderLinear.apply(x_TD, weight_ED, bias_E)
 
     @staticmethod
     def dtype_for(x_TD: Tensor) -> torch.dtype:
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
+
+
+def _as_given(x_TD: Tensor) -> AbstractContextManager[object]:
+    """Products in the dtype of their factors, also where autocast is on."""
+    device = x_TD.device.type
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )
 
 
 class _WiderLinear(torch.autograd.Function):
@@ -98,7 +109,7 @@ class _WiderLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        with torch.autocast(device_type=x_TD.device.type, enabled=False):
+        with _as_given(x_TD):
             return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
 
     @staticmethod
@@ -107,7 +118,7 @@ class _WiderLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        with torch.autocast(device_type=x_TD.device.type, enabled=False):
+        with _as_given(x_TD):
             return (
                 (grad_TE @ weight_ED).to(x_TD.dtype) if needs_x else None,
                 grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
@@ -129,17 +140,17 @@ def routing_of_pairs(
 ) -> Routing:
     """The Routing of a router in which every token lists K experts: N = T*K pairs, token-major."""
     num_tokens, k = expert_ids_TK.shape
-    token_ids_T = torch.arange(num_tokens, device=expert_ids_TK.device)
+    token_ids_T1 = torch.arange(num_tokens, device=expert_ids_TK.device).unsqueeze(-1)
     return Routing(
-        token_ids_N=token_ids_T.repeat_interleave(k),
-        expert_ids_N=rearrange(expert_ids_TK, "t k -> (t k)"),
-        weights_N=rearrange(weights_TK, "t k -> (t k)"),
+        token_ids_N=token_ids_T1.expand(num_tokens, k).flatten(),
+        expert_ids_N=expert_ids_TK.flatten(),
+        weights_N=weights_TK.flatten(),
         dropped_N=torch.zeros(num_tokens * k, dtype=torch.bool, device=expert_ids_TK.device),
         logits_TE=logits_TE,
         scores_TE=scores_TE,
         mask_T=context.mask,
         sequence_length=context.sequence_length or num_tokens,
-        chosen_N=None if chosen_TK is None else rearrange(chosen_TK, "t k -> (t k)"),
+        chosen_N=None if chosen_TK is None else chosen_TK.flatten(),
         capacity_k=capacity_k,
         target_k=target_k,
         selection_probs_TE=selection_probs_TE,
