@@ -90,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--suite", nargs="+", metavar="NAME", help="what to time, of the suites below; default: all"
+        "--suite",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help="what to time, of the suites below; default: all",
     )
     add(
         "--shape",
@@ -108,7 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", default="1", metavar="N", help="turns before them; default: 1")
     add("--threads", metavar="N", help="threads of torch; default: torch's own choice")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; auto prefers cuda")
-    add("--backends", nargs="+", metavar="NAME", help="backends beside auto; default: all")
+    add(
+        "--backends",
+        action="extend",
+        nargs="+",
+        metavar="NAME",
+        help="backends beside auto; default: all",
+    )
     add("--output", metavar="FOLDER", help="a new folder; default: runs/benchmark-DATE-TIME")
     return parser
 
