@@ -41,6 +41,11 @@ class Block:
     def num_rows(self) -> int:
         return self.stop - self.start
 
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each piece."""
+        return [piece.stop - piece.start for piece in self.pieces]
+
 
 def cut_blocks(offsets: Sequence[int]) -> list[Block]:
     """Whole experts together where they are small, one expert over several blocks where it is large.

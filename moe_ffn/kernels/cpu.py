@@ -21,7 +21,7 @@ from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu_activation import block_activation
 from moe_ffn.kernels.cpu_products import Products, WeightGradient
-from moe_ffn.kernels.cpu_rows import Rows
+from moe_ffn.kernels.cpu_rows import Rows, split
 from moe_ffn.kernels.dtypes import compute_dtype, product_dtype_on_cpu
 from moe_ffn.kernels.workspace import Workspace
 
@@ -87,16 +87,17 @@ class _ExpertsOnCPU(torch.autograd.Function):
                 up_NH = kept_NH[block.rows]
             else:
                 up_NH = workspace("up", block.num_rows, width)
-            for piece in block.pieces:
-                up.linear(piece.expert, x_ND[piece.rows], up_NH[piece.rows])
+            sizes = block.sizes
+            for piece, x, out in zip(block.pieces, *split(sizes, x_ND, up_NH), strict=True):
+                up.linear(piece.expert, x, out)
             if trains and kept_dtype != dtype:
                 kept_NH[block.rows] = up_NH
             hidden_NF = activation.hidden(up_NH)
             if dropout_NF is not None:
                 hidden_NF.mul_(dropout_NF[block.rows])
-            y_here_ND = y_ND[block.rows]
-            for piece in block.pieces:
-                down.linear(piece.expert, hidden_NF[piece.rows], y_here_ND[piece.rows])
+            parts = split(sizes, hidden_NF, y_ND[block.rows])
+            for piece, hidden, out in zip(block.pieces, *parts, strict=True):
+                down.linear(piece.expert, hidden, out)
 
         if trains:
             ctx.save_for_backward(
@@ -142,8 +143,11 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_NF = workspace("grad_hidden", *hidden_NF.shape)
             size = (block.num_rows, x_TD.shape[1])
             grad_y_ND = rows.gather(grad_y_TD, block, workspace("grad_y", *size))
-            for piece in block.pieces:
-                down.input_gradient(piece.expert, grad_y_ND[piece.rows], grad_NF[piece.rows])
+            sizes = block.sizes
+            for piece, grad_y, out in zip(
+                block.pieces, *split(sizes, grad_y_ND, grad_NF), strict=True
+            ):
+                down.input_gradient(piece.expert, grad_y, out)
             if dropout_NF is not None:
                 hidden_NF.mul_(dropout_NF[block.rows])
 
@@ -160,17 +164,18 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_up_NH = activation.gradient(grad_NF, up_NH)
 
             x_ND = rows.gather(x_input_TD, block, workspace("x", *size))
-            grad_x_here_ND = grad_x_ND[block.rows]
-            for expert, mine, continues in ((p.expert, p.rows, p.continues) for p in block.pieces):
-                grad_down.add(expert, grad_y_ND[mine], hidden_NF[mine], continues)
-                grad_up.add(expert, grad_up_NH[mine], x_ND[mine], continues)
-                up.input_gradient(expert, grad_up_NH[mine], grad_x_here_ND[mine])
+            parts = split(sizes, grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
+            for piece, grad_y, hidden, grad_up_, x, out in zip(block.pieces, *parts, strict=True):
+                expert = piece.expert
+                grad_down.add(expert, grad_y, hidden, piece.continues)
+                grad_up.add(expert, grad_up_, x, piece.continues)
+                up.input_gradient(expert, grad_up_, out)
                 if up_bias_EH is not None:
-                    grad_up.add_bias(expert, grad_up_NH[mine].sum(0))
+                    grad_up.add_bias(expert, grad_up_.sum(0))
                 if down_bias_ED is not None:
                     bias_D = down_bias_ED[expert].to(dtype)
-                    grad_weights_here_N[mine] += grad_y_ND[mine] @ bias_D
-                    grad_down.add_bias(expert, factors_here_N1[mine].t().mm(grad_y_ND[mine])[0])
+                    grad_weights_here_N[piece.rows] += grad_y @ bias_D
+                    grad_down.add_bias(expert, factors_here_N1[piece.rows].t().mm(grad_y)[0])
 
         grad_x_TD = rows.sum_per_token(grad_x_ND).to(x_TD.dtype)
         (grad_up_EHD, grad_up_bias_EH) = grad_up.finish()

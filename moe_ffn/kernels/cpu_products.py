@@ -5,6 +5,8 @@ E experts, N rows of one expert, O out, I in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,22 @@ class Products:
 
     def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, dtype: torch.dtype) -> None:
         self.weight_E = weight_EOI.unbind()
+        self.transposed_E = weight_EOI.mT.unbind()
         self.bias_E = None if bias_EO is None else bias_EO.to(dtype).unbind()
-        self._converted = _Converted(dtype)
+        self.converted = None if weight_EOI.dtype == dtype else _Converted(self.weight_E, dtype)
 
     def linear(self, expert: int, input_NI: Tensor, out_NO: Tensor) -> None:
-        weight_IO = self._converted.of(expert, self.weight_E[expert]).t()
+        converted = self.converted
+        weight_IO = self.transposed_E[expert] if converted is None else converted.of(expert).t()
         if self.bias_E is None:
             torch.mm(input_NI, weight_IO, out=out_NO)
         else:
             torch.addmm(self.bias_E[expert], input_NI, weight_IO, out=out_NO)
 
     def input_gradient(self, expert: int, grad_NO: Tensor, out_NI: Tensor) -> None:
-        torch.mm(grad_NO, self._converted.of(expert, self.weight_E[expert]), out=out_NI)
+        converted = self.converted
+        weight_OI = self.weight_E[expert] if converted is None else converted.of(expert)
+        torch.mm(grad_NO, weight_OI, out=out_NI)
 
 
 class WeightGradient:
@@ -66,17 +72,13 @@ class WeightGradient:
 class _Converted:
     """The weight of one expert at a time in `dtype`, in one buffer."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, weight_E: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.weight_E = weight_E
         self.expert: int | None = None
-        self.buffer: Tensor | None = None
+        self.buffer_OI = torch.empty(weight_E[0].shape, dtype=dtype)
 
-    def of(self, expert: int, weight_OI: Tensor) -> Tensor:
-        if weight_OI.dtype == self.dtype:
-            return weight_OI
-        if self.buffer is None:
-            self.buffer = torch.empty_like(weight_OI, dtype=self.dtype)
+    def of(self, expert: int) -> Tensor:
         if self.expert != expert:
             self.expert = expert
-            self.buffer.copy_(weight_OI)
-        return self.buffer
+            self.buffer_OI.copy_(self.weight_E[expert])
+        return self.buffer_OI

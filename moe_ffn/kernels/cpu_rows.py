@@ -64,3 +64,8 @@ class Rows:
         return F.embedding_bag(
             self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
         )
+
+
+def split(sizes: list[int], *values_N: Tensor) -> list[tuple[Tensor, ...]]:
+    """Views of each, piece by piece: a slice at a time would cost as much as a small product's call."""
+    return [values.split_with_sizes(sizes) for values in values_N]
