@@ -97,6 +97,13 @@ def test_every_command_succeeds(
         assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)
         assert "ratio" in capsys.readouterr().out
         return
+    if module == "experiments.benchmark":
+        tiny = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1", "--warmup", "0"]
+        asked = ["--shape"] if "--shape" in arguments else []
+        assert arguments[:1] == asked
+        assert run([module, *tiny]) == 0
+        assert "moe_ffn auto" in capsys.readouterr().out
+        return
     if (
         module == "experiments.compare"
     ):  # one of the configs stands for all, in a process of its own

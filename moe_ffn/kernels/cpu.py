@@ -127,11 +127,15 @@ class _ExpertsOnCPU(torch.autograd.Function):
         dtype: torch.dtype = ctx.dtype
         workspace = Workspace(rows.largest_block, dtype)
         up, down = Products(up_EHD, None, dtype), Products(down_EDF, None, dtype)
-        grad_up = WeightGradient(up_EHD, up_bias_EH, dtype)
-        grad_down = WeightGradient(down_EDF, down_bias_ED, dtype)
+        wants_x, _, wants_up, wants_down, *wants_biases = ctx.needs_input_grad[:6]
+        grad_up = grad_down = None  # of frozen experts
+        if wants_up or wants_biases[0]:
+            grad_up = WeightGradient(up_EHD, up_bias_EH, dtype)
+        if wants_down or wants_biases[1]:
+            grad_down = WeightGradient(down_EDF, down_bias_ED, dtype)
         activation = block_activation(ctx.weights, workspace)
         x_input_TD, grad_y_TD = x_TD.to(dtype), grads[0].to(dtype).contiguous()
-        grad_x_ND = torch.empty(len(rows), x_TD.shape[1], dtype=dtype)
+        grad_x_ND = torch.empty(len(rows), x_TD.shape[1] if wants_x else 0, dtype=dtype)
         grad_weights_N = torch.empty_like(weights_N)
         factors_N1 = weights_N.to(dtype).unsqueeze(-1)
 
@@ -167,21 +171,25 @@ class _ExpertsOnCPU(torch.autograd.Function):
             parts = split(sizes, grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
             for piece, grad_y, hidden, grad_up_, x, out in zip(block.pieces, *parts, strict=True):
                 expert = piece.expert
-                grad_down.add(expert, grad_y, hidden, piece.continues)
-                grad_up.add(expert, grad_up_, x, piece.continues)
-                up.input_gradient(expert, grad_up_, out)
-                if up_bias_EH is not None:
-                    grad_up.add_bias(expert, grad_up_.sum(0))
+                if grad_down is not None:
+                    grad_down.add(expert, grad_y, hidden, piece.continues)
+                    if down_bias_ED is not None:
+                        factors_1N = factors_here_N1[piece.rows].t()
+                        grad_down.add_bias(expert, factors_1N.mm(grad_y)[0])
+                if grad_up is not None:
+                    grad_up.add(expert, grad_up_, x, piece.continues)
+                    if up_bias_EH is not None:
+                        grad_up.add_bias(expert, grad_up_.sum(0))
+                if wants_x:
+                    up.input_gradient(expert, grad_up_, out)
                 if down_bias_ED is not None:
                     bias_D = down_bias_ED[expert].to(dtype)
                     grad_weights_here_N[piece.rows] += grad_y @ bias_D
-                    grad_down.add_bias(expert, factors_here_N1[piece.rows].t().mm(grad_y)[0])
 
-        grad_x_TD = rows.sum_per_token(grad_x_ND).to(x_TD.dtype)
-        (grad_up_EHD, grad_up_bias_EH) = grad_up.finish()
-        (grad_down_EDF, grad_down_bias_ED) = grad_down.finish()
+        grad_up_EHD, grad_up_bias_EH = (None, None) if grad_up is None else grad_up.finish()
+        grad_down_EDF, grad_down_bias_ED = (None, None) if grad_down is None else grad_down.finish()
         return (
-            grad_x_TD,
+            rows.sum_per_token(grad_x_ND).to(x_TD.dtype) if wants_x else None,
             grad_weights_N,
             grad_up_EHD,
             grad_down_EDF,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +84,8 @@ class TracedActivation(BlockActivation):
 
 def block_activation(weights: ExpertWeights, workspace: Workspace) -> BlockActivation:
     if weights.clamped is not None:
-        return TracedActivation(weights, workspace)
+        # Dropout is the backend's, which has to know the mask in backward.
+        return TracedActivation(replace(weights, dropout=0.0), workspace)
     kind = GatedActivation if weights.gated else PlainActivation
     return kind(weights, workspace)
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_ffn.kernels.gradient_memory import empty_gradient
+
 
 class Products:
     """Multiplies in `dtype`; a weight of another dtype is converted while its expert is at work."""
@@ -38,7 +40,7 @@ class WeightGradient:
     """The gradient of a stacked weight and its bias; zero for experts that got no rows."""
 
     def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, dtype: torch.dtype) -> None:
-        self._weight_EOI = torch.empty_like(weight_EOI, memory_format=torch.contiguous_format)
+        self._weight_EOI = empty_gradient(weight_EOI)
         self._weight_E = self._weight_EOI.unbind()
         self._bias_EO = None if bias_EO is None else torch.zeros_like(bias_EO)
         self._idle = set(range(len(self._weight_E)))

@@ -79,11 +79,11 @@ class RouterLinear(nn.Module):
         dtype = self.dtype_for(x_TD)
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # A compiled graph decides itself what to keep, and without gradients nothing is kept.
-            with _as_given(x_TD):
-                return F.linear(x_TD.to(dtype), weight_ED, bias_E)
-        return _WiderLinear.apply(x_TD, weight_ED, bias_E)
+        keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
+        if keeps_copy and not torch.compiler.is_compiling():  # a compiled graph decides by itself
+            return _WiderLinear.apply(x_TD, weight_ED, bias_E)
+        with _as_given(x_TD):
+            return F.linear(x_TD.to(dtype), weight_ED, bias_E)
 
     @staticmethod
     def dtype_for(x_TD: Tensor) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -79,12 +80,53 @@ def test_every_activation_and_gradient_is_that_of_the_loop(
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_are_those_of_finite_differences(dropout: float) -> None:
+@pytest.mark.parametrize("kind", ["gated_silu", "clamped"])
+def test_gradients_are_those_of_finite_differences(kind: str, dropout: float) -> None:
     def function(*leaves: Tensor) -> Tensor:
         torch.manual_seed(3)  # the same units are dropped at every call
-        return compute(cpu, leaves, activation="silu", gated=True, dropout=dropout)
+        return compute(cpu, leaves, **KINDS[kind], dropout=dropout)
 
     assert torch.autograd.gradcheck(function, inputs(gated=True))
+
+
+@pytest.mark.parametrize("kind", ["gated_silu", "clamped", "plain_relu"])
+def test_dropout_multiplies_the_hidden_units_by_its_mask(kind: str) -> None:
+    options = KINDS[kind]
+    leaves = inputs(options.get("gated", False))
+    x_TD, weights_N, up, down, up_bias, down_bias = leaves
+    torch.manual_seed(3)
+    got = compute(cpu, leaves, **options, dropout=0.5)
+
+    weights = ExpertWeights(up_EHD=up, down_EDF=down, **options)
+    torch.manual_seed(3)
+    mask_NF = dropout_mask(11, replace(weights, dropout=0.5), x_TD.dtype, x_TD.device)
+    assert mask_NF is not None
+    plan, wanted = plan_of(weights_N), torch.zeros_like(got)
+    experts = [0] * 7 + [1] * 2 + [3] * 2
+    for n, (token, expert) in enumerate(zip(plan.token_ids_N[:11].tolist(), experts, strict=True)):
+        hidden_F = weights.activate(up[expert] @ x_TD[token] + up_bias[expert]) * mask_NF[n]
+        wanted[token] += weights_N[n] * (down[expert] @ hidden_F + down_bias[expert])
+    torch.testing.assert_close(got, wanted)
+
+
+FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_bias"), "x": ("x",)}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
+    leaves = inputs(gated=True)
+    compute(cpu, leaves, **KINDS["gated_silu"]).square().sum().backward()
+    wanted = {name: leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
+
+    again: dict[str, Tensor] = dict(zip(NAMES, inputs(gated=True), strict=True))
+    for name in frozen:
+        again[name].requires_grad_(False)
+    compute(cpu, tuple(again.values()), **KINDS["gated_silu"]).square().sum().backward()
+    for name, leaf in again.items():
+        if name in frozen:
+            assert leaf.grad is None
+        else:
+            torch.testing.assert_close(leaf.grad, wanted[name], rtol=0, atol=0)
 
 
 def test_dropout_zeroes_hidden_units_and_makes_up_for_them() -> None:

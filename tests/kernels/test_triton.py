@@ -54,9 +54,9 @@ def _rows_that_nobody_wrote_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.Rows, "empty", empty)
 
 
-def tokens(num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def tokens(num_tokens: int, dtype: torch.dtype = torch.float32, d_model: int = D_MODEL) -> Tensor:
     generator = torch.Generator().manual_seed(6)
-    x_TD = torch.randn(num_tokens, D_MODEL, generator=generator)
+    x_TD = torch.randn(num_tokens, d_model, generator=generator)
     return x_TD.to(DEVICE, dtype).requires_grad_()
 
 
@@ -124,6 +124,16 @@ def test_every_activation_equals_the_loop(
     # Biases on half of them: both ways are taken by several activations.
     weights = make_weights(activation=activation, gated=gated, bias=gated)
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
+    gated: bool, make_weights: Any, make_plan_of: Any
+) -> None:
+    """Without masks: what the widths of real layers are."""
+    plan = PLANS["lopsided"]
+    weights = make_weights(d_model=32, d_ff=48, gated=gated)
+    check(tokens(len(plan), d_model=32), make_plan_of(plan, 3), weights)
 
 
 def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:

@@ -16,6 +16,8 @@ from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.dtypes import compute_dtype
 
 INSTALLED = find_spec("triton") is not None
+OLDEST_CAPABILITY = 8
+"""Ampere; before it the tiles do not fit."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,10 +64,24 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on GPUs, but the tokens are on the {x_TD.device.type}; use 'auto'"
+    if x_TD.device.type == "cuda" and (why := _too_old(x_TD.device)) is not None:
+        return why
     dtype = compute_dtype(x_TD)
     if dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}; use 'auto'"
     return None
+
+
+def _too_old(device: torch.device) -> str | None:
+    if torch.version.hip is not None:
+        return "is for NVIDIA GPUs, but torch is built for ROCm; use 'auto'"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major >= OLDEST_CAPABILITY:
+        return None
+    return (
+        f"needs the shared memory of compute capability {OLDEST_CAPABILITY}.0, but {device} has "
+        f"{major}.{minor}; use 'auto'"
+    )
 
 
 def _pairs_of_tokens(plan: Plan, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -36,20 +36,23 @@ def experts(
     """y_TD, and the pre-activations (N, H) if backward is to come, else none of their rows."""
     from moe_ffn.kernels.triton import launch
 
-    rows = launch.Rows(token_ids_N, offsets_E, dtype)
-    epilogue = launch.Epilogue.of(activation, up_EHD, down_EDF, clamp)
-    hidden_NF, pre_NH = launch.hidden(
-        rows,
-        epilogue,
-        _rows_of(x_TD, dtype),
-        _matrices(up_EHD, dtype),
-        _contiguous(up_bias_EH),
-        dropout_NF,
-        keep,
-    )
-    y_ND = launch.product(rows, hidden_NF, _matrices(down_EDF, dtype), _contiguous(down_bias_ED))
-    y_TD = launch.combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
-    return y_TD, pre_NH
+    with torch.cuda.device_of(x_TD):  # Triton launches on the current device
+        rows = launch.Rows(token_ids_N, offsets_E, dtype)
+        epilogue = launch.Epilogue.of(activation, up_EHD, down_EDF, clamp)
+        hidden_NF, pre_NH = launch.hidden(
+            rows,
+            epilogue,
+            _rows_of(x_TD, dtype),
+            _matrices(up_EHD, dtype),
+            _contiguous(up_bias_EH),
+            dropout_NF,
+            keep,
+        )
+        y_ND = launch.product(
+            rows, hidden_NF, _matrices(down_EDF, dtype), _contiguous(down_bias_ED)
+        )
+        y_TD = launch.combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
+        return y_TD, pre_NH
 
 
 @experts.register_fake
@@ -97,38 +100,39 @@ def experts_backward(
     """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
     from moe_ffn.kernels.triton import launch
 
-    dtype = pre_NH.dtype
-    rows = launch.Rows(token_ids_N, offsets_E, dtype)
-    epilogue = launch.Epilogue.of(activation, up_EHD, down_EDF, clamp)
-    dy_TD = _rows_of(dy_TD, dtype)
-    d_pre_NH, hidden_NF, d_weights_N = launch.hidden_gradient(
-        rows,
-        epilogue,
-        dy_TD,
-        _matrices(down_EDF, dtype),
-        _contiguous(down_bias_ED),
-        dropout_NF,
-        weights_N,
-        pre_NH,
-    )
-    want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted
-    grads = [x_TD.new_empty(0) for _ in wanted]
-    if want_weights:
-        grads[1] = d_weights_N.to(weights_N.dtype)
-    if want_down:
-        grads[3] = launch.weight_gradient(rows, dy_TD, hidden_NF, down_EDF, gather="output")
-    del hidden_NF
-    if want_up:
-        x_rows_TD = _rows_of(x_TD, dtype)
-        grads[2] = launch.weight_gradient(rows, d_pre_NH, x_rows_TD, up_EHD, gather="input")
-    if want_up_bias and up_bias_EH is not None:
-        grads[4] = launch.bias_gradient(rows, d_pre_NH, up_bias_EH)
-    if want_down_bias and down_bias_ED is not None:
-        grads[5] = launch.bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
-    if want_x:
-        d_x_ND = launch.product(rows, d_pre_NH, _matrices(up_EHD, dtype).transpose(1, 2))
-        grads[0] = launch.combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
-    return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
+    with torch.cuda.device_of(x_TD):
+        dtype = pre_NH.dtype
+        rows = launch.Rows(token_ids_N, offsets_E, dtype)
+        epilogue = launch.Epilogue.of(activation, up_EHD, down_EDF, clamp)
+        dy_TD = _rows_of(dy_TD, dtype)
+        d_pre_NH, hidden_NF, d_weights_N = launch.hidden_gradient(
+            rows,
+            epilogue,
+            dy_TD,
+            _matrices(down_EDF, dtype),
+            _contiguous(down_bias_ED),
+            dropout_NF,
+            weights_N,
+            pre_NH,
+        )
+        want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted
+        grads = [x_TD.new_empty(0) for _ in wanted]
+        if want_weights:
+            grads[1] = d_weights_N.to(weights_N.dtype)
+        if want_down:
+            grads[3] = launch.weight_gradient(rows, dy_TD, hidden_NF, down_EDF, gather="output")
+        del hidden_NF
+        if want_up:
+            x_rows_TD = _rows_of(x_TD, dtype)
+            grads[2] = launch.weight_gradient(rows, d_pre_NH, x_rows_TD, up_EHD, gather="input")
+        if want_up_bias and up_bias_EH is not None:
+            grads[4] = launch.bias_gradient(rows, d_pre_NH, up_bias_EH)
+        if want_down_bias and down_bias_ED is not None:
+            grads[5] = launch.bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
+        if want_x:
+            d_x_ND = launch.product(rows, d_pre_NH, _matrices(up_EHD, dtype).transpose(1, 2))
+            grads[0] = launch.combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
+        return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
 
 
 @experts_backward.register_fake

@@ -1,0 +1,96 @@
+"""Memory of large gradients that is used again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_ffn import build_ffn
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.kernels import gradient_memory
+
+
+@pytest.fixture(autouse=True)
+def _every_gradient_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_memory, "LARGE_BYTES", 0)
+
+
+@pytest.fixture
+def layer() -> MoEFFN:
+    torch.manual_seed(0)
+    config = {"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "backend": "cpu"}}
+    layer = build_ffn(config, d_model=8)
+    assert isinstance(layer, MoEFFN)
+    return layer
+
+
+def step(layer: MoEFFN, x_TD: Tensor) -> nn.Parameter:
+    layer(x_TD).hidden.square().sum().backward()
+    parameter: Any = layer.experts.down
+    return parameter
+
+
+def test_the_memory_of_a_gradient_that_is_gone_is_used_again(layer: MoEFFN) -> None:
+    x_TD = torch.randn(12, 8)
+    first = step(layer, x_TD).grad
+    assert first is not None
+    address, values = first.data_ptr(), first.clone()
+    del first
+    layer.zero_grad()
+
+    second = step(layer, x_TD).grad
+    assert second is not None
+    assert second.data_ptr() == address
+    torch.testing.assert_close(second, values, rtol=0, atol=0)
+
+
+def test_a_gradient_that_somebody_still_has_is_left_alone(layer: MoEFFN) -> None:
+    first = step(layer, torch.randn(12, 8)).grad
+    assert first is not None
+    part, values = first[1:].detach(), first[1:].clone()
+    del first
+    layer.zero_grad()
+
+    step(layer, torch.randn(12, 8))
+    torch.testing.assert_close(part, values, rtol=0, atol=0)
+
+
+def test_gradients_add_up(layer: MoEFFN) -> None:
+    x_TD, other_TD = torch.randn(12, 8), torch.randn(12, 8)
+    alone = []
+    for tokens in (x_TD, other_TD):
+        gradient = step(layer, tokens).grad
+        assert gradient is not None
+        alone.append(gradient.clone())
+        layer.zero_grad()
+    step(layer, x_TD)
+    together = step(layer, other_TD).grad
+    torch.testing.assert_close(together, alone[0] + alone[1])
+
+
+def test_memory_begins_at_a_cache_line(layer: MoEFFN) -> None:
+    gradient = step(layer, torch.randn(12, 8)).grad
+    assert gradient is not None
+    assert gradient.data_ptr() % gradient_memory.ALIGNMENT == 0
+
+
+def test_memory_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Buffer(bytearray):
+        """One that can be referred to weakly."""
+
+    monkeypatch.setattr(gradient_memory, "bytearray", Buffer, raising=False)
+    weight = nn.Parameter(torch.randn(3, 4))
+    gradient = gradient_memory.empty_gradient(weight)
+    (buffer,) = map(weakref.ref, gradient_memory._buffers[weight])
+
+    del weight
+    gc.collect()
+    assert buffer() is not None  # the gradient has it
+    del gradient
+    gc.collect()
+    assert buffer() is None
