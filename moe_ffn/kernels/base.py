@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,26 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
         return weighted_ND.sum(dim=0, keepdim=True).to(x_TD.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weighted_ND.dtype, device=x_TD.device)
     return sums_TD.index_add_(0, token_ids_N, weighted_ND).to(x_TD.dtype)
+
+
+def outside_graphs(backend: Backend) -> Backend:
+    """The backend where torch.compile steps around it: for those whose shapes are the experts' loads, with
+    which they would be compiled anew at every step.
+    """
+
+    @wraps(backend)
+    def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Only now: the decorator would load torch's compiler for everybody, in about a second.
+            return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
+        return backend(x_TD, plan, weights)
+
+    return run
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether anything has to be kept for a backward pass."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def dropout_mask(

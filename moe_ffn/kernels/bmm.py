@@ -9,20 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, combine
+from moe_ffn.kernels.base import ExpertWeights, combine, outside_graphs
 
 
+@outside_graphs
 def bmm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any device, any dtype, autocast included. Reads the loads on the host.
 
     Costs E times the busiest expert, so it is for loads that a capacity, or the router, keeps even.
     """
-    if torch.compiler.is_compiling():  # as in `loop`
-        return torch.compiler.disable(_bmm)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
-    return _bmm(x_TD, plan, weights)
-
-
-def _bmm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     sizes_E = plan.offsets_E.diff(prepend=plan.offsets_E.new_zeros(1))
     num_rows, capacity = int(plan.offsets_E[-1]), int(sizes_E.max())
     token_ids_N, weights_N = plan.token_ids_N[:num_rows], plan.weights_N[:num_rows]

@@ -12,23 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, combine
+from moe_ffn.kernels.base import ExpertWeights, combine, outside_graphs
 
 
+@outside_graphs
 def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """One gather, two products per expert, one scatter. Reads the offsets on the host.
 
     An expert without tokens multiplies an empty slice, which keeps its gradient a zero instead of a
     missing one, on which DDP and FSDP would hang. Without gradients it is left out.
     """
-    if torch.compiler.is_compiling():
-        # Its shapes are the experts' loads: it would be compiled anew at every step. Said here and
-        # not as a decorator, which would load torch's compiler for everybody, in about a second.
-        return torch.compiler.disable(_loop)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
-    return _loop(x_TD, plan, weights)
-
-
-def _loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     # Without the tail that nobody computes: of ReLU or top-p routing it may be most of the list.

@@ -8,27 +8,26 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels import grouped_mm as grouped
+from moe_ffn.kernels import grouped_mm
 from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.bmm import bmm
-from moe_ffn.kernels.cpu import cpu
-from moe_ffn.kernels.cpu import refusal as refusal_of_cpu
+from moe_ffn.kernels.cpu import backend as cpu
 from moe_ffn.kernels.loop import loop
-from moe_ffn.kernels.triton import backend as gpu
+from moe_ffn.kernels.triton import backend as triton
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
     "bmm": bmm,
-    "cpu": cpu,
-    "grouped_mm": grouped.grouped_mm,
-    "triton": gpu.triton,
+    "cpu": cpu.cpu,
+    "grouped_mm": grouped_mm.grouped_mm,
+    "triton": triton.triton,
 }
 """Every backend computes the same thing; a test holds each to the same double loop."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
-    "cpu": refusal_of_cpu,
-    "grouped_mm": grouped.refusal,
-    "triton": gpu.refusal,
+    "cpu": cpu.refusal,
+    "grouped_mm": grouped_mm.refusal,
+    "triton": triton.refusal,
 }
 """Why a backend does not take these tokens and weights, or None; who is missing here takes all."""
 

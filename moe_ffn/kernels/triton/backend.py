@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, dropout_mask
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask, needs_gradient
 from moe_ffn.kernels.dtypes import compute_dtype
 
 INSTALLED = find_spec("triton") is not None
@@ -25,7 +25,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """No loop and no host synchronisation; float32, bfloat16 and float16 of any width.
 
     The first call with a pair of widths does wait: it compiles the kernels and times their tile
-    sizes. Backward is kept the inputs and the pre-activations, and with dropout its mask (N, F).
+    sizes. It keeps for backward the inputs, the pre-activations and, with dropout, the mask (N, F).
     """
     from moe_ffn.kernels.triton.operator import experts
 
@@ -39,9 +39,6 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         weights.up_bias_EH,
         weights.down_bias_ED,
     )
-    keep = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in differentiable
-    )
     clamped = weights.clamped
     y_TD, _ = experts(
         *differentiable,
@@ -53,7 +50,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         weights.activation,
         None if clamped is None else [clamped.alpha, clamped.limit],
         dtype,
-        keep,
+        needs_gradient(*differentiable),
     )
     return y_TD
 

@@ -31,6 +31,7 @@ def weight_gradient_kernel(
 ):
     """gradient_EOI = output_grad_e^T input_e; one of the two may be read from the tokens' own rows.
 
+    A tile is one of the gradient: BLOCK_M outputs by BLOCK_O inputs, BLOCK_K of the expert's rows at a time.
     An expert without rows writes zeros: DDP and FSDP would hang on a missing gradient.
     """
     tiles_out = tl.cdiv(OUT, BLOCK_M)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe_ffn.kernels.gradient_memory import empty_gradient
+from moe_ffn.kernels.cpu.gradient_memory import empty_gradient
 
 
 class Products:

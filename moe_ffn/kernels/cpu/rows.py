@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.blocks import Block, cut_blocks
+from moe_ffn.kernels.cpu.blocks import Block, cut_blocks
 from moe_ffn.outputs import count_pairs
 
 
@@ -49,11 +49,11 @@ class Rows:
 
     @property
     def largest_block(self) -> int:
-        return max((block.stop - block.start for block in self.blocks), default=0)
+        return max((block.num_rows for block in self.blocks), default=0)
 
     def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
         """The block's rows of `x_TD`."""
-        return torch.index_select(x_TD, 0, self.token_ids_N[block.start : block.stop], out=out_ND)
+        return torch.index_select(x_TD, 0, self.token_ids_N[block.rows], out=out_ND)
 
     def sum_per_token(self, values_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """(T, D): the weighted sum of each token's rows, in one pass."""
@@ -64,8 +64,3 @@ class Rows:
         return F.embedding_bag(
             self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
         )
-
-
-def split(sizes: list[int], *values_N: Tensor) -> list[tuple[Tensor, ...]]:
-    """Views of each, piece by piece: a slice at a time would cost as much as a small product's call."""
-    return [values.split_with_sizes(sizes) for values in values_N]

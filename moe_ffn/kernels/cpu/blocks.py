@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 1024, 2048
 """Smaller blocks pay more calls for gathers and activations, larger ones fall out of the cache."""
@@ -41,10 +44,13 @@ class Block:
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each piece."""
-        return [piece.stop - piece.start for piece in self.pieces]
+    def split(self, *values_N: Tensor) -> Iterator[tuple[Any, ...]]:
+        """(piece, its rows of each of `values_N`), for every piece."""
+        # As views of one split: a slice at a time would cost as much as the call of a small product.
+        sizes = [piece.stop - piece.start for piece in self.pieces]
+        return zip(
+            self.pieces, *(values.split_with_sizes(sizes) for values in values_N), strict=True
+        )
 
 
 def cut_blocks(offsets: Sequence[int]) -> list[Block]:

@@ -1,12 +1,7 @@
-"""The experts on a CPU: one autograd function over the whole MLP, in blocks that stay in the cache.
+"""What the layer calls on a CPU, and its gradient.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where there is a gate
-
-What costs beside the products is memory: page faults on fresh buffers, passes over them, and calls.
-So gathers, activations and weights go over one block of rows at a time, in buffers that are reused; the
-results of a token's experts are added up by one `embedding_bag`; and of the forward pass only the first
-product is kept, from which backward computes the rest again. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -18,31 +13,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, dropout_mask
-from moe_ffn.kernels.cpu_activation import block_activation
-from moe_ffn.kernels.cpu_products import Products, WeightGradient
-from moe_ffn.kernels.cpu_rows import Rows, split
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask, needs_gradient, outside_graphs
+from moe_ffn.kernels.cpu.activation import block_activation
+from moe_ffn.kernels.cpu.products import Products, WeightGradient
+from moe_ffn.kernels.cpu.rows import Rows
+from moe_ffn.kernels.cpu.workspace import Workspace
 from moe_ffn.kernels.dtypes import compute_dtype, product_dtype_on_cpu
-from moe_ffn.kernels.workspace import Workspace
 
 
+@outside_graphs
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
-    if torch.compiler.is_compiling():
-        # Its shapes are the experts' loads: it would be compiled anew at every step. Said here and
-        # not as a decorator, which would load torch's compiler for everybody, in about a second.
-        return torch.compiler.disable(_cpu)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
-    return _cpu(x_TD, plan, weights)
-
-
-def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why it does not take these tokens; None when it does."""
-    if x_TD.device.type == "cpu":
-        return None
-    return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
-
-
-def _cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     rows = Rows.of(plan, num_tokens=x_TD.shape[0])
     tensors = (
         x_TD,
@@ -52,8 +33,14 @@ def _cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         weights.up_bias_EH,
         weights.down_bias_ED,
     )
-    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return _ExpertsOnCPU.apply(*tensors, rows, weights, trains)
+    return _ExpertsOnCPU.apply(*tensors, rows, weights, needs_gradient(*tensors))
+
+
+def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+    """Why it does not take these tokens; None when it does."""
+    if x_TD.device.type == "cpu":
+        return None
+    return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
 
 
 class _ExpertsOnCPU(torch.autograd.Function):
@@ -87,16 +74,14 @@ class _ExpertsOnCPU(torch.autograd.Function):
                 up_NH = kept_NH[block.rows]
             else:
                 up_NH = workspace("up", block.num_rows, width)
-            sizes = block.sizes
-            for piece, x, out in zip(block.pieces, *split(sizes, x_ND, up_NH), strict=True):
+            for piece, x, out in block.split(x_ND, up_NH):
                 up.linear(piece.expert, x, out)
             if trains and kept_dtype != dtype:
                 kept_NH[block.rows] = up_NH
             hidden_NF = activation.hidden(up_NH)
             if dropout_NF is not None:
                 hidden_NF.mul_(dropout_NF[block.rows])
-            parts = split(sizes, hidden_NF, y_ND[block.rows])
-            for piece, hidden, out in zip(block.pieces, *parts, strict=True):
+            for piece, hidden, out in block.split(hidden_NF, y_ND[block.rows]):
                 down.linear(piece.expert, hidden, out)
 
         if trains:
@@ -119,20 +104,20 @@ class _ExpertsOnCPU(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED, kept_NH, dropout_NF = tensors[
-            :8
-        ]
-        rows = Rows(tensors[8], tensors[9], tensors[10], ctx.blocks)
+        saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
+        inputs, (kept_NH, dropout_NF, *row_tensors) = saved[:6], saved[6:]
+        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED = inputs
+        token_ids_N, by_token_N, starts_T = row_tensors
+        rows = Rows(token_ids_N, by_token_N, starts_T, ctx.blocks)
         dtype: torch.dtype = ctx.dtype
         workspace = Workspace(rows.largest_block, dtype)
         up, down = Products(up_EHD, None, dtype), Products(down_EDF, None, dtype)
         wants_x, _, wants_up, wants_down, *wants_biases = ctx.needs_input_grad[:6]
-        grad_up = grad_down = None  # of frozen experts
+        up_gradient = down_gradient = None  # of frozen experts
         if wants_up or wants_biases[0]:
-            grad_up = WeightGradient(up_EHD, up_bias_EH, dtype)
+            up_gradient = WeightGradient(up_EHD, up_bias_EH, dtype)
         if wants_down or wants_biases[1]:
-            grad_down = WeightGradient(down_EDF, down_bias_ED, dtype)
+            down_gradient = WeightGradient(down_EDF, down_bias_ED, dtype)
         activation = block_activation(ctx.weights, workspace)
         x_input_TD, grad_y_TD = x_TD.to(dtype), grads[0].to(dtype).contiguous()
         grad_x_ND = torch.empty(len(rows), x_TD.shape[1] if wants_x else 0, dtype=dtype)
@@ -147,10 +132,7 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_NF = workspace("grad_hidden", *hidden_NF.shape)
             size = (block.num_rows, x_TD.shape[1])
             grad_y_ND = rows.gather(grad_y_TD, block, workspace("grad_y", *size))
-            sizes = block.sizes
-            for piece, grad_y, out in zip(
-                block.pieces, *split(sizes, grad_y_ND, grad_NF), strict=True
-            ):
+            for piece, grad_y, out in block.split(grad_y_ND, grad_NF):
                 down.input_gradient(piece.expert, grad_y, out)
             if dropout_NF is not None:
                 hidden_NF.mul_(dropout_NF[block.rows])
@@ -168,26 +150,29 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_up_NH = activation.gradient(grad_NF, up_NH)
 
             x_ND = rows.gather(x_input_TD, block, workspace("x", *size))
-            parts = split(sizes, grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
-            for piece, grad_y, hidden, grad_up_, x, out in zip(block.pieces, *parts, strict=True):
+            grad_x_here_ND = grad_x_ND[block.rows]
+            parts = block.split(grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_here_ND)
+            for piece, grad_y, hidden, grad_pre, x, out in parts:
                 expert = piece.expert
-                if grad_down is not None:
-                    grad_down.add(expert, grad_y, hidden, piece.continues)
+                if down_gradient is not None:
+                    down_gradient.add(expert, grad_y, hidden, piece.continues)
                     if down_bias_ED is not None:
                         factors_1N = factors_here_N1[piece.rows].t()
-                        grad_down.add_bias(expert, factors_1N.mm(grad_y)[0])
-                if grad_up is not None:
-                    grad_up.add(expert, grad_up_, x, piece.continues)
+                        down_gradient.add_bias(expert, factors_1N.mm(grad_y)[0])
+                if up_gradient is not None:
+                    up_gradient.add(expert, grad_pre, x, piece.continues)
                     if up_bias_EH is not None:
-                        grad_up.add_bias(expert, grad_up_.sum(0))
+                        up_gradient.add_bias(expert, grad_pre.sum(0))
                 if wants_x:
-                    up.input_gradient(expert, grad_up_, out)
+                    up.input_gradient(expert, grad_pre, out)
                 if down_bias_ED is not None:
                     bias_D = down_bias_ED[expert].to(dtype)
                     grad_weights_here_N[piece.rows] += grad_y @ bias_D
 
-        grad_up_EHD, grad_up_bias_EH = (None, None) if grad_up is None else grad_up.finish()
-        grad_down_EDF, grad_down_bias_ED = (None, None) if grad_down is None else grad_down.finish()
+        grad_up_EHD, grad_up_bias_EH = (None, None) if up_gradient is None else up_gradient.finish()
+        grad_down_EDF, grad_down_bias_ED = (
+            (None, None) if down_gradient is None else down_gradient.finish()
+        )
         return (
             rows.sum_per_token(grad_x_ND).to(x_TD.dtype) if wants_x else None,
             grad_weights_N,
