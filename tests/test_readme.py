@@ -101,7 +101,7 @@ def test_every_command_succeeds(
         tiny = ["--shape", "64,16,8,4,2,fp32", "--rounds", "1", "--warmup", "0"]
         asked = ["--shape"] if "--shape" in arguments else []
         assert arguments[:1] == asked
-        assert run([module, *tiny]) == 0
+        assert run([f"{module}.__main__", *tiny]) == 0
         assert "moe_ffn auto" in capsys.readouterr().out
         return
     if (

@@ -1,7 +1,4 @@
-"""How fast the layers and a training step are, beside the dense block and other libraries.
-
-python -m experiments.benchmark --help
-"""
+"""The command: options in, suites run, results written."""
 
 from __future__ import annotations
 
@@ -42,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     session.say(", ".join(f"{name} {value}" for name, value in machine.items()))
     for name, peer in _peers_found():
         session.say(f"{name} {peer}")
-    run_suites(session, options)
-    write(session, options, machine)
+    try:
+        run_suites(session, options)
+    finally:  # what was measured before a suite failed, or was interrupted, is not lost
+        write(session, options, machine)
     return 0
 
 

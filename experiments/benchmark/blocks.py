@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.benchmark.layers import DenseFFN, Layer, Tokens
+from experiments.benchmark.layers import Layer, PlainSwiGLU, Tokens
 from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
 from moe_ffn import build_ffn
@@ -39,7 +39,7 @@ def run(session: Session) -> None:
     )
     torch.manual_seed(0)
     tokens = Tokens.of(SHAPE, session.device)
-    plain = {"dense": PlainDense, "swiglu": DenseFFN}
+    plain = {"dense": PlainDense, "swiglu": PlainSwiGLU}
     layers: list[Layer] = []
     for name, module in plain.items():
         by_hand = module(SHAPE.d_model, WIDTH).to(session.device)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
+from experiments.benchmark.equivalence import same_rows
 from experiments.benchmark.layers import AUTO, Layer, Tokens, moe_layer, our_layers, peer_layers
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED
 from experiments.benchmark.plot import Plot
@@ -19,6 +21,17 @@ NUM_TOKENS = (1, 2, 4, 8, 16)
 
 CALLS = 20
 """In a row on the clock; one takes a fraction of a millisecond."""
+
+
+def as_decoding(layer: Layer, source: nn.Module, x_BSD: Tensor) -> Layer:
+    """The layer in evaluation mode, with what it computes there: without gradients it may go another way."""
+    layer.module.eval()
+    with torch.no_grad():
+        wanted_TD = source.eval()(x_BSD).hidden.flatten(0, -2)
+        found_TD = layer(x_BSD).flatten(0, -2)
+    if layer.is_comparable and not same_rows(found_TD, wanted_TD).all():
+        return replace(layer, computes="DIFFERS without gradients")
+    return layer
 
 
 def run(session: Session) -> None:
@@ -35,9 +48,9 @@ def run(session: Session) -> None:
             *our_layers(shape, source, session.backends, tokens, session.skip),
             *peer_layers(shape, source, peers, tokens, session.skip),
         ]
+        x_BSD = tokens.x_BSD.detach()
+        layers[point] = [as_decoding(layer, source, x_BSD) for layer in layers[point]]
         for layer in layers[point]:
-            layer.module.eval()
-            x_BSD = tokens.x_BSD.detach()
             candidates[f"{layer.name} {point}"] = layer.decoding_pass(x_BSD, CALLS)
     timings = session.time(candidates)
     for point, shape in points.items():

@@ -54,13 +54,17 @@ def run(session: Session) -> None:
         session.say(table(["layer", "MiB", f"/ {DENSE}", "computes"], rows))
         session.rows += [_row(shape, layer, kept[layer.name], dense) for layer in layers]
         peers = [kept[name] for name in (HF_EAGER, HF_GROUPED) if name in kept]
+        why = "" if peers else "no transformers here"
+        for layer in layers:
+            if layer.name in (AUTO, HF_EAGER, HF_GROUPED) and not layer.is_comparable:
+                why = f"{layer.name} {layer.computes}"
         promise = Promise(
             suite="memory",
             case=str(shape),
             claim="bytes / those of HF eager or grouped_mm",
             limit=LIMIT,
-            figure=kept[AUTO] / min(peers) if peers else None,
-            why_unmeasured="no transformers here",
+            figure=None if why else kept[AUTO] / min(peers),
+            why_unmeasured=why,
         )
         session.promise(promise)
 

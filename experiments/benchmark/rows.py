@@ -53,7 +53,7 @@ def run_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
         layers, timings = time_layer(session, shape)
         session.show(layers, timings, (DENSE, HF_GROUPED))
         session.keep(suite, str(shape), shape, layers, timings)
-        _promise(session, suite, shape, layers, timings)
+        _promise(session, suite, shape, timings)
         for layer in layers:
             tax = ratio(timings, layer.name, DENSE)
             if tax is not None:
@@ -94,21 +94,15 @@ def _promise(
     session: Session,
     suite: str,
     shape: Shape,
-    layers: Sequence[Layer],
     timings: dict[str, Timing],
 ) -> None:
-    if shape not in PROMISED or not session.promises_hold:
+    if shape not in PROMISED or not session.limits_apply:
         session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {GOAL:g}")
         return
     limit, faster = PROMISED[shape]
     case = str(shape)
     session.promise_ratio(suite, case, "tax", limit, timings, (AUTO, DENSE), goal=GOAL)
     if faster is not None:
-        pair = (_named(layers, HF_GROUPED), AUTO)
+        pair = (HF_GROUPED, AUTO)
         claim = f"times faster than {HF_GROUPED}"
         session.promise_ratio(suite, case, claim, faster, timings, pair, at_most=False)
-
-
-def _named(layers: Sequence[Layer], name: str) -> Layer | str:
-    """The layer of that name, or the name where it was not timed."""
-    return next((layer for layer in layers if layer.name == name), name)

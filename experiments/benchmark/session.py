@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import moe_ffn
-from experiments.benchmark.layers import DENSE, Layer
+from experiments.benchmark.layers import DENSE, REFERENCE, SAME, Layer
 from experiments.benchmark.peers import PEERS
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import Promise, Row, duration, ratio, spread, table, times
@@ -32,10 +32,12 @@ class Session:
     plots: dict[str, Plot] = field(default_factory=dict)
     """By the name of the suite."""
     _skipped: set[tuple[str, str]] = field(default_factory=set)
+    _computes: dict[str, str] = field(default_factory=dict)
+    """By the name of a timing, for those that `keep` was told."""
 
     @property
-    def promises_hold(self) -> bool:
-        """The limits of all suites but `gpu` were set for CPUs."""
+    def limits_apply(self) -> bool:
+        """Those of times, but in the suite `gpu`, were set for CPUs."""
         return self.device.type == "cpu"
 
     def say(self, text: str = "") -> None:
@@ -77,22 +79,26 @@ class Session:
         claim: str,
         limit: float,
         timings: Mapping[str, Timing],
-        pair: tuple[Layer | str, Layer | str],
+        pair: tuple[str, str],
         *,
         at_most: bool = True,
         goal: float | None = None,
     ) -> None:
-        """A promise of one median over another; unmeasured where one of them is missing."""
-        if not self.promises_hold:
-            return
-        name, to = (side if isinstance(side, str) else side.name for side in pair)
-        missing = [side for side in (name, to) if side not in timings]
-        why = f"no '{missing[0]}' here" if missing else ""
-        odd = [s for s in pair if isinstance(s, Layer) and not s.is_comparable]
-        figure = None if odd else ratio(timings, name, to)
-        if odd:
-            why = f"{odd[0].name} {odd[0].computes}"
-        self.promise(Promise(suite, case, claim, limit, figure, at_most, goal, why))
+        """A promise of one median over another, once `keep` was told what both compute."""
+        if self.limits_apply:
+            figure, why = self.comparison(timings, pair)
+            self.promise(Promise(suite, case, claim, limit, figure, at_most, goal, why))
+
+    def comparison(
+        self, timings: Mapping[str, Timing], pair: tuple[str, str]
+    ) -> tuple[float | None, str]:
+        """One median over another; None and the reason where one is missing or computes something else."""
+        for name in pair:
+            if name not in timings:
+                return None, f"no '{name}' here"
+            if (computes := self._computes.get(name, SAME)) not in (SAME, REFERENCE):
+                return None, f"{name} {computes}"
+        return ratio(timings, *pair), ""
 
     def keep(
         self,
@@ -108,6 +114,7 @@ class Session:
         """Rows of the CSV; `label` is what follows a layer's name in the names of the timings."""
         for layer in layers:
             timing = timings[layer.name + label]
+            self._computes[layer.name + label] = layer.computes
             lower, upper = timing.quartiles
             self.rows.append(
                 Row(
@@ -154,4 +161,5 @@ class Session:
 def version_of(candidate: str) -> str:
     if candidate in PEERS:
         return PEERS[candidate].version
-    return torch.__version__ if candidate == DENSE else moe_ffn.__version__
+    plain = candidate == DENSE or candidate.startswith("plain ")
+    return torch.__version__ if plain else moe_ffn.__version__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,16 +92,12 @@ def interleave(candidates: Mapping[str, Timed], rounds: Rounds, clock: Clock) ->
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """Who follows whom in a round: each starts in turn, and every second round runs backwards.
+    """Who follows whom in a round: shuffled, the same way in every run.
 
     A candidate finds the caches and the heap as the one before it left them; so it should not always be
     the same one.
     """
-    if not names:
-        return []
-    first = turn // 2 % len(names)
-    turned = [*names[first:], *names[:first]]
-    return turned[::-1] if turn % 2 else turned
+    return random.Random(turn).sample(list(names), len(names))
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmark.layers import AUTO, ours
+from experiments.benchmark.layers import AUTO, REFERENCE, SAME, ours
 from experiments.benchmark.report import Row, ratio, spread, table, times
 from experiments.benchmark.session import Session, version_of
 from experiments.benchmark.timing import Timed
@@ -108,7 +108,7 @@ def run(session: Session) -> None:
                 case="default model",
                 candidate=name,
                 version=version_of(name),
-                computes="reference" if name == DENSE_MODEL else "same",
+                computes=REFERENCE if name == DENSE_MODEL else SAME,
                 unit="token/s",
                 median=tokens / timing.median,
                 lower_quartile=tokens / upper,

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmark import memory, rows, skew, training
+from experiments.benchmark.decoding import as_decoding
 from experiments.benchmark.equivalence import outcome, same_function, share_that_differs
 from experiments.benchmark.layers import (
     DENSE,
     OTHER,
     SAME,
-    DenseFFN,
     Layer,
+    PlainSwiGLU,
     Tokens,
+    checked,
     dense_layer,
     moe_layer,
     our_layers,
@@ -85,12 +87,15 @@ def test_each_round_runs_everyone_once() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
 
 
-def test_everybody_starts_equally_often_and_follows_everybody() -> None:
-    turns = [order("abc", turn) for turn in range(6)]
+def test_everybody_starts_about_equally_often_and_follows_everybody() -> None:
+    turns = [order("abcdefghij", turn) for turn in range(200)]
 
-    assert Counter(turn[0] for turn in turns[::2]) == {"a": 1, "b": 1, "c": 1}
+    assert turns == [order("abcdefghij", turn) for turn in range(200)]
+    assert all(sorted(turn) == list("abcdefghij") for turn in turns)
+    starts = Counter(turn[0] for turn in turns)
+    assert all(10 <= starts[name] <= 30 for name in "abcdefghij")
     followers = {pair for turn in turns for pair in itertools.pairwise(turn)}
-    assert followers == set(itertools.permutations("abc", 2))
+    assert followers == set(itertools.permutations("abcdefghij", 2))
 
 
 def test_warmup_is_thrown_away_and_calls_divide() -> None:
@@ -199,9 +204,44 @@ def test_the_gradient_of_x_is_compared_too(tokens: Tokens) -> None:
     assert not same_function(found, expected)
 
 
+class Idle(nn.Module):
+    """The right output, and no gradient for the experts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        frozen = {
+            name: p.detach() for name, p in self.inner.named_parameters() if "experts" in name
+        }
+        return torch.func.functional_call(self.inner, frozen, (x,)).hidden
+
+
+def test_the_gradient_of_the_parameters_is_compared_too(tokens: Tokens) -> None:
+    source = moe_layer(SMALL, "loop", CPU)
+    expected = outcome_of(Layer("ours", source), tokens)
+
+    layer = checked(Layer("idle", Idle(source)), tokens, expected, unheard, Exception)
+
+    assert layer is not None
+    assert layer.computes.startswith("DIFFERS in gradients of weights")
+
+
+def test_a_layer_that_goes_another_way_without_gradients_is_found_out() -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return source(x).hidden * (1 if torch.is_grad_enabled() else 2)
+
+    source = moe_layer(SMALL, "loop", CPU)
+    x_BSD = Tokens.of(SMALL, CPU).x_BSD.detach()
+    assert as_decoding(Layer("ours", source), source, x_BSD).computes == SAME
+    assert as_decoding(Layer("other", Other()), source, x_BSD).computes.startswith("DIFFERS")
+
+
 def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
-    layer = DenseFFN(SMALL.d_model, SMALL.active_width)
-    right = outcome(layer, tokens.x_BSD, tokens.grad_BSD)
+    layer = PlainSwiGLU(SMALL.d_model, SMALL.active_width)
+    right = outcome(layer, layer.parameters(), tokens.x_BSD, tokens.grad_BSD)
     hidden_TD = right.hidden_TD.clone()
     hidden_TD[0] *= 1.1
     hidden_TD[1] *= 1.0001  # within the tolerance
@@ -366,9 +406,10 @@ def test_what_was_not_measured_is_neither_kept_nor_missed(
     session = Session(Rounds(), (), CPU)
     odd = Layer(HF_GROUPED, nn.Identity(), "DIFFERS on 50% of the tokens")
     timings = {"ours": Timing((1.0,)), HF_GROUPED: Timing((2.0,))}
+    session.keep("rows", "", SMALL, [odd], timings, to="ours")
 
     session.promise_ratio("rows", "", "tax", 1.2, timings, ("ours", DENSE))
-    session.promise_ratio("rows", "", "faster", 1.2, timings, (odd, "ours"))
+    session.promise_ratio("rows", "", "faster", 1.2, timings, (HF_GROUPED, "ours"))
 
     assert [promise.verdict for promise in session.promises] == ["not measured"] * 2
     printed = capsys.readouterr().out

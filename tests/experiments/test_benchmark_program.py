@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
 from experiments.exit import exit_on_bad_input
 
@@ -138,6 +139,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 HELP = """
 import sys
+from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
 try:
     main(["--help"])
@@ -165,6 +167,7 @@ for name in {absent}:
 import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in {absent} else real(name, *rest)
+from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
 raise SystemExit(main({argv}))
 """
@@ -198,3 +201,18 @@ def test_every_suite_runs(tmp_path: Path) -> None:
     assert "not measured" in answer.stdout  # beside Hugging Face
     names = {path.name for path in (tmp_path / "bench").iterdir()}
     assert {"rows.svg", "experts.svg", "tokens.svg", "width.svg", "decoding.svg"} <= names
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(session: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(memory, "run", out_of_memory)
+    output = tmp_path / "bench"
+    argv = ["--shape", TINY, "--suite", "memory", "--rounds", "1", "--output", str(output)]
+    with pytest.raises(MemoryError):
+        main(argv)
+    with (output / "results.csv").open() as file:
+        assert {row["suite"] for row in csv.DictReader(file)} == {"shape"}
