@@ -12,6 +12,7 @@ The suites, one file each:
     training.py    whole training steps
     memory.py      bytes kept for the backward pass
     blocks.py      the dense blocks beside plain linear layers
+    profile.py     where the time of a layer goes
     gpu.py         the size of a large model
 
 What they are made of:

@@ -47,7 +47,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_suites(session: Session, options: Options) -> None:
-    from experiments.benchmark import blocks, decoding, gpu, memory, rows, skew, sweeps, training
+    from experiments.benchmark import (
+        blocks,
+        decoding,
+        gpu,
+        memory,
+        profile,
+        rows,
+        skew,
+        sweeps,
+        training,
+    )
 
     runs: dict[str, Callable[[Session], None]] = {
         "rows": rows.run,
@@ -59,6 +69,7 @@ def run_suites(session: Session, options: Options) -> None:
         "training": training.run,
         "memory": memory.run,
         "blocks": blocks.run,
+        "profile": profile.run,
         "gpu": gpu.run,
     }
     if options.shapes:

@@ -23,6 +23,7 @@ SUITES = {
     "training": "whole training steps of the default model, on real text",
     "memory": "bytes the layer keeps for its backward pass",
     "blocks": "the dense and swiglu blocks beside plain linear layers",
+    "profile": "where the time of a layer goes, operator by operator; on a CPU",
     "gpu": "64 experts in bfloat16, as a share of one dense product; needs CUDA",
 }
 """Name -> what it times."""

@@ -46,7 +46,7 @@ def refuse(
         (
             ["--suite", "row"],
             "--suite 'row' is not one of rows, experts, tokens, width, skew, decoding, training, "
-            "memory, blocks, gpu; did you mean 'rows'?",
+            "memory, blocks, profile, gpu; did you mean 'rows'?",
         ),
         (["--rounds", "0"], "--rounds (0) must be a whole number of at least 1"),
         (["--warmup", "-1"], "--warmup (-1) must be a whole number of at least 0"),
