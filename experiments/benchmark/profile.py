@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +24,9 @@ def run(session: Session) -> None:
     if session.device.type != "cpu":
         session.say(f"not watched: operators return before {session.device.type} is done with them")
         return
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # or the profiler announces itself, line by line
     for number, shape in enumerate(SHAPES):
         if number:
             session.say()

@@ -139,7 +139,6 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 HELP = """
 import sys
-from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
 try:
     main(["--help"])
@@ -167,7 +166,6 @@ for name in {absent}:
 import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in {absent} else real(name, *rest)
-from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
 raise SystemExit(main({argv}))
 """
