@@ -37,6 +37,10 @@ class RunCallbacks:
     last: ModelCheckpoint
 
 
+BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+"""The backends that run on one kind of device alone."""
+
+
 def check_trainer(config: TrainConfig) -> str:
     """The precision to train in, once Lightning has accepted its arguments.
 
@@ -61,6 +65,13 @@ def check_trainer(config: TrainConfig) -> str:
     precision = resolve_precision(config.trainer.precision, device)
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    for ffn in config.model.layer_ffns():
+        backend = getattr(getattr(ffn, "experts", None), "backend", "auto")
+        if BACKEND_DEVICES.get(backend, device) != device:
+            raise ConfigError(
+                f"model.ffn.experts.backend ({backend}) runs on {BACKEND_DEVICES[backend]}, but this run is "
+                f"on {device}; use auto"
+            )
     return precision
 
 

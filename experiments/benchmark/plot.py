@@ -114,7 +114,7 @@ def _series(number: int, name: str, placed: Sequence[Point], joined: bool) -> li
 
 def _marker(number: int, x: float, y: float) -> str:
     """Circle, square, diamond or triangle, so that colour alone tells nothing."""
-    kind = number % 4
+    kind = (number + number // len(COLOURS)) % 4  # a colour that comes again has another shape
     if kind == 0:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
     corners = {

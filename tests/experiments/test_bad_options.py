@@ -248,6 +248,10 @@ REFUSED = {
         "--trainer.accelerator cpu --trainer.precision 16-mixed",
         "trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed",
     ),
+    "backend of another device": (
+        "--trainer.accelerator cpu --model.ffn.experts.backend triton",
+        "model.ffn.experts.backend (triton) runs on cuda, but this run is on cpu; use auto",
+    ),
     "config file without its flag": (
         "configs/moe.yaml",
         "'configs/moe.yaml': expected --config configs/moe.yaml",
