@@ -46,7 +46,7 @@ def run(session: Session) -> None:
         block = build_ffn({"type": name, "d_ff": WIDTH}, d_model=SHAPE.d_model).to(session.device)
         block.load_state_dict(by_hand.state_dict())
         layers += [Layer(f"plain {name}", by_hand), Layer(f"moe_ffn {name}", block)]
-    passes = {layer.name: layer.training_pass(tokens.x_BSD, tokens.grad_BSD) for layer in layers}
+    passes = {layer.name: layer.training_pass(tokens) for layer in layers}
     timings = session.time(passes, more=MORE_ROUNDS)
     for number, name in enumerate(plain):
         if number:

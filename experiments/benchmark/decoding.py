@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmark.equivalence import same_rows
-from experiments.benchmark.layers import AUTO, Layer, Tokens, moe_layer, our_layers, peer_layers
+from experiments.benchmark.layers import AUTO, Layer
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import duration, table
@@ -40,16 +40,12 @@ def run(session: Session) -> None:
     layers: dict[str, list[Layer]] = {}
     candidates: dict[str, Timed] = {}
     for point, shape in points.items():
-        torch.manual_seed(0)
-        source = moe_layer(shape, "loop", session.device)
-        tokens = Tokens.of(shape, session.device)
-        peers = (HF_EAGER, HF_GROUPED, HF_BATCHED)
+        case = session.case(shape)
+        x_BSD = case.tokens.x_BSD.detach()
         layers[point] = [
-            *our_layers(shape, source, session.backends, tokens, session.skip),
-            *peer_layers(shape, source, peers, tokens, session.skip),
+            as_decoding(layer, case.source, x_BSD)
+            for layer in session.sparse_layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))
         ]
-        x_BSD = tokens.x_BSD.detach()
-        layers[point] = [as_decoding(layer, source, x_BSD) for layer in layers[point]]
         for layer in layers[point]:
             candidates[f"{layer.name} {point}"] = layer.decoding_pass(x_BSD, CALLS)
     timings = session.time(candidates)

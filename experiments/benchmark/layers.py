@@ -60,14 +60,14 @@ class Layer:
     def __call__(self, x: Tensor) -> Tensor:
         return hidden_of(self.module(x))
 
-    def training_pass(self, x: Tensor, grad: Tensor) -> Timed:
+    def training_pass(self, tokens: Tokens) -> Timed:
         """Forward and backward, to x and to all parameters; the gradients are freed off the clock."""
 
         def run() -> None:
-            self(x).backward(grad)
+            self(tokens.x_BSD).backward(tokens.grad_BSD)
 
         def reset() -> None:
-            x.grad = None
+            tokens.x_BSD.grad = None
             self.module.zero_grad(set_to_none=True)
 
         return Timed(run, reset)
@@ -154,41 +154,48 @@ def dense_layer(shape: Shape, device: torch.device) -> Layer:
     return Layer(DENSE, module, REFERENCE)
 
 
-def our_layers(
-    shape: Shape, source: MoEFFN, backends: Sequence[str], tokens: Tokens, skip: Skip
-) -> list[Layer]:
+@dataclass(frozen=True)
+class Case:
+    """One layer that candidates have to match: its weights, its tokens and what its `loop` makes of them."""
+
+    shape: Shape
+    source: MoEFFN
+    tokens: Tokens
+    expected: Outcome
+
+    @classmethod
+    def of(cls, shape: Shape, source: MoEFFN, device: torch.device) -> Case:
+        tokens = Tokens.of(shape, device)
+        return cls(shape, source, tokens, outcome_of(Layer(ours("loop"), source), tokens))
+
+
+def our_layers(case: Case, backends: Sequence[str], skip: Skip) -> list[Layer]:
     """Ours in `auto` and each of the backends that take this shape."""
-    expected = outcome_of(Layer(ours("loop"), source), tokens)
     layers: list[Layer] = []
     for backend in ("auto", *backends):
-        block = with_weights_of(source, shape, backend)
-        layer = checked(Layer(ours(backend), block), tokens, expected, skip, ValueError)
+        block = with_weights_of(case.source, case.shape, backend)
+        layer = checked(Layer(ours(backend), block), case.tokens, case.expected, skip, ValueError)
         if layer is not None:
             layers.append(layer)
     return layers
 
 
-def peer_layers(
-    shape: Shape, source: MoEFFN, names: Sequence[str], tokens: Tokens, skip: Skip
-) -> list[Layer]:
+def peer_layers(case: Case, names: Sequence[str], skip: Skip) -> list[Layer]:
     """Those of other libraries that are installed and take this shape."""
-    expected = outcome_of(Layer(ours("loop"), source), tokens)
     layers: list[Layer] = []
     for name in names:
         peer = PEERS[name]
-        if not peer.is_installed or (peer.gpu_only and tokens.x_BSD.device.type != "cuda"):
+        if not peer.is_installed or (peer.gpu_only and case.tokens.x_BSD.device.type != "cuda"):
             continue
-        layer = _peer_layer(peer, shape, source, tokens, expected, skip)
+        layer = _peer_layer(peer, case, skip)
         if layer is not None:
             layers.append(layer)
     return layers
 
 
-def _peer_layer(
-    peer: Peer, shape: Shape, source: MoEFFN, tokens: Tokens, expected: Outcome, skip: Skip
-) -> Layer | None:
+def _peer_layer(peer: Peer, case: Case, skip: Skip) -> Layer | None:
     try:
-        module = peer.build(weights_of(source), shape)
+        module = peer.build(weights_of(case.source), case.shape)
     except UnsupportedError as error:
         skip(peer.name, str(error))
         return None
@@ -196,7 +203,7 @@ def _peer_layer(
         skip(peer.name, f"{type(error).__name__}: {first_line(error)}")
         return None
     computes = SAME if peer.same_function else OTHER
-    return checked(Layer(peer.name, module, computes), tokens, expected, skip, Exception)
+    return checked(Layer(peer.name, module, computes), case.tokens, case.expected, skip, Exception)
 
 
 def checked(

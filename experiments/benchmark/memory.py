@@ -8,18 +8,9 @@ other means would not be seen.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.benchmark.layers import (
-    AUTO,
-    DENSE,
-    Layer,
-    Tokens,
-    dense_layer,
-    moe_layer,
-    our_layers,
-    peer_layers,
-)
+from experiments.benchmark.layers import AUTO, DENSE, Layer
 from experiments.benchmark.peers import HF_EAGER, HF_GROUPED
 from experiments.benchmark.report import Promise, Row, table, times
 from experiments.benchmark.session import Session, version_of
@@ -71,21 +62,14 @@ def run(session: Session) -> None:
 
 def measure(session: Session, shape: Shape) -> tuple[dict[str, int], list[Layer]]:
     """Bytes by the name of the layer."""
-    torch.manual_seed(0)
-    source = moe_layer(shape, "loop", session.device)
-    tokens = Tokens.of(shape, session.device)
-    peers = (HF_EAGER, HF_GROUPED)
-    layers = [
-        dense_layer(shape, session.device),
-        *our_layers(shape, source, session.backends, tokens, session.skip),
-        *peer_layers(shape, source, peers, tokens, session.skip),
-    ]
-    return {layer.name: saved_bytes(layer, tokens.x_BSD) for layer in layers}, layers
+    case = session.case(shape)
+    layers = session.layers(case, (HF_EAGER, HF_GROUPED))
+    return {layer.name: saved_bytes(layer.module, case.tokens.x_BSD) for layer in layers}, layers
 
 
-def saved_bytes(layer: Layer, x: Tensor) -> int:
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the storages that autograd holds once the forward pass is over."""
-    uncounted = {_address(tensor) for tensor in (x, *layer.module.parameters())}
+    uncounted = {_address(tensor) for tensor in (x, *module.parameters())}
     # The tensors themselves are held, so that no address is given out a second time.
     saved: dict[int, Tensor] = {}
 
@@ -94,7 +78,7 @@ def saved_bytes(layer: Layer, x: Tensor) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
+        module(x)
     sizes = {
         address: tensor.untyped_storage().nbytes()
         for address, tensor in saved.items()

@@ -62,7 +62,7 @@ def seconds_by_operator(layer: Layer, tokens: Tokens) -> dict[str, tuple[float, 
 
     Watching takes time too, most of it where operators are many and short.
     """
-    step = layer.training_pass(tokens.x_BSD, tokens.grad_BSD)
+    step = layer.training_pass(tokens)
     for _ in range(WARMUP):
         step.run()
         step.reset()

@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from experiments.benchmark.layers import (
-    AUTO,
-    DENSE,
-    Layer,
-    Tokens,
-    dense_layer,
-    moe_layer,
-    our_layers,
-    peer_layers,
-)
+from experiments.benchmark.layers import AUTO, DENSE, Layer
 from experiments.benchmark.peers import HF_GROUPED, TRAINING_PEERS
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import ratio, times
@@ -72,15 +61,9 @@ def time_layer(
 ) -> tuple[list[Layer], dict[str, Timing]]:
     """The candidates of one shape, and their times, and those of what takes turns `beside` them."""
     session.say(f"{shape}, forward and backward")
-    torch.manual_seed(0)
-    source = moe_layer(shape, "loop", session.device)
-    tokens = Tokens.of(shape, session.device)
-    layers = [
-        dense_layer(shape, session.device),
-        *our_layers(shape, source, session.backends, tokens, session.skip),
-        *peer_layers(shape, source, TRAINING_PEERS, tokens, session.skip),
-    ]
-    passes = {layer.name: layer.training_pass(tokens.x_BSD, tokens.grad_BSD) for layer in layers}
+    case = session.case(shape)
+    layers = session.layers(case, TRAINING_PEERS)
+    passes = {layer.name: layer.training_pass(case.tokens) for layer in layers}
     timings = session.time({**passes, **(beside or {})})
     return layers, timings
 

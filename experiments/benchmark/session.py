@@ -9,7 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import moe_ffn
-from experiments.benchmark.layers import DENSE, REFERENCE, SAME, Layer
+from experiments.benchmark.layers import (
+    DENSE,
+    REFERENCE,
+    SAME,
+    Case,
+    Layer,
+    dense_layer,
+    moe_layer,
+    our_layers,
+    peer_layers,
+)
 from experiments.benchmark.peers import PEERS
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import Promise, Row, duration, ratio, spread, table, times
@@ -48,6 +58,20 @@ class Session:
         if (name, reason) not in self._skipped:
             self._skipped.add((name, reason))
             self.say(f"  skipped: {name}: {reason}")
+
+    def case(self, shape: Shape) -> Case:
+        """Fresh weights and tokens, the same in every run."""
+        torch.manual_seed(0)
+        return Case.of(shape, moe_layer(shape, "loop", self.device), self.device)
+
+    def sparse_layers(self, case: Case, peers: Sequence[str]) -> list[Layer]:
+        """Ours in every backend, and those of `peers` that are there."""
+        mine = our_layers(case, self.backends, self.skip)
+        return [*mine, *peer_layers(case, peers, self.skip)]
+
+    def layers(self, case: Case, peers: Sequence[str]) -> list[Layer]:
+        """The dense block first, then the sparse ones."""
+        return [dense_layer(case.shape, self.device), *self.sparse_layers(case, peers)]
 
     def time(self, candidates: Mapping[str, Timed], *, more: int = 1) -> dict[str, Timing]:
         """In turns; `more` times as many rounds where a ratio has to be known more exactly."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from experiments.benchmark.layers import AUTO, Layer, Tokens, moe_layer, our_layers
+from experiments.benchmark.layers import AUTO, Case, Layer, moe_layer, our_layers
 from experiments.benchmark.report import duration, ratio, spread, table, times
 from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
@@ -52,16 +52,15 @@ class LoadRouter(LinearRouter):
 def run(session: Session) -> None:
     session.say(f"{SHAPE}, tokens spread in three ways, forward and backward")
     torch.manual_seed(0)
-    tokens = Tokens.of(SHAPE, session.device)
     candidates: dict[str, Timed] = {}
     layers: dict[str, list[Layer]] = {}
     for load, shares_E in LOADS.items():
         source = moe_layer(SHAPE, "loop", session.device)
         source.router = LoadRouter(SHAPE, shares_E).to(session.device)
-        layers[load] = our_layers(SHAPE, source, session.backends, tokens, session.skip)
+        case = Case.of(SHAPE, source, session.device)
+        layers[load] = our_layers(case, session.backends, session.skip)
         for layer in layers[load]:
-            timed = layer.training_pass(tokens.x_BSD, tokens.grad_BSD)
-            candidates[f"{layer.name} {load}"] = timed
+            candidates[f"{layer.name} {load}"] = layer.training_pass(case.tokens)
     timings = session.time(candidates)
     rows: list[list[str]] = []
     for load in LOADS:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from experiments.benchmark.layers import (
-    AUTO,
-    DENSE,
-    Layer,
-    Tokens,
-    dense_layer,
-    moe_layer,
-    our_layers,
-    peer_layers,
-)
+from experiments.benchmark.layers import AUTO, DENSE, Layer, Tokens
 from experiments.benchmark.peers import HF_EAGER, HF_GROUPED
 from experiments.benchmark.plot import Plot
 from experiments.benchmark.report import duration, ratio, table, times
@@ -62,7 +51,7 @@ def _sweep(
     for point, shape in points.items():
         layers[point], tokens = _point(session, shape)
         for layer in layers[point]:
-            timed = layer.training_pass(tokens.x_BSD, tokens.grad_BSD)
+            timed = layer.training_pass(tokens)
             candidates[f"{layer.name} {point}"] = timed
     timings = session.time(candidates)
     for point, shape in points.items():
@@ -86,20 +75,14 @@ def _sweep(
 
 
 def _point(session: Session, shape: Shape) -> tuple[list[Layer], Tokens]:
-    torch.manual_seed(0)
-    source = moe_layer(shape, "loop", session.device)
-    tokens = Tokens.of(shape, session.device)
     few = shape.num_experts <= MOST_EXPERTS_OF_EAGER
     peers = (HF_EAGER, HF_GROUPED) if few else (HF_GROUPED,)
-    layers = [
-        dense_layer(shape, session.device),
-        *our_layers(shape, source, session.backends, tokens, session.skip),
-        *peer_layers(shape, source, peers, tokens, session.skip),
-    ]
+    case = session.case(shape)
+    layers = session.layers(case, peers)
     for layer in layers:
         if not layer.is_comparable:
             session.say(f"  {layer.name} {layer.computes} at {shape}")
-    return layers, tokens
+    return layers, case.tokens
 
 
 def _show(

@@ -22,6 +22,7 @@ from experiments.benchmark.layers import (
     DENSE,
     OTHER,
     SAME,
+    Case,
     Layer,
     PlainSwiGLU,
     Tokens,
@@ -154,12 +155,16 @@ def tokens() -> Tokens:
     return Tokens.of(SMALL, CPU)
 
 
-def test_every_backend_and_block_of_hugging_face_computes_the_same(tokens: Tokens) -> None:
-    pytest.importorskip("transformers")
-    source = moe_layer(SMALL, "loop", CPU)
+@pytest.fixture
+def case() -> Case:
+    return Case.of(SMALL, moe_layer(SMALL, "loop", CPU), CPU)
 
-    ours = our_layers(SMALL, source, tuple(BACKENDS), tokens, unheard)
-    theirs = peer_layers(SMALL, source, (HF_EAGER, HF_GROUPED, HF_BATCHED), tokens, unheard)
+
+def test_every_backend_and_block_of_hugging_face_computes_the_same(case: Case) -> None:
+    pytest.importorskip("transformers")
+
+    ours = our_layers(case, tuple(BACKENDS), unheard)
+    theirs = peer_layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED), unheard)
 
     assert [layer.name for layer in ours] == [f"moe_ffn {name}" for name in ("auto", *BACKENDS)]
     assert [layer.name for layer in theirs] == [HF_EAGER, HF_GROUPED, HF_BATCHED]
@@ -167,9 +172,7 @@ def test_every_backend_and_block_of_hugging_face_computes_the_same(tokens: Token
 
 
 @pytest.mark.parametrize("wrong", ["gate_EFD", "up_EFD", "down_EDF", "router_ED"])
-def test_a_wrong_peer_is_found_out(
-    wrong: str, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_peer_is_found_out(wrong: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     right = PEERS[HF_EAGER].build
 
@@ -177,7 +180,7 @@ def test_a_wrong_peer_is_found_out(
         return right(replace(weights, **{wrong: getattr(weights, wrong).flip(0)}), shape)
 
     monkeypatch.setitem(PEERS, HF_EAGER, Peer(HF_EAGER, "transformers", build))
-    (layer,) = peer_layers(SMALL, moe_layer(SMALL, "loop", CPU), [HF_EAGER], tokens, unheard)
+    (layer,) = peer_layers(case, [HF_EAGER], unheard)
 
     assert layer.computes.startswith("DIFFERS on ")
     assert not layer.is_comparable
@@ -194,14 +197,11 @@ class Detached(nn.Module):
         return self.inner(x.detach()).hidden + 0 * x
 
 
-def test_the_gradient_of_x_is_compared_too(tokens: Tokens) -> None:
-    source = moe_layer(SMALL, "loop", CPU)
-    expected = outcome_of(Layer("ours", source), tokens)
+def test_the_gradient_of_x_is_compared_too(case: Case) -> None:
+    found = outcome_of(Layer("detached", Detached(case.source)), case.tokens)
 
-    found = outcome_of(Layer("detached", Detached(source)), tokens)
-
-    assert torch.equal(found.hidden_TD, expected.hidden_TD)
-    assert not same_function(found, expected)
+    assert torch.equal(found.hidden_TD, case.expected.hidden_TD)
+    assert not same_function(found, case.expected)
 
 
 class Idle(nn.Module):
@@ -218,11 +218,9 @@ class Idle(nn.Module):
         return torch.func.functional_call(self.inner, frozen, (x,)).hidden
 
 
-def test_the_gradient_of_the_parameters_is_compared_too(tokens: Tokens) -> None:
-    source = moe_layer(SMALL, "loop", CPU)
-    expected = outcome_of(Layer("ours", source), tokens)
-
-    layer = checked(Layer("idle", Idle(source)), tokens, expected, unheard, Exception)
+def test_the_gradient_of_the_parameters_is_compared_too(case: Case) -> None:
+    idle = Layer("idle", Idle(case.source))
+    layer = checked(idle, case.tokens, case.expected, unheard, Exception)
 
     assert layer is not None
     assert layer.computes.startswith("DIFFERS in gradients of weights")
@@ -253,7 +251,7 @@ def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
 
 
 def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
-    tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(weights: object, shape: Shape) -> nn.Module:
         raise RuntimeError("no kernel for this machine\nand more")
@@ -272,19 +270,17 @@ def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
     skipped: list[tuple[str, str]] = []
 
     names = [peer.name for peer in peers]
-    source = moe_layer(SMALL, "loop", CPU)
-    layers = peer_layers(SMALL, source, names, tokens, lambda *why: skipped.append(why))
+    layers = peer_layers(case, names, lambda *why: skipped.append(why))
 
     assert [(layer.name, layer.computes) for layer in layers] == [("another", OTHER)]
     assert skipped == [("broken", "RuntimeError: no kernel for this machine")]
 
 
-def test_weights_are_shared_with_ours_and_gradients_are_not() -> None:
-    source = moe_layer(SMALL, "loop", CPU)
-    tokens = Tokens.of(SMALL, CPU)
-    first, second = our_layers(SMALL, source, ["loop"], tokens, unheard)
+def test_weights_are_shared_with_ours_and_gradients_are_not(case: Case) -> None:
+    tokens = case.tokens
+    first, second = our_layers(case, ["loop"], unheard)
 
-    timed = first.training_pass(tokens.x_BSD, tokens.grad_BSD)
+    timed = first.training_pass(tokens)
     timed.run()
 
     for mine, other in zip(
@@ -326,7 +322,7 @@ def test_saved_bytes_of_the_dense_block() -> None:
     layer = dense_layer(SMALL, CPU)
     x_BSD = Tokens.of(SMALL, CPU).x_BSD
     # gate x, silu(gate x), up x and their product, 64 x 16 floats each; neither x nor a parameter.
-    assert memory.saved_bytes(layer, x_BSD) == 4 * 64 * 16 * 4
+    assert memory.saved_bytes(layer.module, x_BSD) == 4 * 64 * 16 * 4
 
 
 def test_the_dense_model_has_the_active_width_of_the_default() -> None:

@@ -6,30 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from experiments.benchmark.memory import saved_bytes
 from moe_ffn import build_ffn
 
 T, D, F, E, K = 256, 128, 128, 8, 2
-
-
-def bytes_saved(module: nn.Module, x: Tensor) -> int:
-    """Bytes that the graph of `module(x)` holds, each storage once; parameters and `x` not counted."""
-    known = {t.untyped_storage().data_ptr() for t in [x, *module.parameters()]}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = module(x)
-    assert output is not None  # the graph, and what it holds, lives until here
-    return sum(saved.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -55,7 +38,7 @@ def test_at_most_half_of_what_the_published_block_keeps(
         {"type": "moe", "num_experts": E, "router": router, "experts": experts}, d_model=D
     )
     x = torch.randn(1, T, D, dtype=dtype).requires_grad_()
-    mine, published = bytes_saved(ours.to(dtype), x), bytes_saved(theirs.to(dtype), x)
+    mine, published = saved_bytes(ours.to(dtype), x), saved_bytes(theirs.to(dtype), x)
     pre_activations = T * K * 2 * F * dtype.itemsize
     assert mine >= pre_activations  # what cannot be had without a product more
     assert mine <= published / 2, f"{mine:,} of {published:,} bytes"
