@@ -1,4 +1,4 @@
-"""One training run, from prepared data to the report at its end."""
+"""One training run, from prepared data to the results at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from experiments.assemble import (
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_INTERRUPTED
-from experiments.report import Report
+from experiments.results import Results
 from experiments.run_folder import (
     BEST_CHECKPOINT,
     CONFIG_FILE,
@@ -90,9 +90,9 @@ def train(config: TrainConfig) -> None:
     finally:
         close(loggers, status)
     if is_main:
-        report = make_report(config, data, module, callbacks, folder)
-        report.write()
-        report.print(console)
+        results = make_results(config, data, module, callbacks, folder)
+        results.write()
+        results.print(console)
 
 
 def write_run_files(
@@ -121,15 +121,15 @@ def finish_validation(
     trainer.save_checkpoint(folder / LAST_CHECKPOINT)
 
 
-def make_report(
+def make_results(
     config: TrainConfig,
     data: PreparedData,
     module: LanguageModel,
     callbacks: RunCallbacks,
     folder: Path,
-) -> Report:
+) -> Results:
     loss = callbacks.validation.last["loss"]
-    return Report(
+    return Results(
         folder=folder,
         loss=loss,
         bits_per_byte=callbacks.validation.last["bits_per_byte"],

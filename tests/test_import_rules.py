@@ -58,6 +58,8 @@ ONLY_PLACES = {
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
+    "plotly": {"experiments/report"},
+    "wandb_workspaces": {"experiments/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from browser import chromium
+from playwright.sync_api import Browser
 
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
@@ -111,6 +113,13 @@ def moe_run(
 ) -> Result:
     """Six steps of a Mixture of Experts with a capacity; validations at 4 and at the end."""
     return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", tiny_moe)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, started once."""
+    with chromium() as started:
+        yield started
 
 
 def _tree(folder: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from experiments.tables import load_table, short_name
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     """The results of one run."""
 
     folder: Path

@@ -1,0 +1,48 @@
+"""The frame of every HTML page: one file, readable on a phone, in dark mode and in print."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from html import escape
+from pathlib import Path
+
+STYLE = Path(__file__).with_name("style.css")
+
+
+def html_page(title: str, body: str, *, script: str = "", head: str = "") -> str:
+    """A whole document, with nothing in it that would have to be fetched.
+
+    Args:
+        title: plain text, escaped here.
+        body: HTML; whoever makes it escapes what came from a run.
+        script: JavaScript, run after the body.
+        head: further elements of the head.
+    """
+    # A script ends at the first `</script`, wherever it stands, in a string too.
+    safe_script = script.replace("</script", "<\\/script")
+    return (
+        "<!doctype html>\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<link rel="icon" href="data:,">\n'  # else a browser asks for one
+        f"<title>{escape(title)}</title>\n"
+        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n{head}"
+        f"</head>\n<body>\n{body}\n"
+        + (f"<script>\n{safe_script}\n</script>\n" if script else "")
+        + "</body>\n</html>\n"
+    )
+
+
+def write_page(path: Path, html: str) -> None:
+    """Put the page in its place whole: who opens it while it is written sees the old one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(html)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

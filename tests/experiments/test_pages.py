@@ -1,0 +1,45 @@
+"""The frame of the HTML pages, in a real browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from browser import PHONE, opened
+from playwright.sync_api import Browser
+
+from experiments.pages.page import html_page, write_page
+
+
+def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path) -> None:
+    script = 'document.querySelector("h1").textContent = "</script> is only text here";'
+    write_page(tmp_path / "page.html", html_page("a < b", "<h1>one</h1>", script=script))
+
+    with opened(browser, tmp_path / "page.html", width=PHONE) as found:
+        assert found.errors == []
+        assert found.overflow == 0
+        assert found.page.title() == "a < b"
+        assert found.page.inner_text("h1") == "</script> is only text here"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_page_follows_the_reader_s_light(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    write_page(tmp_path / "page.html", html_page("page", "<p>text</p>"))
+
+    with opened(browser, tmp_path / "page.html", dark=dark) as found:
+        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+        found.page.emulate_media(media="print", color_scheme="dark")
+        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert ground == "rgb(255, 255, 255)"
+
+
+def test_a_page_is_put_in_its_place_whole(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_page(path, "old")
+
+    with pytest.raises(UnicodeEncodeError):
+        write_page(path, "\ud800")
+
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["page.html"]
