@@ -87,6 +87,11 @@ class Routing:
     """How probable it was, over the router's noise, that each expert is among a token's k: the smooth
     count of noisy top-k routing; None elsewhere."""
 
+    shared_share: Tensor | None = None
+    """Scalar in [0, 1]: of what the block added for a token, the share that went past the routing, through
+    the shared expert: the mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms after
+    both were weighted. None without a shared expert."""
+
     @property
     def num_tokens(self) -> int:
         """T, padding included."""

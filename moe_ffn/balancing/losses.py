@@ -59,17 +59,10 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     Asks every single sequence to be balanced. Sequences of nothing but padding don't count.
     """
     length = max(routing.sequence_length, 1)
-    num_sequences = routing.num_tokens // length
-    real_N = routing.real_N
-    cell_N = routing.token_ids_N // length * routing.num_experts + routing.expert_ids_N
-    pairs = count_pairs(
-        cell_N.masked_fill(~real_N, num_sequences * routing.num_experts),
-        num_sequences * routing.num_experts + 1,
-    )[:-1]
-    pairs_BE = rearrange(pairs, "(b e) -> b e", e=routing.num_experts)
+    pairs_BE = pairs_per_sequence(routing)
     real_TE = _real_only(normalized_scores(routing), routing)
     scores_BE = reduce(real_TE, "(b s) e -> b e", "sum", s=length)
-    num_tokens_B = torch.full((num_sequences,), length, device=pairs.device)
+    num_tokens_B = torch.full((len(pairs_BE),), length, device=pairs_BE.device)
     if routing.mask_T is not None:
         num_tokens_B = reduce(routing.mask_T.long(), "(b s) -> b", "sum", s=length)
     losses_B = _load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
@@ -177,10 +170,14 @@ def pairs_per_expert(routing: Routing) -> Tensor:
     return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
 
 
-def expert_load(routing: Routing) -> Tensor:
-    """(E,): the share of the real pairs that name each expert, before dropping; 1/E at balance."""
-    pairs_E = pairs_per_expert(routing).to(routing.scores_TE.dtype)
-    return pairs_E / pairs_E.sum().clamp(min=1)
+def pairs_per_sequence(routing: Routing) -> Tensor:
+    """int64 (B, E): `pairs_per_expert` of each sequence by itself."""
+    num_experts = routing.num_experts
+    length = max(routing.sequence_length, 1)
+    num_cells = routing.num_tokens // length * num_experts
+    cell_N = routing.token_ids_N // length * num_experts + routing.expert_ids_N
+    pairs = count_pairs(cell_N.masked_fill(~routing.real_N, num_cells), num_cells + 1)[:-1]
+    return rearrange(pairs, "(b e) -> b e", e=num_experts)
 
 
 def normalized_scores(routing: Routing) -> Tensor:

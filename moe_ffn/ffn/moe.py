@@ -5,11 +5,14 @@ T tokens, D model width
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from moe_ffn.capacity import DROP_POLICIES, Priority, limit
 from moe_ffn.dispatch.plan import make_plan
 from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.combine import share_of_norms
 from moe_ffn.ffn.sparse_config import MoEConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationExperts
 from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
@@ -47,7 +50,9 @@ class MoEFFN(FFNBlock):
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         hidden = y_TD.view_as(x)
         if self.shared_expert is not None:
-            hidden = self.combine(hidden, self.shared_expert(x, context).hidden, x)
+            routed, shared = self.combine(hidden, self.shared_expert(x, context).hidden, x)
+            share = share_of_norms(shared, routed, routing.mask_T)
+            hidden, routing = routed + shared, replace(routing, shared_share=share)
         return FFNOutput(hidden, routing)
 
     def routers(self) -> dict[str, Router]:

@@ -1,6 +1,6 @@
-"""What is measured of one layer's Routing: pure functions.
+"""What is measured of routing: pure functions of one layer's Routing, or of counts taken from several.
 
-E experts, N (token, expert) pairs
+T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 """
 
 from __future__ import annotations
@@ -8,23 +8,64 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.outputs import Routing
+
+# -- of a load
 
 
 def max_violation(load_E: Tensor) -> Tensor:
     """MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 when one expert has everything.
 
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
+    Leading axes are kept.
     """
-    mean = load_E.mean()
+    mean = load_E.mean(dim=-1)
     tiny = torch.finfo(load_E.dtype).tiny
-    return (load_E.max() - mean) / mean.clamp(min=tiny)
+    return (load_E.amax(dim=-1) - mean) / mean.clamp(min=tiny)
 
 
-def dropped_fraction(routing: Routing) -> Tensor:
-    """The share of the real tokens' pairs that found their expert full."""
-    real_N = routing.real_N
-    return (routing.dropped_N & real_N).sum() / real_N.sum().clamp(min=1)
+def load_cv(load_E: Tensor) -> Tensor:
+    """The coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
+    tiny = torch.finfo(load_E.dtype).tiny
+    return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
+
+
+def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
+    """MaxVio of what each rank would compute if the experts were split over the ranks in order.
+
+    Expert parallelism waits for the busiest rank: a step takes 1 + this times as long as it might. nan
+    where the ranks cannot hold equally many experts.
+    """
+    if load_E.shape[-1] % num_ranks:
+        return load_E.new_tensor(torch.nan)
+    return max_violation(load_E.unflatten(-1, (num_ranks, -1)).sum(dim=-1))
+
+
+# -- of tokens
+
+
+def top1_margin(routing: Routing) -> Tensor:
+    """(T,): the best normalised score minus the second best: how sure the router is of its first choice.
+
+    nan with a single expert.
+    """
+    scores_TE = normalized_scores(routing)
+    if routing.num_experts == 1:
+        return torch.full_like(scores_TE[:, 0], torch.nan)
+    first_T, second_T = scores_TE.topk(2, dim=-1).values.unbind(dim=-1)
+    return first_T - second_T
+
+
+def logit_max(routing: Routing) -> Tensor:
+    """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
+    sizes_TE = routing.logits_TE.abs()
+    ignored_TE = ~sizes_TE.isfinite()
+    if routing.mask_T is not None:
+        ignored_TE = ignored_TE | ~routing.mask_T.unsqueeze(-1)
+    return (
+        sizes_TE.masked_fill(ignored_TE, 0).flatten().max() if sizes_TE.numel() else sizes_TE.sum()
+    )
 
 
 def nonfinite_tokens(routing: Routing) -> Tensor:
@@ -33,9 +74,43 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 
-def capacity_used(routing: Routing) -> Tensor:
-    """The share of the experts' places that are taken; nan when dropless."""
-    computed = routing.computed_N.sum()
-    if routing.capacity is None:
-        return torch.full_like(computed, torch.nan, dtype=torch.get_default_dtype())
-    return computed / (routing.capacity * routing.num_experts).clamp(min=1)
+# -- of who goes where
+
+
+def chosen_experts(routing: Routing) -> Tensor:
+    """Bool (T, E): whom each real token chose, before dropping."""
+    cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
+    chosen = routing.logits_TE.new_zeros(routing.logits_TE.shape, dtype=torch.bool).flatten()
+    # One pair may stand in the list twice, once chosen and once not: `amax` is an or.
+    chosen = chosen.to(torch.uint8).scatter_reduce(
+        0, cells_N, routing.real_N.to(torch.uint8), "amax", include_self=True
+    )
+    return chosen.bool().view(routing.logits_TE.shape)
+
+
+def coactivation_counts(routing: Routing) -> Tensor:
+    """int64 (E, E): how many tokens chose both experts; on the diagonal, how many chose that one."""
+    chosen_TE = chosen_experts(routing).float()
+    # Counts are exact in float32 up to 16 million tokens; in the bfloat16 of autocast up to 256.
+    with torch.autocast(chosen_TE.device.type, enabled=False):
+        return (chosen_TE.t() @ chosen_TE).long()
+
+
+def coactivation(counts_EE: Tensor) -> Tensor:
+    """(E, E): the share of expert i's tokens that also went to expert j; 1 on the diagonal of used ones.
+
+    Muennighoff et al. 2024, "OLMoE" (arXiv:2409.02060), section 5.2.
+    """
+    return counts_EE / counts_EE.diagonal().clamp(min=1).unsqueeze(-1)
+
+
+def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
+    """The share of tokens whose experts differ between two looks at the same tokens.
+
+    Muennighoff et al. 2024 (arXiv:2409.02060), section 5.1, call what stays the router's saturation.
+
+    Args:
+        before_TE: bool (T, E), `chosen_experts` of the earlier look.
+        after_TE: the same of the later one.
+    """
+    return (before_TE != after_TE).any(dim=-1).float().mean()

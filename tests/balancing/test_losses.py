@@ -13,13 +13,13 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import (
     cv_squared,
-    expert_load,
     importance_cv2_loss,
     load_balancing_loss,
     load_cv2_loss,
     mean_over_tokens,
     normalized_scores,
     pairs_per_expert,
+    pairs_per_sequence,
     pooled_load_balancing_loss,
     relu_sparsity_loss,
     router_entropy_loss,
@@ -151,7 +151,17 @@ def test_pairs_are_counted_before_dropping_and_without_padding_or_what_was_not_c
     # Left are (token 0, expert 0), (1, 0), (1, 2).
     assert pairs_per_expert(routing).tolist() == [2, 0, 1, 0]
     assert pairs_per_expert(routing).dtype == torch.int64
-    assert expert_load(routing).tolist() == pytest.approx([2 / 3, 0, 1 / 3, 0])
+
+
+def test_pairs_of_each_sequence_by_itself(make_routing: Any) -> None:
+    # Two sequences of two tokens; the last token is padding.
+    routing = make_routing(
+        [[0, 1], [0, 2], [2, 1], [2, 0]],
+        3,
+        sequence_length=2,
+        mask_T=torch.tensor([True, True, True, False]),
+    )
+    assert pairs_per_sequence(routing).tolist() == [[2, 1, 1], [0, 1, 1]]
 
 
 def test_the_mean_over_tokens_is_of_the_real_ones(make_routing: Any) -> None:

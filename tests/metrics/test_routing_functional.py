@@ -1,3 +1,5 @@
+"""Each measure against numbers worked out by hand."""
+
 from __future__ import annotations
 
 import math
@@ -6,60 +8,52 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.balancing.losses import expert_load, router_entropy_loss
+from moe_ffn.balancing.losses import router_entropy_loss
 from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.functional import (
-    capacity_used,
-    dropped_fraction,
+    chosen_experts,
+    churn,
+    coactivation,
+    coactivation_counts,
+    load_cv,
+    logit_max,
     max_violation,
     nonfinite_tokens,
+    rank_max_violation,
+    top1_margin,
 )
 
-
-def test_load_is_the_share_of_pairs(make_routing: Any) -> None:
-    # Pairs 0, 1, 0, 2 over four experts.
-    load = expert_load(make_routing([[0, 1], [0, 2]], 4))
-    assert load.tolist() == [0.5, 0.25, 0.25, 0]
-
-
-def test_load_is_counted_before_dropping_and_without_padding(make_routing: Any) -> None:
-    routing = make_routing(
-        [[0], [0], [1], [1]],
-        2,
-        dropped_N=torch.tensor([False, True, False, False]),
-        mask_T=torch.tensor([True, True, True, False]),
-    )
-    assert expert_load(routing).tolist() == pytest.approx([2 / 3, 1 / 3])
+# -- of a load
 
 
 @pytest.mark.parametrize(
-    ("load", "violation"),
+    ("load", "violation", "cv"),
     [
-        ([0.25, 0.25, 0.25, 0.25], 0),
-        ([0.5, 0.25, 0.25, 0.0], 1),  # (0.5 - 0.25) / 0.25
-        ([1.0, 0.0, 0.0, 0.0], 3),  # E - 1
-        ([1.0], 0),
-        ([0.0, 0.0], 0),  # nothing was routed
+        ([0.25, 0.25, 0.25, 0.25], 0, 0),
+        # (0.5 - 0.25) / 0.25; deviations 1/4, 0, 0, -1/4: sqrt(2/16 / 4) / (1/4) = sqrt(1/2)
+        ([0.5, 0.25, 0.25, 0.0], 1, math.sqrt(0.5)),
+        # E - 1 and sqrt(E - 1)
+        ([1.0, 0.0, 0.0, 0.0], 3, math.sqrt(3)),
+        ([1.0], 0, 0),
+        ([0.0, 0.0], 0, 0),
     ],
-    ids=["balanced", "twice_the_mean", "collapsed", "one_expert", "nothing"],
+    ids=["balanced", "twice the mean", "collapsed", "one expert", "nothing routed"],
 )
-def test_max_violation_is_the_excess_over_the_mean_load(
-    load: list[float], violation: float
-) -> None:
+def test_imbalance_of_a_load(load: list[float], violation: float, cv: float) -> None:
     assert max_violation(torch.tensor(load)).item() == pytest.approx(violation)
+    assert load_cv(torch.tensor(load)).item() == pytest.approx(cv)
 
 
-def test_dropped_fraction_is_of_the_real_pairs(make_routing: Any) -> None:
-    # Three real pairs of expert 0, C = ceil(3 / 3) = 1: two of three are dropped.
-    mask = torch.tensor([True, True, True, False])
-    routing = make_routing([[0]] * 4, 3, mask_T=mask)
-    assert dropped_fraction(routing).item() == 0
-    assert dropped_fraction(limit(routing, 1.0, by_position)).item() == pytest.approx(2 / 3)
+def test_ranks_wait_for_the_busiest_of_them() -> None:
+    # Experts 0 and 1 on rank 0: 0.75 of the pairs, half as much again as its half.
+    load_E = torch.tensor([0.5, 0.25, 0.25, 0.0])
+    assert rank_max_violation(load_E, 2).item() == pytest.approx(0.5)
+    assert rank_max_violation(load_E, 4).item() == pytest.approx(1)
+    assert rank_max_violation(load_E, 1).item() == 0
+    assert rank_max_violation(load_E, 3).isnan(), "4 experts cannot be split over 3 ranks"
 
 
-def test_dropped_fraction_of_nothing_is_zero(make_routing: Any) -> None:
-    routing = make_routing([[0]], 2, mask_T=torch.tensor([False]))
-    assert dropped_fraction(routing).item() == 0
+# -- of tokens
 
 
 def test_entropy_is_the_mean_over_tokens_in_nats(make_routing: Any) -> None:
@@ -77,14 +71,76 @@ def test_entropy_normalises_scores_and_skips_padding(make_routing: Any) -> None:
     assert router_entropy_loss(routing).item() == pytest.approx(math.log(2), rel=1e-6)
 
 
-def test_capacity_used_is_the_share_of_places_taken(make_routing: Any) -> None:
-    # Four pairs over two experts, factor 1.5: C = 3, so 6 places. Expert 0 takes three of its four.
-    routing = limit(make_routing([[0]] * 4, 2), 1.5, by_position)
-    assert capacity_used(routing).item() == pytest.approx(3 / 6)
+def test_the_margin_is_between_the_two_best_normalised_scores(make_routing: Any) -> None:
+    scores = torch.tensor([[0.1, 0.7, 0.2], [0.9, 0.9, 0.0], [1.2, 0.4, 0.4]])
+    routing = make_routing([[1], [0], [0]], 3, scores_TE=scores)
+    # The last row is 0.6, 0.2, 0.2 once it sums to 1.
+    assert top1_margin(routing).tolist() == pytest.approx([0.5, 0, 0.4])
 
 
-def test_capacity_used_is_nan_when_dropless(make_routing: Any) -> None:
-    assert capacity_used(make_routing([[0]], 2)).isnan()
+def test_a_single_expert_has_no_margin(make_routing: Any) -> None:
+    assert top1_margin(make_routing([[0], [0]], 1)).isnan().all()
+
+
+def test_the_largest_logit_is_of_real_tokens_and_finite(make_routing: Any) -> None:
+    logits = torch.tensor([[1.0, -7.0], [torch.inf, torch.nan], [50.0, 0.0]])
+    mask = torch.tensor([True, True, False])
+    ids = [[0], [0], [0]]
+    assert logit_max(make_routing(ids, 2, logits_TE=logits)).item() == 50
+    assert logit_max(make_routing(ids, 2, logits_TE=logits, mask_T=mask)).item() == 7
+
+
+def test_broken_tokens_are_counted_without_padding(make_routing: Any) -> None:
+    logits = torch.zeros(4, 2)
+    logits[0, 1], logits[1, 0], logits[3, 0] = torch.nan, torch.inf, torch.nan
+    mask = torch.tensor([True, True, True, False])
+    ids = [[0], [0], [1], [1]]
+    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits)) == 3
+    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits, mask_T=mask)) == 2
+
+
+# -- of who goes where
+
+
+def test_chosen_experts_are_those_of_real_pairs_dropped_or_not(make_routing: Any) -> None:
+    routing = make_routing(
+        [[0, 1], [2, 0], [1, 2]],
+        3,
+        dropped_N=torch.tensor([True, False, False, False, False, False]),
+        chosen_N=torch.tensor([True, True, True, False, True, True]),
+        mask_T=torch.tensor([True, True, False]),
+    )
+    assert chosen_experts(routing).int().tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 0]]
+
+
+def test_a_pair_listed_twice_is_chosen_if_it_is_once(make_routing: Any) -> None:
+    routing = make_routing([[0, 0]], 2, chosen_N=torch.tensor([True, False]))
+    assert chosen_experts(routing).int().tolist() == [[1, 0]]
+
+
+def test_coactivation_is_of_the_experts_tokens(make_routing: Any) -> None:
+    # Expert 0 has three tokens: two with 1, one with 2.
+    counts = coactivation_counts(make_routing([[0, 1], [1, 0], [0, 2]], 4))
+    assert counts.tolist() == [[3, 2, 1, 0], [2, 2, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+    shares = coactivation(counts)
+    assert shares[0].tolist() == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert shares[1].tolist() == [1, 1, 0, 0]
+    assert shares[3].tolist() == [0, 0, 0, 0], "an expert without tokens goes with nobody"
+
+
+def test_coactivation_counts_exactly_under_autocast(make_routing: Any) -> None:
+    # bfloat16 knows no 257.
+    routing = make_routing([[0, 1]] * 257, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert coactivation_counts(routing).tolist() == [[257, 257], [257, 257]]
+
+
+def test_churn_is_the_share_of_tokens_whose_experts_changed(make_routing: Any) -> None:
+    before = chosen_experts(make_routing([[0, 1], [1, 2], [2, 3], [0, 3]], 4))
+    # The order of a token's experts says nothing: only the third token has others.
+    after = chosen_experts(make_routing([[1, 0], [1, 2], [2, 1], [3, 0]], 4))
+    assert churn(before, after).item() == 0.25
+    assert churn(before, before).item() == 0
 
 
 def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
@@ -97,12 +153,3 @@ def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
         assert torch.equal(value, getattr(routing, name)), name
     assert detached.sequence_length == routing.sequence_length
     assert detached.capacity == routing.capacity
-
-
-def test_broken_tokens_are_counted_without_padding(make_routing: Any) -> None:
-    logits = torch.zeros(4, 2)
-    logits[0, 1], logits[1, 0], logits[3, 0] = torch.nan, torch.inf, torch.nan
-    mask = torch.tensor([True, True, True, False])
-    ids = [[0], [0], [1], [1]]
-    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits)) == 3
-    assert nonfinite_tokens(make_routing(ids, 2, logits_TE=logits, mask_T=mask)) == 2

@@ -1,0 +1,35 @@
+"""What a shared expert's part of the output is said to be."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_ffn import TokenContext, build_ffn
+from moe_ffn.ffn.moe import MoEFFN
+
+
+def test_the_shared_share_is_of_the_norms_of_both_parts() -> None:
+    config = {"type": "moe", "num_experts": 4, "shared_expert": "dense", "combine": "average"}
+    moe = build_ffn(config, d_model=8)
+    assert isinstance(moe, MoEFFN)
+    assert moe.shared_expert is not None
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+
+    output = moe(x, TokenContext(mask=mask))
+
+    # `average` of two experts and a shared one: each third of the sum is one of them.
+    shared_TD = (moe.shared_expert(x).hidden / 3)[mask]
+    routed_TD = output.hidden[mask] - shared_TD
+    shares_T = shared_TD.norm(dim=-1) / (shared_TD.norm(dim=-1) + routed_TD.norm(dim=-1))
+    assert output.routing is not None
+    assert output.routing.shared_share is not None
+    torch.testing.assert_close(output.routing.shared_share, shares_T.mean())
+    assert not output.routing.shared_share.requires_grad
+
+
+def test_without_a_shared_expert_there_is_no_share() -> None:
+    output = build_ffn({"type": "moe", "num_experts": 4}, d_model=8)(torch.randn(3, 8))
+    assert output.routing is not None
+    assert output.routing.shared_share is None
