@@ -15,10 +15,12 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
-from experiments.run_folder import BEST_CHECKPOINT, LAST_CHECKPOINT, git_revision
+from experiments.run_folder import ALARMS_FILE, BEST_CHECKPOINT, LAST_CHECKPOINT, git_revision
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.training.alarm_bell import AlarmBell
+from moe_ffn.training.alarms import Advice, AlarmRules
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.loggers import csv_logger, wandb_logger
@@ -101,8 +103,10 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 def make_callbacks(config: TrainConfig, folder: Path) -> RunCallbacks:
     """Rows every few steps; the best weights by validation, and the last, at every validation."""
     best, last = folder / BEST_CHECKPOINT, folder / LAST_CHECKPOINT
+    advice = Advice(config.objective, config.optimizer, config.trainer)
+    rules = AlarmRules(config.logging.alarms, advice)
     return RunCallbacks(
-        StepLogger(config.logging.every_n_steps),
+        StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
         ModelCheckpoint(
             dirpath=best.parent,

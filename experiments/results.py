@@ -14,7 +14,8 @@ from rich.text import Text
 from torch import Tensor
 
 from experiments.run_folder import SUMMARY_FILE
-from experiments.tables import load_table, short_name
+from experiments.tables import load_table
+from moe_ffn.training.rows import short_name
 
 
 @dataclass(frozen=True)

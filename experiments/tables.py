@@ -13,6 +13,7 @@ from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn.config import FFNConfig
 from moe_ffn.sizes import linear_flops
+from moe_ffn.training.rows import short_name
 
 MOST_EXPERT_COLUMNS = 8
 """More experts than this have no columns of their own: a terminal has 80."""
@@ -113,12 +114,6 @@ def load_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
             f"{values['dropped_fraction'].item():.1%}",
         )
     return table
-
-
-def short_name(layer: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
-    number, _, part = layer.removeprefix("layer_").partition("/")
-    return f"{int(number)} {part}".rstrip()
 
 
 def _shade(share: float, fair: float) -> Text:

@@ -114,3 +114,8 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
         after_TE: the same of the later one.
     """
     return (before_TE != after_TE).any(dim=-1).float().mean()
+
+
+def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
+    """int64 (E,): for how many steps each expert has had no token, `num_steps` later than before."""
+    return torch.where(load_E > 0, 0, before_E + num_steps)

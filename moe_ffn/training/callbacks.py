@@ -1,14 +1,12 @@
 """What watches a run: rows of metrics for the loggers, and the results of the last validation.
 
 Neither calls `self.log`, which costs about 0.3 ms per key and step: they add up tensors and hand the
-loggers one row every `every_n_steps`.
+loggers one row every `logging.every_n_steps`.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,71 +16,36 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_ffn.metrics.routing import RoutingMetrics
+from moe_ffn.metrics.routing import CoactivationMetrics, RoutingMetrics
 from moe_ffn.outputs import Routing
+from moe_ffn.training.alarm_bell import AlarmBell
+from moe_ffn.training.alarms import AlarmRules
+from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.loaders import FILLER
-from moe_ffn.training.module import LoadedBatch, TrainStepOutput
-
-
-class RoutingByLayer:
-    """One `RoutingMetrics` per sparse layer, made when the layer is first seen."""
-
-    def __init__(self) -> None:
-        self.layers: dict[str, RoutingMetrics] = {}
-
-    def update(self, routings: Mapping[str, Routing], counted: bool = True) -> None:
-        """Add a batch; one not `counted` only creates the metrics, so that all ranks reduce the same."""
-        for layer, routing in routings.items():
-            if layer not in self.layers:
-                metrics = RoutingMetrics(routing.num_experts)
-                self.layers[layer] = metrics.to(routing.logits_TE.device)
-            if counted:
-                self.layers[layer].update(routing)
-
-    def compute(self) -> dict[str, dict[str, Tensor]]:
-        """The values of each layer since the last reset, on every rank."""
-        values = {layer: metrics.compute() for layer, metrics in sorted(self.layers.items())}
-        # torchmetrics squeezes what has one element, and so the load of a single expert.
-        return {layer: v | {"load": v["load"].reshape(-1)} for layer, v in values.items()}
-
-    def reset(self) -> None:
-        for metrics in self.layers.values():
-            metrics.reset()
-
-
-def flatten_routing(
-    values: Mapping[str, Mapping[str, Tensor]], prefix: str = ""
-) -> dict[str, float]:
-    """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load/expert_00`.
-
-    nan, which says that a value does not exist (the capacity of a dropless layer), is left out.
-    """
-    row: dict[str, float] = {}
-    for layer, metrics in values.items():
-        for name, value in metrics.items():
-            key = f"{prefix}routing/{layer}/{name}"
-            if value.ndim:
-                row |= {f"{key}/expert_{e:02d}": v for e, v in enumerate(value.tolist())}
-            elif not value.isnan():
-                row[key] = value.item()
-    return row
+from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
+from moe_ffn.training.routing_by_layer import RoutingByLayer
+from moe_ffn.training.routing_window import RoutingWindow
+from moe_ffn.training.rows import Row, routing_row
 
 
 class StepLogger(Callback):
-    """Hands the loggers one row every `every_n_steps` optimizer steps, covering all of them."""
+    """Hands the loggers one row every few optimizer steps, covering all of them, and rings alarms."""
 
-    def __init__(self, every_n_steps: int) -> None:
-        self.every_n_steps = every_n_steps
-        self.last_row: dict[str, float] = {}
+    def __init__(self, config: LoggingConfig, rules: AlarmRules, bell: AlarmBell) -> None:
+        self.config = config
+        self.rules = rules
+        self.bell = bell
+        self.last_row: Row = {}
         """The newest row, for the progress display."""
+        self.last_routing: dict[str, dict[str, Tensor]] = {}
+        """For each sparse layer, the values behind the newest row."""
         self.total_tokens = 0
         self.total_seconds = 0.0
-        self._routing = RoutingByLayer()
+        self._routing = RoutingWindow(config)
         self._window = _Window()
         self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
-        self._told: set[str] = set()
 
     @property
     def tokens_per_second(self) -> float:
@@ -114,7 +77,7 @@ class StepLogger(Callback):
         self._window.add(outputs, tokens)
         self._routing.update(outputs["routings"])
         due = (
-            trainer.global_step % self.every_n_steps == 0
+            trainer.global_step % self.config.every_n_steps == 0
             or trainer.global_step == trainer.max_steps
         )
         # Between the batches of one accumulation window the step stands still.
@@ -133,37 +96,36 @@ class StepLogger(Callback):
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
 
-    def _values(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        routing = self._routing.compute()
-        self._tell_of_broken_tokens(routing, trainer)
+    def state_dict(self) -> dict[str, Any]:
+        return self._routing.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._routing.load_state_dict(state_dict)
+
+    def _values(self, trainer: Trainer, pl_module: LightningModule) -> Row:
+        assert isinstance(pl_module, LanguageModel)
+        step = trainer.global_step
+        num_steps = step - self._last_row_step
+        self.last_routing = self._routing.close(step, num_steps, pl_module, trainer.world_size)
         return {
             **self._window.means(trainer),
             "train/learning_rate": self._learning_rate,
-            "train/gradient_norm": float(pl_module.gradient_norm),  # pyright: ignore[reportArgumentType]
-            **flatten_routing(routing),
+            "train/gradient_norm": float(pl_module.gradient_norm),
+            **routing_row(self.last_routing),
         }
 
-    def _tell_of_broken_tokens(
-        self, routing: Mapping[str, Mapping[str, Tensor]], trainer: Trainer
-    ) -> None:
-        """Name the layers that tokens reached with NaN or infinity, once each."""
-        for layer, values in routing.items():
-            if values["nonfinite_tokens"] and layer not in self._told:
-                self._told.add(layer)
-                if trainer.is_global_zero:
-                    print(
-                        f"step {trainer.global_step}: {int(values['nonfinite_tokens'])} tokens reached "
-                        f"the router of {layer} with NaN or infinity; something before it broke",
-                        file=sys.stderr,
-                    )
-
-    def _write(self, row: dict[str, float], trainer: Trainer) -> None:
+    def _write(self, row: Row, trainer: Trainer) -> None:
         if self._window.seconds:
             row["train/tokens_per_second"] = self._window.tokens / self._window.seconds
         log_row(trainer, row)
+        if trainer.is_global_zero:
+            step, loss = trainer.global_step, row["train/loss"]
+            assert isinstance(loss, float)
+            num_steps = step - self._last_row_step
+            alarms = self.rules.check(step, num_steps, loss, self.last_routing)
+            self.bell.ring(alarms, trainer.loggers)
         self.last_row = row
         self._last_row_step = trainer.global_step
-        self._routing.reset()
         self._window = _Window()
 
 
@@ -201,8 +163,8 @@ class ValidationLogger(Callback):
         self.last_step = -1
         """The optimizer step it was made at; -1 before the first."""
         self.routing: dict[str, dict[str, Tensor]] = {}
-        """For each sparse layer, `RoutingMetrics` over the newest validation."""
-        self._routing = RoutingByLayer()
+        """For each sparse layer, what was measured of it over the newest validation."""
+        self._routing = RoutingByLayer(RoutingMetrics, CoactivationMetrics)
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -223,11 +185,15 @@ class ValidationLogger(Callback):
         self.last = {
             name: float(metrics[f"validation/{name}"]) for name in ("loss", "bits_per_byte")
         }
-        row = {f"validation/{name}": value for name, value in self.last.items()}
-        log_row(trainer, row | flatten_routing(self.routing, prefix="validation/"))
+        row: Row = {f"validation/{name}": value for name, value in self.last.items()}
+        log_row(trainer, row | routing_row(self.routing, prefix="validation/"))
 
 
-def log_row(trainer: Trainer, row: Mapping[str, Any]) -> None:
+def log_row(trainer: Trainer, row: Row) -> None:
     """One row for every logger, at the optimizer step the run has reached."""
+    values: Any = {
+        **row,
+        "trainer/global_step": trainer.global_step,
+    }  # Lightning's type knows no lists
     for logger in trainer.loggers:
-        logger.log_metrics({**row, "trainer/global_step": trainer.global_step}, trainer.global_step)
+        logger.log_metrics(values, trainer.global_step)

@@ -211,11 +211,32 @@ class WandbConfig(Config, frozen=True):
     """Labels of the run; the FFN type is always one of them."""
 
 
+class AlarmsConfig(Config, frozen=True):
+    """When a run says that something goes wrong: a line, a wandb alert, and a line of alarms.jsonl."""
+
+    after_steps: int = Field(default=50, ge=1)
+    """Optimizer steps that imbalance or dropping has to last, and that an expert has to be without a
+    token to count as dead."""
+    max_violation: float = Field(default=0.5, gt=0, le=1)
+    """Imbalance that counts as collapse: MaxVio as a share of the highest possible, num_experts / k - 1."""
+    router_logit: float = Field(default=50.0, gt=0)
+    """Size of a router's logit that counts as exploding."""
+    dropped_fraction: float = Field(default=0.2, ge=0, lt=1)
+    """Share of dropped pairs that is too much."""
+    loss_spike: float = Field(default=1.3, gt=1)
+    """A row's loss over the median of the ten rows before that counts as a spike."""
+
+
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 
     every_n_steps: int = Field(default=10, ge=1)
     """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
+    churn_every_n_steps: int = Field(default=20, ge=1)
+    """Least optimizer steps between two looks at a fixed probe batch; churn is the share of its tokens
+    whose experts changed in between."""
+    alarms: AlarmsConfig = AlarmsConfig()
+    """When to call for attention."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases, beside the CSV that is always written."""
 

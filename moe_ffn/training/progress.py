@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,8 +18,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
+from torch import Tensor
 
 from moe_ffn.training.callbacks import StepLogger
+from moe_ffn.training.rows import short_name
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -27,19 +32,30 @@ def progress_display(steps: StepLogger) -> Callback:
     return ProgressBar(steps) if sys.stderr.isatty() else ProgressLines(steps)
 
 
+class _Bar(Progress):
+    """The bar and, under it, how full each expert is."""
+
+    load = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.load:
+            yield Text(self.load, no_wrap=True, overflow="ellipsis")
+
+
 class ProgressBar(Callback):
-    """Steps, loss, tokens per second and time left, on one line that stays in place."""
+    """Steps, loss, health of the routing and time left, on two lines that stay in place."""
 
     def __init__(self, steps: StepLogger) -> None:
         self.steps = steps
-        self._progress: Progress | None = None
+        self._progress: _Bar | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         from rich.console import Console
 
-        self._progress = Progress(
+        self._progress = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -57,6 +73,7 @@ class ProgressBar(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._progress is not None:
+            self._progress.load = load_bars(self.steps.last_routing)
             self._progress.update(
                 self._task, completed=trainer.global_step, status=status(self.steps)
             )
@@ -115,7 +132,50 @@ class ProgressLines(Callback):
 
 
 def status(steps: StepLogger) -> str:
-    """`loss 2.31  12,345 tokens/s`, from the newest row; empty before the first."""
+    """`loss 2.310  MaxVio 0.65 (layer 0)  12,345 tokens/s`, from the newest row; empty before the first."""
     if not steps.last_row:
         return ""
-    return f"loss {steps.last_row['train/loss']:.3f}  {steps.tokens_per_second:,.0f} tokens/s"
+    parts = [
+        f"loss {steps.last_row['train/loss']:.3f}",
+        *routing_health(steps.last_routing),
+        f"{steps.tokens_per_second:,.0f} tokens/s",
+    ]
+    return "  ".join(parts)
+
+
+def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """The layer with the worst balance and, where there are any, dropped pairs and dead experts."""
+    if not routing:
+        return []
+    worst = max(routing, key=lambda layer: routing[layer]["max_violation"].item())
+    parts = [f"MaxVio {routing[worst]['max_violation'].item():.2f} (layer {short_name(worst)})"]
+    dropped = max(values["dropped_fraction"].item() for values in routing.values())
+    if dropped:
+        parts.append(f"dropped {dropped:.1%}")
+    dead = sum(int(values["dead_experts"]) for values in routing.values())
+    if dead:
+        parts.append(f"dead experts {dead}")
+    return parts
+
+
+MOST_BARS = 32
+"""More experts in a layer than this have no bars: a terminal has 80 columns."""
+
+
+def load_bars(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """`load  0 ▃▅█▁  1 ▄▄▄▄`: the share of each expert, half a block for the even one."""
+    layers = {
+        short_name(layer): values["load"].tolist()
+        for layer, values in routing.items()
+        if len(values["load"]) <= MOST_BARS
+    }
+    bars = [
+        f"{layer} {''.join(_block(share * len(load)) for share in load)}"
+        for layer, load in layers.items()
+    ]
+    return "load  " + "  ".join(bars) if bars else ""
+
+
+def _block(ratio: float) -> str:
+    """A block as high as the share over the even share; full at twice the even one, a dot at none."""
+    return "\N{MIDDLE DOT}" if ratio == 0 else "▁▂▃▄▅▆▇█"[min(int(ratio * 4), 7)]

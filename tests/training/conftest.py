@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fitted import Fitted
+from lightning.pytorch.callbacks import Callback
 
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData, prepare
@@ -61,3 +63,21 @@ def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def fit(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> Callable[..., Fitted]:
+    """`fit(callback, model=...)`: six steps of a tiny run with these options, watched by the callback."""
+
+    def run(*more: Callback, **sections: dict[str, Any]) -> Fitted:
+        sections["trainer"] = {
+            "max_steps": 6,
+            "validate_every_n_steps": 3,
+            "accelerator": "cpu",
+            **sections.get("trainer", {}),
+        }
+        return Fitted(make_config(**sections), prepared, tmp_path, *more)
+
+    return run

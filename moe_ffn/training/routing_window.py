@@ -1,0 +1,80 @@
+"""What a row of training tells of routing: the batches it covers, and what lasts beyond them.
+
+E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.metrics.functional import idle_steps, rank_max_violation
+from moe_ffn.outputs import Routing
+from moe_ffn.training.config import LoggingConfig
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.probe import RoutingProbe
+from moe_ffn.training.routing_by_layer import RoutingByLayer
+
+
+class RoutingWindow:
+    """`RoutingMetrics` of each sparse layer since the last row; and dead experts, churn, biases, ranks."""
+
+    def __init__(self, config: LoggingConfig) -> None:
+        self.dead_after_steps = config.alarms.after_steps
+        self.churn_every_n_steps = config.churn_every_n_steps
+        self._batches = RoutingByLayer()
+        self._idle_steps: dict[str, Tensor] = {}
+        self._probe = RoutingProbe()
+        self._last_look = -config.churn_every_n_steps
+
+    def update(self, routings: Mapping[str, Routing]) -> None:
+        """Add a batch."""
+        self._batches.update(routings)
+
+    def close(
+        self, step: int, num_steps: int, module: LanguageModel, num_ranks: int
+    ) -> dict[str, dict[str, Tensor]]:
+        """The values of each layer, on every rank; the next batch opens a new window.
+
+        Args:
+            step: the optimizer step that has been made.
+            num_steps: how many of them the window covers.
+        """
+        values = self._batches.compute()
+        self._batches.reset()
+        routers = module.decoder.routers()
+        for layer, of_layer in values.items():
+            load_E = of_layer["load"]
+            of_layer["dead_experts"] = self._dead_experts(layer, load_E, num_steps)
+            if num_ranks > 1:
+                of_layer["rank_max_violation"] = rank_max_violation(load_E, num_ranks)
+            bias_E = routers[layer].correction_bias_E if layer in routers else None
+            if bias_E is not None:
+                of_layer["bias_spread"] = bias_E.max() - bias_E.min()
+        if step - self._last_look >= self.churn_every_n_steps:
+            self._last_look = step
+            for layer, churn in self._probe.look(module).items():
+                values[layer]["churn"] = churn
+        return values
+
+    def _dead_experts(self, layer: str, load_E: Tensor, num_steps: int) -> Tensor:
+        """How many have had no token for `dead_after_steps`."""
+        before_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
+        self._idle_steps[layer] = idle_steps(before_E.to(load_E.device), load_E, num_steps)
+        return (self._idle_steps[layer] >= self.dead_after_steps).sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later rows need to know of earlier steps."""
+        return {
+            "idle_steps": self._idle_steps,
+            "probe": self._probe.chosen,
+            "last_look": self._last_look,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._idle_steps = state["idle_steps"]
+        self._probe.chosen = state["probe"]
+        self._last_look = state["last_look"]

@@ -1,0 +1,85 @@
+"""A real fit of a few steps, and everything that was seen of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.module import LanguageModel
+
+
+class MemoryLogger(Logger):
+    """Keeps every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert step is not None
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def named(self, prefix: str) -> list[tuple[int, dict[str, Any]]]:
+        return [row for row in self.rows if f"{prefix}/loss" in row[1]]
+
+
+class Spy(Callback):
+    """Every batch's objective and routing, every step's gradient as the optimizer saw it."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.clipped_norms: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.outputs.append(outputs)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_before_zero_grad(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        if gradients:
+            self.clipped_norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+class Fitted:
+    """A finished fit, as the program makes it, and what was seen of it."""
+
+    def __init__(
+        self, config: TrainConfig, data: PreparedData, folder: Path, *more: Callback
+    ) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.data = config, data
+        self.module: LanguageModel = build_module(config, data)
+        self.start = {k: v.clone() for k, v in self.module.state_dict().items()}
+        self.logger, self.spy = MemoryLogger(), Spy()
+        self.watchers = make_callbacks(config, folder)
+        self.trainer = build_trainer(config, folder, "32-true", [self.logger], self.watchers)
+        self.trainer.callbacks.extend([self.spy, *more])  # pyright: ignore[reportAttributeAccessIssue]
+        self.trainer.fit(self.module, datamodule=make_token_data(config, data))

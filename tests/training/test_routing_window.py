@@ -1,0 +1,153 @@
+"""What a row tells of routing beyond the batches it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fitted import Fitted
+from torch import Tensor
+
+from experiments.assemble import build_module
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.config import LoggingConfig
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.probe import RoutingProbe
+from moe_ffn.training.routing_window import RoutingWindow
+
+MOE = {"ffn": {"type": "moe", "num_experts": 4}}
+
+
+@pytest.fixture
+def module(make_config: Callable[..., TrainConfig], prepared: PreparedData) -> LanguageModel:
+    """A model of two sparse layers, whose batch 0 is four sequences of sixteen tokens."""
+    torch.manual_seed(0)
+    module = build_module(make_config(model=MOE), prepared)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(module.byte_lengths), (4, 16), generator=generator)
+    module.batch_at = lambda index: LoadedBatch(index=index, input_ids=ids, target_ids=ids)
+    return module
+
+
+def reroute(module: LanguageModel) -> None:
+    """Other experts for everybody, in layer 1 alone."""
+    router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
+    with torch.no_grad():
+        router.copy_(-router)
+
+
+# -- churn
+
+
+def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageModel) -> None:
+    probe = RoutingProbe()
+    assert probe.look(module) == {}, "the first look has nothing to compare with"
+    assert {layer: churn.item() for layer, churn in probe.look(module).items()} == {
+        "layer_00": 0,
+        "layer_01": 0,
+    }
+    before_TE = probe.chosen["layer_01"]
+    assert before_TE.shape == (16, 4), "a quarter of the batch"
+    reroute(module)
+
+    found = probe.look(module)
+
+    # The two best of four turn into the two worst: nobody keeps an expert.
+    assert {layer: churn.item() for layer, churn in found.items()} == {"layer_00": 0, "layer_01": 1}
+    assert torch.equal(probe.chosen["layer_01"], ~before_TE)
+
+
+def test_a_look_leaves_no_trace(module: LanguageModel) -> None:
+    module.train()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    RoutingProbe().look(module)
+
+    assert torch.equal(torch.rand(2), expected)
+    assert all(part.training for part in module.decoder.modules())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_dense_model_is_not_looked_at(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    dense = build_module(make_config(model={"ffn": "dense"}), prepared)
+    dense.batch_at = lambda index: pytest.fail("nothing is routed here")
+    assert RoutingProbe().look(dense) == {}
+
+
+def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(
+        model=MOE,
+        logging={"every_n_steps": 1, "churn_every_n_steps": 2},
+        trainer={"max_steps": 7},
+    )
+
+    rows = fitted.logger.named("train")
+    # Looks at 1, 3, 5, 7; each but the first has one before it.
+    told = [step for step, row in rows if "routing/layer_00/churn" in row]
+    assert told == [3, 5, 7]
+    assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
+
+
+# -- dead experts, biases, ranks
+
+
+def values_of(module: LanguageModel, window: RoutingWindow, step: int, ranks: int = 1) -> Any:
+    assert module.batch_at is not None
+    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings)
+    return window.close(step, 10, module, ranks)
+
+
+def test_an_expert_is_dead_after_enough_steps_without_a_token(module: LanguageModel) -> None:
+    window = RoutingWindow(LoggingConfig.model_validate({"alarms": {"after_steps": 20}}))
+    router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
+    alive = router.detach().clone()
+    with torch.no_grad():
+        router.zero_()  # ties go to the first two of the four
+    assert values_of(module, window, 10)["layer_01"]["dead_experts"] == 0
+    assert values_of(module, window, 20)["layer_01"]["dead_experts"] == 2
+    assert values_of(module, window, 30)["layer_01"]["dead_experts"] == 2
+    with torch.no_grad():
+        router.copy_(alive)
+    assert values_of(module, window, 40)["layer_01"]["dead_experts"] == 0
+    assert values_of(module, window, 50)["layer_00"]["dead_experts"] == 0
+
+
+def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None:
+    config = LoggingConfig.model_validate({"alarms": {"after_steps": 20}})
+    first, second = RoutingWindow(config), RoutingWindow(config)
+    with torch.no_grad():
+        module.decoder.get_parameter("layers.1.ffn.router.projection.weight").zero_()
+    values_of(module, first, 10)
+
+    second.load_state_dict(first.state_dict())
+    found = values_of(module, second, 30)["layer_01"]
+
+    assert found["dead_experts"] == 2
+    assert found["churn"] == 0
+
+
+def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
+) -> None:
+    biased = {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k"}}}
+    other = build_module(make_config(model=biased), prepared)
+    other.batch_at = module.batch_at
+    bias_E = other.decoder.routers()["layer_00"].correction_bias_E
+    assert isinstance(bias_E, Tensor)
+    bias_E.copy_(torch.tensor([0.0, 0.2, -0.3, 0.1]))
+
+    alone = values_of(other, RoutingWindow(LoggingConfig()), 10)["layer_00"]
+    two = values_of(module, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+
+    assert alone["bias_spread"].item() == pytest.approx(0.5)
+    assert "rank_max_violation" not in alone
+    halves = two["load"].view(2, 2).sum(dim=-1)
+    assert two["rank_max_violation"].item() == pytest.approx(2 * halves.max().item() - 1)
+    assert "bias_spread" not in two
