@@ -23,6 +23,6 @@ with warnings.catch_warnings():
     import wandb
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
-    from wandb_workspaces.reports.v2.interface import Panel
+    from wandb_workspaces.reports.v2.interface import PanelTypes
 
-__all__ = ["Panel", "reports", "wandb", "workspaces"]
+__all__ = ["PanelTypes", "reports", "wandb", "workspaces"]

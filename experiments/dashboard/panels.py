@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.dashboard.library import Panel, reports
+from experiments.dashboard.library import PanelTypes, reports
 
 STEP = "trainer/global_step"
 STEP_TITLE = "optimizer step"
@@ -53,7 +53,7 @@ VALIDATION_ROUTING = (
 """What is worth seeing on text that the model was not trained on."""
 
 
-def training_panels() -> list[Panel]:
+def training_panels() -> list[PanelTypes]:
     return [
         _over_steps("Loss", "nats per token", "train/loss", "validation/loss"),
         _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
@@ -64,7 +64,7 @@ def training_panels() -> list[Panel]:
     ]
 
 
-def efficiency_panels() -> list[Panel]:
+def efficiency_panels() -> list[PanelTypes]:
     """Speed, and the last validation loss against what a run costs."""
     costs = (
         ("num_active_params", "active parameters"),
@@ -91,7 +91,7 @@ def efficiency_panels() -> list[Panel]:
     ]
 
 
-def routing_panels(layers: Sequence[int]) -> list[Panel]:
+def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
     """Load first, as heat maps, then what is measured of each layer.
 
     Args:

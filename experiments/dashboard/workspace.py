@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from experiments.dashboard.library import Panel
+from experiments.dashboard.library import PanelTypes
 from experiments.dashboard.library import workspaces as ws
 from experiments.dashboard.options import DEFAULT_LAYERS, DEFAULT_NAME
 from experiments.dashboard.panels import (
@@ -83,7 +83,7 @@ def to_json(workspace: ws.Workspace) -> str:
     return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
-def _section(name: str, panels: list[Panel]) -> ws.Section:
+def _section(name: str, panels: list[PanelTypes]) -> ws.Section:
     rows = math.ceil(len(panels) / PANELS_IN_A_ROW)  # nothing stands on a second page
     return ws.Section(
         name=name,
