@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 
-ANSWER_SECONDS = 8
+ANSWER_SECONDS = 6
 """For each answer of wandb's server; without it the library waits for 19 s, more than once."""
 
 # wandb reads both while it is imported. Whether runs are logged has no bearing on a workspace, and

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from moe_ffn.errors import ConfigError, expand_path
 
@@ -136,19 +137,22 @@ def _saved_view(given: argparse.Namespace) -> str | None:
         return None
     if given.json is not None:
         raise ConfigError("--replace and --json exclude each other: --json sends nothing")
-    address, has_view, view = url.partition("?nw=")
-    if not has_view or not view or not address.startswith(("https://", "http://")):
+    address = urlsplit(url)
+    view = next(iter(parse_qs(address.query).get("nw", [])), "")
+    if address.scheme not in ("http", "https") or not view:
         raise ConfigError(
             f"--replace '{url}' is not the URL of a saved view, "
             "such as https://wandb.ai/ENTITY/PROJECT?nw=a0b1c2d3"
         )
-    if not address.removesuffix("/workspace").endswith(f"/{given.entity}/{given.project}"):
+    # A browser may show it with `/workspace`, which the library does not understand.
+    path = address.path.removesuffix("/workspace")
+    if path != f"/{given.entity}/{given.project}":
         raise ConfigError(f"--replace '{url}' is not a view of {given.entity}/{given.project}")
     if view.startswith("nwuser"):
         raise ConfigError(
             f"--replace '{url}' is somebody's personal workspace; only saved views can be replaced"
         )
-    return url
+    return f"{address.scheme}://{address.netloc}{path}?nw={view}"
 
 
 def _output(given: str) -> Path:

@@ -37,7 +37,7 @@ ROUTING = (
     ("shared_share", "Shared expert", "its norm over the sum of both norms"),
     ("bias_spread", "Spread of the correction bias", "largest minus smallest bias"),
     ("sequence_max_violation", "MaxVio within a sequence", "mean over sequences"),
-    ("rank_max_violation", "MaxVio between ranks", "busiest rank's experts, minus 1"),
+    ("rank_max_violation", "MaxVio between ranks", "busiest rank over the even share, minus 1"),
     ("experts_per_token", "Experts per token", "experts"),
     ("nonfinite_tokens", "Tokens with NaN or infinity", "tokens"),
     ("load_balance", "Load-balancing loss of each layer", "1 at balance"),

@@ -66,10 +66,15 @@ def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
         layout={
             "template": {},
             "title": {"text": "Load of each expert"},
-            "xaxis": {"title": {"text": "expert"}, "tickformat": "d", "showgrid": False},
+            "xaxis": {
+                "title": {"text": "expert"},
+                "tickformat": "d",
+                "showgrid": False,
+                "zeroline": False,
+            },
             # The first layer on top, every one named.
             "yaxis": {
-                "title": {"text": "layer"},
+                "title": {"text": "layer", "standoff": 12},
                 "type": "category",
                 "autorange": "reversed",
                 "automargin": True,

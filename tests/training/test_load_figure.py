@@ -69,7 +69,7 @@ def test_wandb_stores_plain_numbers_and_little_else() -> None:
         import wandb
     figure = load_heatmap({f"layer_{layer:02d}": [1 / 64] * 64 for layer in range(4)})
 
-    stored = Path(wandb.Plotly(figure)._path or "").read_text()  # pyright: ignore[reportPrivateUsage]
+    stored = Path(wandb.Plotly(figure)._path or "").read_text()
 
     assert json.loads(stored)["data"][0]["z"] == [[1.0] * 64] * 4
     assert "bdata" not in stored, "a packed array, which older viewers cannot read"
