@@ -77,6 +77,7 @@ def efficiency_panels() -> list[PanelTypes]:
             title="Speed at the end",
             metrics=["train/tokens_per_second"],
             title_x="tokens per second",
+            title_y="runs, by FFN type",
         ),
         *(
             # A scatter plot has no titles of its axes, so that its own title has to say both.

@@ -201,6 +201,7 @@ def test_efficiency_has_speed_and_the_loss_against_what_a_run_costs() -> None:
     assert bars["viewType"] == "Bar Chart"
     assert bars["config"]["metrics"] == ["train/tokens_per_second"]
     assert bars["config"]["xAxisTitle"] == "tokens per second"
+    assert bars["config"]["yAxisTitle"] == "runs, by FFN type"
     assert [plot["viewType"] for plot in scatters] == ["Scatter Plot"] * 3
     assert {plot["config"]["yAxis"] for plot in scatters} == {"summary:validation/loss"}
     assert [plot["config"]["xAxis"] for plot in scatters] == [

@@ -94,6 +94,24 @@ def test_json_goes_to_a_file(dashboard: Callable[..., Answer], tmp_path: Path) -
     assert view["displayName"] == "Feed-forward blocks"
 
 
+def test_a_reader_that_stops_early_is_no_mistake() -> None:
+    read, write = os.pipe()
+    os.close(read)
+
+    finished = subprocess.run(
+        [sys.executable, "-m", "experiments.dashboard", *WHERE, "--json", "-"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
 def test_help_says_what_becomes_of_a_view_that_exists(dashboard: Callable[..., Answer]) -> None:
     answer = dashboard("--help")
 
