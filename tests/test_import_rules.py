@@ -58,7 +58,7 @@ ONLY_PLACES = {
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
-    "plotly": {"experiments/report"},
+    "plotly": {"experiments/report", "moe_ffn/training/load_figure.py"},
     "wandb_workspaces": {"experiments/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""

@@ -1,0 +1,135 @@
+"""Every panel, section by section, in the order in which they are looked at.
+
+A metric that each sparse layer has is one panel for all of them: a regular expression picks the layers,
+so that models of any depth fit. The expressions use nothing that differs between dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from experiments.dashboard.library import PanelTypes, reports
+
+STEP = "trainer/global_step"
+STEP_TITLE = "optimizer step"
+
+LAYER = "layer_[0-9]+(/inner)*"
+"""A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
+
+LOAD_FIGURE = "routing/load_heatmap"
+"""Where each validation puts its `moe_ffn.training.load_figure.load_heatmap`."""
+
+BALANCING_LOSSES = "load_balance|load_balance_global|load_balance_sequence|load_balance_pooled|"
+BALANCING_LOSSES += "importance_cv2|load_cv2|router_z|router_entropy"
+
+ROUTING = (
+    ("max_violation", "MaxVio", "busiest expert over the even share, minus 1"),
+    ("load_cv", "Spread of the load (CV)", "standard deviation / mean"),
+    ("dead_experts", "Dead experts", "experts without a token"),
+    ("dropped_fraction", "Dropped", "share of the pairs"),
+    ("capacity_used", "Capacity used", "share of the places"),
+    ("entropy", "Router entropy of a token", "nats"),
+    ("entropy_of_mean", "Entropy of the mean distribution (log E at balance)", "nats"),
+    ("top1_margin", "Margin of the best expert", "best minus second score"),
+    ("logit_max", "Largest router logit", "absolute value"),
+    ("churn", "Churn", "share of the probe's tokens whose experts changed"),
+    ("coactivation_max", "Co-activation of the closest experts", "share of an expert's tokens"),
+    ("shared_share", "Shared expert", "its norm over the sum of both norms"),
+    ("bias_spread", "Spread of the correction bias", "largest minus smallest bias"),
+    ("sequence_max_violation", "MaxVio within a sequence", "mean over sequences"),
+    ("rank_max_violation", "MaxVio between ranks", "busiest rank over the even share, minus 1"),
+    ("experts_per_token", "Experts per token", "experts"),
+    ("nonfinite_tokens", "Tokens with NaN or infinity", "tokens"),
+    ("load_balance", "Load-balancing loss of each layer", "1 at balance"),
+    ("router_z", "Router z-loss of each layer", "squared nats"),
+)
+"""What training logs of each sparse layer: key, title, and unit of the y axis."""
+
+VALIDATION_ROUTING = (
+    ("max_violation", "MaxVio, validation", "busiest expert over the even share, minus 1"),
+    ("dropped_fraction", "Dropped, validation", "share of the pairs"),
+    ("entropy", "Router entropy of a token, validation", "nats"),
+)
+"""What is worth seeing on text that the model was not trained on."""
+
+
+def training_panels() -> list[PanelTypes]:
+    return [
+        _over_steps("Loss", "nats per token", "train/loss", "validation/loss"),
+        _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
+        _over_steps("Learning rate", "learning rate", "train/learning_rate"),
+        _over_steps("Gradient norm, before clipping", "L2 norm", "train/gradient_norm"),
+        _over_steps("Objective: loss and weighted balancing", "nats per token", "train/objective"),
+        _matching("Balancing losses", "before their weights", f"^train/({BALANCING_LOSSES})$"),
+    ]
+
+
+def efficiency_panels() -> list[PanelTypes]:
+    """Speed, and the last validation loss against what a run costs."""
+    costs = (
+        ("num_active_params", "active parameters"),
+        ("num_params", "parameters in all"),
+        ("flops_per_token", "FLOPs per token"),
+    )
+    return [
+        _over_steps("Speed", "tokens per second", "train/tokens_per_second"),
+        reports.BarPlot(
+            title="Speed at the end",
+            metrics=["train/tokens_per_second"],
+            title_x="tokens per second",
+            title_y="runs, by FFN type",
+        ),
+        *(
+            # A scatter plot has no titles of its axes, so that its own title has to say both.
+            reports.ScatterPlot(
+                title=f"y: validation loss (nats per token), x: {title}",
+                x=reports.Config(key),
+                y=reports.SummaryMetric("validation/loss"),
+                log_x=True,
+            )
+            for key, title in costs
+        ),
+    ]
+
+
+def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
+    """Load first, as heat maps, then what is measured of each layer.
+
+    Args:
+        layers: those whose load has a heat map of its own over the steps.
+    """
+    return [
+        reports.MediaBrowser(
+            title="Load over the even share: layer x expert; the slider is time",
+            media_keys=[LOAD_FIGURE],
+            num_columns=1,
+        ),
+        *(
+            # One histogram per step, a bin for each expert: drawn as expert x step.
+            _over_steps(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
+            for layer in layers
+        ),
+        *(_matching(title, unit, f"^routing/{LAYER}/{key}$") for key, title, unit in ROUTING),
+        *(
+            _matching(title, unit, f"^validation/routing/{LAYER}/{key}$")
+            for key, title, unit in VALIDATION_ROUTING
+        ),
+    ]
+
+
+def _over_steps(title: str, unit: str, *metrics: str) -> reports.LinePlot:
+    return reports.LinePlot(
+        title=title,
+        x=STEP,
+        y=list(metrics),
+        title_x=STEP_TITLE,
+        title_y=unit,
+        smoothing_type="none",
+    )
+
+
+def _matching(title: str, unit: str, regex: str) -> reports.LinePlot:
+    """A line for every metric whose whole name the expression matches."""
+    plot = _over_steps(title, unit)
+    plot.metric_regex = regex
+    return plot
