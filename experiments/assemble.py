@@ -15,7 +15,14 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
-from experiments.run_folder import ALARMS_FILE, BEST_CHECKPOINT, LAST_CHECKPOINT, git_revision
+from experiments.run_folder import (
+    ALARMS_FILE,
+    BEST_CHECKPOINT,
+    LAST_CHECKPOINT,
+    SAMPLES_FILE,
+    git_revision,
+)
+from experiments.sample_log import SampleLog
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import ConfigError, first_line
@@ -33,6 +40,7 @@ from moe_ffn.training.progress import progress_display
 class RunCallbacks:
     """The callbacks whose results are read after training."""
 
+    samples: SampleLog
     steps: StepLogger
     validation: ValidationLogger
     best: ModelCheckpoint
@@ -100,12 +108,13 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
     )
 
 
-def make_callbacks(config: TrainConfig, folder: Path) -> RunCallbacks:
-    """Rows every few steps; the best weights by validation, and the last, at every validation."""
+def make_callbacks(config: TrainConfig, data: PreparedData, folder: Path) -> RunCallbacks:
+    """Rows every few steps; a text, the best weights and the last ones at every validation."""
     best, last = folder / BEST_CHECKPOINT, folder / LAST_CHECKPOINT
     advice = Advice(config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
     return RunCallbacks(
+        SampleLog(folder / SAMPLES_FILE, data.tokenizer, config.sample, config.seed),
         StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
         ModelCheckpoint(
@@ -135,6 +144,7 @@ def build_trainer(
     """Lightning's Trainer, with its own prints and progress off: this program has its own."""
     options = config.trainer
     callbacks: list[Callback] = [
+        run_callbacks.samples,  # before the clock of `steps` starts again
         run_callbacks.steps,
         run_callbacks.validation,
         run_callbacks.best,

@@ -138,7 +138,9 @@ def time_program(config: OverheadConfig, data: PreparedData, precision: str, fol
     trainer_config = TrainerConfig.model_validate(config.trainer.to_dict() | changes)
     config = config.model_copy(update={"trainer": trainer_config})
     loggers, _ = make_loggers(config, folder, run_facts(config, data, precision))
-    trainer = build_trainer(config, folder, precision, loggers, make_callbacks(config, folder))
+    trainer = build_trainer(
+        config, folder, precision, loggers, make_callbacks(config, data, folder)
+    )
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
     close(loggers)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from experiments.run_folder import SUMMARY_FILE
+from experiments.run_folder import ALARMS_FILE, SUMMARY_FILE
 from experiments.tables import load_table
 from moe_ffn.training.rows import short_name
 
@@ -30,8 +30,9 @@ class Results:
     unigram_loss: float
     """What a model that knows only the frequencies scores there, in nats per token."""
     tokens_per_second: float
+    num_alarms: int
     routing: Mapping[str, Mapping[str, Tensor]]
-    """For each sparse layer, its `RoutingMetrics` on the validation split."""
+    """For each sparse layer, what was measured of it on the validation split."""
     sample: str
     """What the model made of `sample_prompt`."""
     sample_prompt: str
@@ -45,6 +46,8 @@ class Results:
         )
         if not math.isfinite(self.loss):
             say("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
+        if self.num_alarms:
+            say(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
         if self.routing:
             console.print()
             console.print(load_table(self.routing))
@@ -65,7 +68,11 @@ class Results:
             "unigram_loss": self.unigram_loss,
             "tokens_per_second": self.tokens_per_second,
             "routing": {
-                layer: {name: value.tolist() for name, value in values.items()}
+                layer: {
+                    name: _rounded(value)
+                    for name, value in values.items()
+                    if value.ndim < 2 or len(value) <= MOST_COACTIVATION
+                }
                 for layer, values in self.routing.items()
             },
         }
@@ -87,12 +94,25 @@ class Results:
         return f"{used}\nMaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
 
 
+MOST_COACTIVATION = 64
+"""Of more experts than this the summary keeps no matrix of who comes with whom; it would be a megabyte."""
+
+
+def _rounded(value: Tensor) -> Any:
+    """As it is, but a matrix to four digits, which is what a picture of it shows."""
+    if value.ndim < 2:
+        return value.tolist()
+    return [[round(share, 4) for share in row] for row in value.tolist()]
+
+
 _FILES = {
     "config.yaml": "the resolved options; --config takes it again",
     "facts.json": "corpus, code revision, sizes, precision, versions",
     "metrics.csv": "every logged value, by step",
     "summary.json": "the numbers above",
     "sample.txt": "the text above",
+    "samples.jsonl": "the texts of every validation",
+    "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
     "checkpoints/best.ckpt": "weights of the lowest validation loss",
     "checkpoints/last.ckpt": "the final weights",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from experiments.run_folder import (
     check_run_folder,
     make_run_folder,
 )
-from experiments.sampling import sample_text
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
@@ -74,7 +72,7 @@ def train(config: TrainConfig) -> None:
         for line in (f"precision {precision}", wandb_line, f"writing to {folder}/\n"):
             console.print(line, highlight=False, soft_wrap=True)
 
-    callbacks = make_callbacks(config, folder)
+    callbacks = make_callbacks(config, data, folder)
     trainer = build_trainer(config, folder, precision, loggers, callbacks)
     token_data = make_token_data(config, data)
     if config.trainer.compile:
@@ -90,7 +88,7 @@ def train(config: TrainConfig) -> None:
     finally:
         close(loggers, status)
     if is_main:
-        results = make_results(config, data, module, callbacks, folder)
+        results = make_results(config, data, callbacks, folder)
         results.write()
         results.print(console)
 
@@ -124,23 +122,18 @@ def finish_validation(
 def make_results(
     config: TrainConfig,
     data: PreparedData,
-    module: LanguageModel,
     callbacks: RunCallbacks,
     folder: Path,
 ) -> Results:
-    loss = callbacks.validation.last["loss"]
     return Results(
         folder=folder,
-        loss=loss,
+        loss=callbacks.validation.last["loss"],
         bits_per_byte=callbacks.validation.last["bits_per_byte"],
         unigram_loss=unigram_loss_of(config, data),
         tokens_per_second=callbacks.steps.tokens_per_second,
+        num_alarms=callbacks.steps.bell.num_alarms,
         routing=callbacks.validation.routing,
-        # A model that has diverged has no probabilities to draw from, and one that sees both sides
-        # writes no text from left to right.
-        sample=sample_text(module.decoder, data.tokenizer, config.sample, config.seed)
-        if math.isfinite(loss) and config.model.causal
-        else "",
+        sample=callbacks.samples.last,
         sample_prompt=config.sample.prompt,
     )
 

@@ -33,7 +33,6 @@ ROUTING = (
     ("top1_margin", "Margin of the best expert", "best minus second score"),
     ("logit_max", "Largest router logit", "absolute value"),
     ("churn", "Churn", "share of the probe's tokens whose experts changed"),
-    ("coactivation_max", "Co-activation of the closest experts", "share of an expert's tokens"),
     ("shared_share", "Shared expert", "its norm over the sum of both norms"),
     ("bias_spread", "Spread of the correction bias", "largest minus smallest bias"),
     ("sequence_max_violation", "MaxVio within a sequence", "mean over sequences"),
@@ -49,6 +48,7 @@ VALIDATION_ROUTING = (
     ("max_violation", "MaxVio, validation", "busiest expert over the even share, minus 1"),
     ("dropped_fraction", "Dropped, validation", "share of the pairs"),
     ("entropy", "Router entropy of a token, validation", "nats"),
+    ("coactivation_max", "Co-activation of the closest experts", "share of an expert's tokens"),
 )
 """What is worth seeing on text that the model was not trained on."""
 

@@ -123,12 +123,9 @@ class ProgressLines(Callback):
         self._printed_at = now
         done = max(trainer.global_step - self._first_step, 1)
         left = (now - self._started_at) / done * (trainer.max_steps - trainer.global_step)
-        print(
-            f"step {trainer.global_step}/{trainer.max_steps}  {status(self.steps)}  "
-            f"{left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"step {trainer.global_step}/{trainer.max_steps}  {status(self.steps)}"
+        # The last validation is still to come, and takes who knows how long.
+        print(line if last else f"{line}  {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 def status(steps: StepLogger) -> str:

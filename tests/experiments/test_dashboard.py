@@ -36,7 +36,6 @@ OF_A_LAYER = {
     "logit_max",
     "router_z",
     "load_balance",
-    "coactivation_max",
     "sequence_max_violation",
     "shared_share",
     "rank_max_violation",
@@ -139,7 +138,7 @@ def test_a_panel_draws_no_other_metric_than_its_own() -> None:
 
 def test_validation_is_drawn_beside_training() -> None:
     assert drawn("train/loss") == drawn("validation/loss") == ["Loss"]
-    for key in ("max_violation", "dropped_fraction", "entropy"):
+    for key in ("max_violation", "dropped_fraction", "entropy", "coactivation_max"):
         (training,) = drawn(f"routing/layer_00/{key}")
         assert drawn(f"validation/routing/layer_00/{key}") == [f"{training}, validation"]
 

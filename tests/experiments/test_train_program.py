@@ -35,6 +35,7 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "metrics.csv",
         "summary.json",
         "sample.txt",
+        "samples.jsonl",
         "tokenizer.json",
         "checkpoints/best.ckpt",
         "checkpoints/last.ckpt",
@@ -101,10 +102,12 @@ def test_metrics_csv_has_a_row_every_other_step_and_one_per_validation(moe_run: 
 def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
     per_layer = {
         *(f"load/expert_{expert:02d}" for expert in range(4)),
-        *("dropped_fraction", "entropy", "max_violation"),
+        *("dropped_fraction", "max_violation", "load_cv", "sequence_max_violation"),
+        *("entropy", "entropy_of_mean", "top1_margin", "logit_max"),
         *("experts_per_token", "nonfinite_tokens"),
         *("load_balance", "router_z", "capacity_used"),
     }
+    of_one_split = {"": "dead_experts", "validation/": "coactivation_max"}
 
     assert moe_run.columns == {
         *("step", "trainer/global_step"),
@@ -113,9 +116,9 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
         *("validation/loss", "validation/bits_per_byte"),
         *(
             f"{split}routing/layer_{layer:02d}/{name}"
-            for split in ("", "validation/")
+            for split, name_there in of_one_split.items()
             for layer in range(2)
-            for name in per_layer
+            for name in {*per_layer, name_there}
         ),
     }
 
@@ -263,4 +266,7 @@ def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:
     other = [line for line in moe_run.stderr.splitlines() if not line.startswith("data: ")]
 
     assert len(other) == 1
-    assert re.fullmatch(r"step 6/6  loss \d\.\d{3}  [\d,]+ tokens/s  0 s left", other[0])
+    assert re.fullmatch(
+        r"step 6/6  loss \d\.\d{3}  MaxVio \d\.\d\d \(layer [01]\)(  dropped [\d.]+%)?  [\d,]+ tokens/s",
+        other[0],
+    )

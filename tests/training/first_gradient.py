@@ -43,7 +43,7 @@ def first_gradient(config: TrainConfig, folder: Path) -> dict[str, Tensor]:
     data = prepare(config.data, progress=False)
     torch.manual_seed(config.seed)
     module = build_module(config, data)
-    callbacks = make_callbacks(config, folder)
+    callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, "32-true", [], callbacks)
     keep = KeepGradient()
     trainer.callbacks.append(keep)

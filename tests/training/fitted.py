@@ -79,7 +79,7 @@ class Fitted:
         self.module: LanguageModel = build_module(config, data)
         self.start = {k: v.clone() for k, v in self.module.state_dict().items()}
         self.logger, self.spy = MemoryLogger(), Spy()
-        self.watchers = make_callbacks(config, folder)
+        self.watchers = make_callbacks(config, data, folder)
         self.trainer = build_trainer(config, folder, "32-true", [self.logger], self.watchers)
         self.trainer.callbacks.extend([self.spy, *more])  # pyright: ignore[reportAttributeAccessIssue]
         self.trainer.fit(self.module, datamodule=make_token_data(config, data))

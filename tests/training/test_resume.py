@@ -102,7 +102,7 @@ def run(
     torch.manual_seed(config.seed if resume_from is None else 999)
     module = build_module(config, data)
     folder.mkdir(exist_ok=True)
-    trainer = build_trainer(config, folder, "32-true", [], make_callbacks(config, folder))
+    trainer = build_trainer(config, folder, "32-true", [], make_callbacks(config, data, folder))
     trainer.callbacks.append(recorder)  # pyright: ignore[reportAttributeAccessIssue]
     trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
     return module.state_dict(), trainer.optimizers[0].state_dict()
@@ -185,7 +185,9 @@ def test_resuming_a_finished_run_makes_no_step(
     config = make_config(trainer={"max_steps": 2})
     torch.manual_seed(0)
     module = build_module(config, prepared)
-    trainer = build_trainer(config, tmp_path, "32-true", [], make_callbacks(config, tmp_path))
+    trainer = build_trainer(
+        config, tmp_path, "32-true", [], make_callbacks(config, prepared, tmp_path)
+    )
     trainer.fit(module, datamodule=make_token_data(config, prepared))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
 

@@ -1,0 +1,54 @@
+"""What the model writes, as it learns: a text at every validation."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from experiments.sampling import sample_text
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.training.config import SampleConfig
+from moe_ffn.training.module import LanguageModel
+
+
+class SampleLog(Callback):
+    """Continues the prompt at every validation, always with the same seed, and keeps what came of it."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer, options: SampleConfig, seed: int) -> None:
+        """A log that appends to `path`, one JSON object a line."""
+        self.path = path
+        self.tokenizer = tokenizer
+        self.options = options
+        self.seed = seed
+        self.last = ""
+        """The newest text, without the prompt; empty where the model can write none."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.last = ""
+        # A model that has diverged has no probabilities to draw from, and one that sees both sides
+        # writes no text from left to right.
+        loss = trainer.callback_metrics["validation/loss"].item()
+        writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
+        if not (writes and trainer.is_global_zero):
+            return
+        # Of every length there is once: nothing that a compiled model should be compiled for.
+        with torch.compiler.set_stance("force_eager"):
+            self.last = sample_text(pl_module.decoder, self.tokenizer, self.options, self.seed)
+        line: dict[str, Any] = {
+            "step": trainer.global_step,
+            "prompt": self.options.prompt,
+            "text": self.last,
+        }
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            print(f"sample: '{self.path}' cannot be written ({error.strerror})", file=sys.stderr)
