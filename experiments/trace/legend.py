@@ -1,0 +1,99 @@
+"""What a reader has to know to read the table: one sentence each, and only of what is in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from experiments.trace.way import Choice, Visit, Way
+
+DROPPED, PAST, NONE, ABSENT = "x", "past", "none", "-"
+
+
+def short(number: float) -> str:
+    """A weight or a probability in two or three characters: `.62`, `1.0`, `25`."""
+    if not math.isfinite(number):
+        return str(number)
+    text = f"{number:.2f}"
+    if text.startswith("0."):
+        return text[1:]
+    return f"{number:.0f}" if number >= 9.95 else f"{number:.1f}"
+
+
+def empty_cell(visit: Visit | None, is_gate: bool) -> str:
+    """What stands where a token was sent to no expert."""
+    if visit is None:
+        return ABSENT
+    return PAST if is_gate else NONE
+
+
+def mean_entropy(visits: Iterable[Visit]) -> float | None:
+    """Nats; None where no token has an entropy."""
+    found = [visit.entropy for visit in visits if visit.entropy is not None]
+    return sum(found) / len(found) if found else None
+
+
+def legend(way: Way) -> list[str]:
+    lines: list[str] = []
+    gates = [layer for layer in way.layers if layer.is_gate]
+    routed = [layer for layer in way.layers if not layer.is_gate]
+    visits = {layer.name: way.visits(layer) for layer in way.layers}
+    choices = [c for found in visits.values() for visit in found for c in visit.choices]
+    if example := next((c for layer in routed for c in _choices(visits[layer.name])), None):
+        lines.append(
+            f"{example.expert} {short(example.weight)}: sent to expert {example.expert}, whose output "
+            f"is multiplied by {example.weight:.2f}; the heaviest first. Expert {example.expert} of "
+            "another layer is another network."
+        )
+    if any(choice.dropped for choice in choices):
+        lines.append(f"{DROPPED}: dropped; the expert was full and never saw the token.")
+    if any(not visit.choices for layer in routed for visit in visits[layer.name]):
+        lines.append(f"{NONE}: the router chose no expert; the token passes by the block.")
+    if gates:
+        lines.append(
+            f"through .62: passes through the layer's block, whose output is multiplied by .62; {PAST}: "
+            f"passes by it; {ABSENT}: never came to the router inside it."
+        )
+    lines += _experts_without_network(way)
+    capacities = {layer.title: layer.capacity for layer in routed}
+    lines += [f"Capacity in evaluation: {text}." for text in _by_layer(capacities)]
+    shared = {layer.title: layer.shared_expert for layer in routed if layer.shared_expert}
+    lines += [
+        f"Every token also passes through a shared expert: {text}." for text in _by_layer(shared)
+    ]
+    lines += [f"Nothing is routed: {text}." for text in _by_layer(way.unrouted)]
+    if any(mean_entropy(found) is not None for found in visits.values()):
+        most = sorted({len(layer.experts) for layer in routed})
+        undecided = ", ".join(f"{math.log(size):.2f} among {size} experts" for size in most)
+        lines.append(
+            "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router is sure, "
+            f"{undecided} when it is undecided."
+        )
+    if any(token.prediction for token in way.tokens):
+        lines.append("next: the token held to be the most probable next one, and its probability.")
+    return lines
+
+
+def _choices(visits: Iterable[Visit]) -> list[Choice]:
+    return [choice for visit in visits for choice in visit.choices]
+
+
+def _experts_without_network(way: Way) -> list[str]:
+    said = {"zero": "returns 0", "copy": "returns the token", "const": "mixes in a learned vector"}
+    names = {name for layer in way.layers if not layer.is_gate for name in layer.experts}
+    words = dict.fromkeys(word for word in said if any(name.startswith(word) for name in names))
+    if not words:
+        return []
+    listed = ", ".join(f"{word} {said[word]}" for word in words)
+    return [f"Experts without a network: {listed}."]
+
+
+def _by_layer(values: Mapping[str, str]) -> list[str]:
+    """`dropless`, or `swiglu (layer 0), dense (layers 2, 3)` where it is not said of all there are."""
+    layers: dict[str, list[str]] = {}
+    for title, value in values.items():
+        layers.setdefault(value, []).append(title.removeprefix("layer "))
+    return [
+        f"{value} (layer{'s' if len(titles) > 1 else ''} {', '.join(titles)})"
+        for value, titles in layers.items()
+    ]
