@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import experiments.needed  # noqa: F401
+import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 

@@ -8,15 +8,18 @@ from functools import cache
 _GOLDEN = 0.618034
 """Steps of this part of the circle leave hues far apart, however many there are."""
 
-_PALE, _MIDDLE = 0.55, 0.179
-"""Relative luminance: black on the first has a contrast of 12, the second one of 4.58 on black and
-on white alike (WCAG 2, section 1.4.3)."""
+_GROUNDS = 0.6, 0.36
+"""Relative luminance (WCAG 2) of even and odd experts: hues that lie near each other are often an odd
+number apart. Black on either has a contrast of at least 8."""
+
+_MIDDLE = 0.179
+"""Relative luminance that has a contrast of 4.58 with black and with white alike."""
 
 
 @cache
 def ground(expert: int) -> str:
     """`#rrggbb`, a ground to write on in black."""
-    return _colour(expert, _PALE)
+    return _colour(expert, _GROUNDS[expert % 2])
 
 
 @cache

@@ -16,10 +16,11 @@ _STYLE = """
   position: sticky; left: 0; z-index: 1; background: var(--paper); border-right: 1px solid var(--line);
 }
 .way tfoot td, .way tfoot th { color: var(--quiet); font-weight: normal; border-bottom: 0; }
-.way small { display: inline-block; min-width: 1.6rem; color: var(--quiet); }
+.way small { display: inline-block; min-width: 1.6rem; color: var(--quiet); font-weight: normal; }
+.legend { padding-left: 1.2rem; }
 .way code { font-size: .95rem; }
 .pair {
-  display: inline-block; min-width: 3.6rem; margin-right: .2rem; padding: 0 .35rem;
+  display: inline-block; min-width: 4rem; margin-right: .2rem; padding: 0 .35rem;
   border: 1px solid transparent; border-radius: 3px; color: #000;
   print-color-adjust: exact; -webkit-print-color-adjust: exact;
 }
@@ -53,7 +54,7 @@ def page(way: Way) -> str:
         f'<thead><tr><th scope="col">token</th>{heads}</tr></thead>\n'
         f"<tbody>\n{rows}\n</tbody>\n"
         f'<tfoot><tr><th scope="row">entropy</th>{means}</tr></tfoot>\n'
-        f"</table></div>\n<ul>\n{explained}\n</ul>"
+        f'</table></div>\n<ul class="legend">\n{explained}\n</ul>'
     )
     return html_page(f"{way.run}: one text's way", body, head=f"<style>{_STYLE}{colours}</style>\n")
 
@@ -83,7 +84,7 @@ def _pair(choice: Choice, layer: Layer) -> str:
     if layer.is_gate:
         return f'<span class="pair through">{inside}</span>'
     if choice.dropped:
-        return f'<span class="pair dropped e{choice.expert}"><s>{inside}</s> {DROPPED}</span>'
+        return f'<span class="pair dropped e{choice.expert}"><s>{inside}</s>{DROPPED}</span>'
     return f'<span class="pair e{choice.expert}">{inside}</span>'
 
 

@@ -48,12 +48,16 @@ def legend(way: Way) -> list[str]:
     if any(choice.dropped for choice in choices):
         lines.append(f"{DROPPED}: dropped; the expert was full and never saw the token.")
     if any(not visit.choices for layer in routed for visit in visits[layer.name]):
-        lines.append(f"{NONE}: the router chose no expert; the token passes by the block.")
-    if gates:
+        lines.append(f"{NONE}: the router chose no expert.")
+    if let_through := next((c for gate in gates for c in _choices(visits[gate.name])), None):
         lines.append(
-            f"through .62: passes through the layer's block, whose output is multiplied by .62; {PAST}: "
-            f"passes by it; {ABSENT}: never came to the router inside it."
+            f"through {short(let_through.weight)}: passes through the layer's block, whose output is "
+            f"multiplied by {let_through.weight:.2f}."
         )
+    if any(not visit.choices for gate in gates for visit in visits[gate.name]):
+        lines.append(f"{PAST}: passes by the layer's block.")
+    if any(len(visits[layer.name]) < len(way.tokens) for layer in way.layers):
+        lines.append(f"{ABSENT}: never came to this router.")
     lines += _experts_without_network(way)
     capacities = {layer.title: layer.capacity for layer in routed}
     lines += [f"Capacity in evaluation: {text}." for text in _by_layer(capacities)]

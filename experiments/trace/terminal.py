@@ -33,8 +33,12 @@ def render(way: Way, width: int) -> RenderableType:
     tokens = [_clip(token.token) for token in way.tokens]
     room = width - len(str(len(tokens))) - _GAP - max(map(cell_len, [*tokens, "entropy"]))
     nexts = [_prediction(token.prediction) for token in way.tokens] if _predicts(way) else None
-    columns = [_column(way, layer, room - _GAP) for layer in way.layers]
-    blocks = _blocks(columns, room, max(map(cell_len, [*nexts, "next"])) if nexts else 0)
+    beside_last = _GAP + max(map(cell_len, [*nexts, "next"])) if nexts else 0
+    columns = [
+        _column(way, layer, room - _GAP - (beside_last if layer is way.layers[-1] else 0))
+        for layer in way.layers
+    ]
+    blocks = _blocks(columns, room, beside_last)
     parts: list[RenderableType] = []
     for number, block in enumerate(blocks):
         last = number == len(blocks) - 1
@@ -60,13 +64,12 @@ def _table(tokens: Sequence[str], columns: Sequence[_Column], nexts: Sequence[st
     return table
 
 
-def _blocks(columns: Sequence[_Column], room: int, room_for_next: int) -> list[list[_Column]]:
+def _blocks(columns: Sequence[_Column], room: int, beside_last: int) -> list[list[_Column]]:
     """Neighbouring layers that fit beside each other, and what the model predicts beside the last."""
     blocks: list[list[_Column]] = [[]]
     used = 0
     for column in columns:
-        last = column is columns[-1] and room_for_next
-        needed = column.width + _GAP + (room_for_next + _GAP if last else 0)
+        needed = column.width + _GAP + (beside_last if column is columns[-1] else 0)
         if blocks[-1] and used + needed > room:
             blocks.append([])
             used = 0
