@@ -46,9 +46,10 @@ def page(way: Way) -> str:
     means = "".join(f"<td>{_mean_entropy(way, layer)}</td>" for layer in way.layers)
     means += "<td></td>" if predicts else ""
     explained = "\n".join(f"<li>{escape(line)}</li>" for line in legend(way))
+    count = f"{len(way.tokens)} token{'' if len(way.tokens) == 1 else 's'}"
     body = (
         "<h1>One text's way through the experts</h1>\n"
-        f'<p class="quiet">Run {escape(way.run)}, {len(way.tokens)} tokens. Rest the pointer on a cell '
+        f'<p class="quiet">Run {escape(way.run)}, {count}. Rest the pointer on a cell '
         "for the scores behind it.</p>\n"
         '<div class="scroll"><table class="way">\n'
         f'<thead><tr><th scope="col">token</th>{heads}</tr></thead>\n'

@@ -39,11 +39,13 @@ def legend(way: Way) -> list[str]:
     routed = [layer for layer in way.layers if not layer.is_gate]
     visits = {layer.name: way.visits(layer) for layer in way.layers}
     choices = [c for found in visits.values() for visit in found for c in visit.choices]
-    if example := next((c for layer in routed for c in _choices(visits[layer.name])), None):
+    examples = ((layer, choice) for layer in routed for choice in _choices(visits[layer.name]))
+    if found := next(examples, None):
+        layer, choice = found
+        name = layer.experts[choice.expert]
         lines.append(
-            f"{example.expert} {short(example.weight)}: sent to expert {example.expert}, whose output "
-            f"is multiplied by {example.weight:.2f}; the heaviest first. Expert {example.expert} of "
-            "another layer is another network."
+            f"{name} {short(choice.weight)}: sent to expert {name}, whose output is multiplied by "
+            f"{choice.weight:.2f}; the heaviest first. Expert {name} of another layer is another one."
         )
     if any(choice.dropped for choice in choices):
         lines.append(f"{DROPPED}: dropped; the expert was full and never saw the token.")
