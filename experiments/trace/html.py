@@ -18,7 +18,10 @@ _STYLE = """
 .way tfoot td, .way tfoot th { color: var(--quiet); font-weight: normal; border-bottom: 0; }
 .way small { display: inline-block; min-width: 1.6rem; color: var(--quiet); font-weight: normal; }
 .legend { padding-left: 1.2rem; }
-.way code { font-size: .95rem; }
+.way code {
+  display: inline-block; max-width: 9rem; overflow: hidden; text-overflow: ellipsis;
+  vertical-align: bottom; font-size: .95rem;
+}
 .pair {
   display: inline-block; min-width: 4rem; margin-right: .2rem; padding: 0 .35rem;
   border: 1px solid transparent; border-radius: 3px; color: #000;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.trace.way import Choice, Visit, Way
 
@@ -100,6 +100,16 @@ def _by_layer(values: Mapping[str, str]) -> list[str]:
     for title, value in values.items():
         layers.setdefault(value, []).append(title.removeprefix("layer "))
     return [
-        f"{value} (layer{'s' if len(titles) > 1 else ''} {', '.join(titles)})"
+        f"{value} (layer{'s' if len(titles) > 1 else ''} {_span(titles)})"
         for value, titles in layers.items()
     ]
+
+
+def _span(titles: Sequence[str]) -> str:
+    """`0-11` where more than two follow each other, otherwise `0, 2 inner`."""
+    first = titles[0]
+    if first.isdigit() and len(titles) > 2:
+        following = range(int(first), int(first) + len(titles))
+        if list(titles) == list(map(str, following)):
+            return f"{first}-{titles[-1]}"
+    return ", ".join(titles)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,6 +247,10 @@ def test_many_layers_and_many_experts_fit_any_terminal(num_layers: int, k: int, 
     assert sum(line.count("layer ") for line in lines if "token  " in line) == num_layers
 
 
+def test_neighbouring_layers_are_named_by_the_first_and_the_last() -> None:
+    assert "Capacity in evaluation: dropless (layers 0-11)." in shown(wide_way(12, 2), 80)
+
+
 def test_four_layers_of_two_experts_stand_in_one_table_of_80_columns() -> None:
     assert (
         sum("layer 0" in line and "layer 3" in line for line in shown(wide_way(4, 2, first=7), 80))
@@ -291,6 +296,19 @@ def test_the_text_may_come_through_a_pipe(
 
     assert code == 0
     assert re.findall(r"^(\d  \S+)", out, re.MULTILINE) == ["0  a", r"1  \xff"]
+
+
+def test_a_screen_without_unicode_gets_escapes(
+    trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+
+    code, _, err = trace(moe_run.folder, "--text", "a b")
+
+    sys.stdout.flush()
+    assert (code, err) == (0, "")
+    assert re.search(rb"^1  \\u2423 ", screen.getvalue(), re.MULTILINE)
 
 
 # -- the page
@@ -341,6 +359,19 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
         colour = "e => getComputedStyle(e).backgroundColor"
         assert pairs.first.evaluate(colour) == f"rgb({red}, {green}, {blue})"
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
+
+
+def test_a_long_token_leaves_room_for_its_way(browser: Browser, tmp_path: Path) -> None:
+    way = wide_way(4, 8)
+    path = tmp_path / "way.html"
+    path.write_text(page(replace(way, tokens=(replace(way.tokens[0], token="␣" * 60),))), "utf-8")
+
+    with opened(browser, path, width=PHONE) as found:
+        assert found.overflow == 0
+        box = found.page.locator("tbody th").bounding_box()
+        assert box is not None
+        assert box["width"] < PHONE / 2
+        assert found.page.locator("tbody td").first.get_attribute("title", timeout=1000)
 
 
 # -- mistakes
