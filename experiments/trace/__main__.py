@@ -1,0 +1,97 @@
+"""Shows which experts each token of a text goes to, layer by layer.
+
+python -m experiments.trace runs/NAME --text "import os" [--html FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from experiments.exit import exit_on_bad_input
+from moe_ffn.errors import ConfigError
+
+
+def main(argv: Sequence[str]) -> int:
+    given = _parser().parse_args(argv)
+    layers = None if given.layers is None else parse_layers(given.layers)
+    text = read_text(given.text)
+    if given.html is not None:
+        check_writable(given.html)
+    # Only now: a mistake in the options should not wait for torch.
+    from rich.console import Console
+
+    from experiments.pages.page import write_page
+    from experiments.trace.follow import follow
+    from experiments.trace.html import page
+    from experiments.trace.terminal import render
+
+    way = follow(given.run, text, layers)
+    if given.html is not None:
+        try:
+            write_page(given.html, page(way))
+        except OSError as error:
+            raise _cannot_write(given.html, error) from error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = Console(highlight=False)
+    console.print(render(way, console.width))
+    if given.html is not None:
+        print(f"\nwritten: {given.html}")
+    return 0
+
+
+def parse_layers(text: str) -> list[int]:
+    """`0,3` as [0, 3]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(
+            f"--layers: must be numbers of layers with commas between them, as in 0,3, got '{text}'"
+        )
+    return [int(part) for part in parts]
+
+
+def read_text(given: str) -> bytes:
+    """The bytes of `--text`; `-` stands for standard input."""
+    # What is not UTF-8 in an argument comes as surrogates.
+    text = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
+    if not text:
+        raise ConfigError("--text: is empty; give some text, as in --text 'import os'")
+    return text
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError where the page could not be written; writes nothing."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        # Only trying tells: root may write anywhere, except where the file system says no.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--html: '{path}' cannot be written ({error.strerror}); choose another file"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    what = "Shows which experts each token of a text goes to, layer by layer."
+    parser = argparse.ArgumentParser(prog="python -m experiments.trace", description=what)
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--text", required=True, help="the text; - reads standard input")
+    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

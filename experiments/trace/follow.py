@@ -1,0 +1,197 @@
+"""Follows a text through a run's layers.
+
+T tokens, E experts, N (token, expert) pairs, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experiments.saved_run import SavedRun, load_run
+from experiments.trace.visible import visible
+from experiments.trace.way import Choice, Layer, Prediction, TokenTrace, Visit, Way
+from moe_ffn.balancing.losses import normalized_scores
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn.config import FFNConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.outputs import Routing
+
+
+def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Way:
+    """The way of `text` through the run in `folder`, in evaluation, with its best weights.
+
+    Args:
+        layers: show these alone; None shows all that route.
+
+    Raises:
+        ConfigError: no finished run, a run that routes nothing, a text that is too long for it, or a
+            layer that it does not route in.
+    """
+    run = load_run(folder)
+    ids = run.tokenizer.encode(text).tolist()
+    if len(ids) > run.decoder.max_seq_len:
+        raise ConfigError(
+            f"--text: has {len(ids)} tokens, but '{folder}' was trained on sequences of "
+            f"{run.decoder.max_seq_len} (data.seq_len); give a shorter text"
+        )
+    with torch.no_grad():
+        output = run.decoder(torch.tensor([ids]))
+    unrouted = unrouted_layers(run.config.model.layer_ffns(), output.routings)
+    if not output.routings:
+        types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
+        raise ConfigError(
+            f"'{folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
+            "with model.ffn.type 'moe' or 'mixture_of_depths'"
+        )
+    shown = _chosen(output.routings, layers, folder)
+    visits = visits_by_layer(output.routings)
+    predictions: Sequence[Prediction | None] = [None] * len(ids)
+    if run.config.model.causal:
+        predictions = _predictions(output.logits[0], run)
+    return Way(
+        run=folder.resolve().name,
+        layers=tuple(_layer(name, output.routings[name], run) for name in shown),
+        tokens=tuple(
+            TokenTrace(
+                position=position,
+                token=visible(run.tokenizer.token_bytes[token_id]),
+                visits={name: visits[name][position] for name in shown},
+                prediction=predictions[position],
+            )
+            for position, token_id in enumerate(ids)
+        ),
+        unrouted=unrouted if layers is None else {},
+    )
+
+
+def visits_by_layer(routings: Mapping[str, Routing]) -> dict[str, list[Visit | None]]:
+    """What each router decided about each token of one sequence, (T,) for every layer.
+
+    A block inside a mixture of depths sees the tokens that were let through, moved together in their
+    order; here they stand where they came from.
+    """
+    visits: dict[str, list[Visit | None]] = {}
+    for name, routing in routings.items():
+        here = visits_of(routing)
+        outer_name, _, inner = name.partition("/")
+        if inner:
+            outer = routings[outer_name]
+            came_from = outer.token_ids_N[outer.computed_N].tolist()
+            moved = dict(zip(came_from, here, strict=True))
+            here = [moved.get(token) for token in range(outer.num_tokens)]
+        visits[name] = here
+    return visits
+
+
+def visits_of(routing: Routing) -> list[Visit | None]:
+    """What a router decided about each of its tokens, (T,); None for padding."""
+    choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
+    pairs = zip(
+        routing.token_ids_N.tolist(),
+        routing.expert_ids_N.tolist(),
+        routing.weights_N.tolist(),
+        routing.scores_TE[routing.token_ids_N, routing.expert_ids_N].tolist(),
+        routing.dropped_N.tolist(),
+        routing.real_N.tolist(),
+        strict=True,
+    )
+    for token, expert, weight, score, dropped, real in pairs:
+        if real:
+            choices[token].append(Choice(expert, weight, score, dropped))
+    mask_T = routing.mask_T
+    real_T = [True] * routing.num_tokens if mask_T is None else mask_T.tolist()
+    entropies = _entropies(routing)
+    return [
+        Visit(tuple(sorted(listed, key=lambda choice: -choice.weight)), entropy) if real else None
+        for listed, entropy, real in zip(choices, entropies, real_T, strict=True)
+    ]
+
+
+def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) -> dict[str, str]:
+    """The title of each layer that returned no routing, and the type of its block."""
+    return {
+        f"layer {index}": ffn.type
+        for index, ffn in enumerate(ffns)
+        if f"layer_{index:02d}" not in routings
+    }
+
+
+def _entropies(routing: Routing) -> list[float | None]:
+    if routing.num_experts == 1:
+        return [None] * routing.num_tokens
+    scores_TE = normalized_scores(routing)
+    entropy_T = torch.special.entr(scores_TE).sum(dim=-1)
+    # A token that every expert scored 0, as ReLU may, has no distribution.
+    scored_T = scores_TE.sum(dim=-1) > 0
+    return [
+        value if scored else None
+        for value, scored in zip(entropy_T.tolist(), scored_T.tolist(), strict=True)
+    ]
+
+
+def _predictions(logits_TV: Tensor, run: SavedRun) -> list[Prediction]:
+    best = logits_TV.float().softmax(dim=-1).max(dim=-1)
+    return [
+        Prediction(visible(run.tokenizer.token_bytes[token_id]), probability)
+        for token_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+
+
+def _chosen(
+    routings: Mapping[str, Routing], layers: Sequence[int] | None, folder: Path
+) -> list[str]:
+    """The names of the layers to show, in the model's order."""
+    if layers is None:
+        return list(routings)
+    numbers = {name: _number(name) for name in routings}
+    for layer in layers:
+        if layer not in numbers.values():
+            known = ", ".join(map(str, dict.fromkeys(numbers.values())))
+            raise ConfigError(
+                f"--layers: '{folder}' routes nothing in layer {layer}; it routes in {known}"
+            )
+    return [name for name, number in numbers.items() if number in layers]
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("layer_").partition("/")[0])
+
+
+def _layer(name: str, routing: Routing, run: SavedRun) -> Layer:
+    ffn = run.config.model.layer_ffns()[_number(name)]
+    if isinstance(ffn, MixtureOfDepthsConfig):
+        if not name.endswith("/inner"):
+            return Layer(name, ("through",), _capacity(routing, ffn), is_gate=True)
+        ffn = ffn.ffn
+    shared = ffn.shared_expert if isinstance(ffn, MoEConfig) else None
+    return Layer(
+        name,
+        _expert_names(routing.num_experts, ffn),
+        _capacity(routing, ffn),
+        shared_expert=None if shared is None else shared.type,
+    )
+
+
+def _expert_names(num_experts: int, ffn: FFNConfig) -> tuple[str, ...]:
+    words = [""] * num_experts
+    if isinstance(ffn, MoEConfig):
+        without = ffn.zero_computation
+        words[ffn.num_experts :] = [
+            *["zero"] * without.num_zero,
+            *["copy"] * without.num_copy,
+            *["const"] * without.num_constant,
+        ]
+    return tuple(f"{word}{number}" for number, word in enumerate(words))
+
+
+def _capacity(routing: Routing, ffn: FFNConfig) -> str:
+    if routing.capacity is None:
+        return "dropless"
+    places = int(routing.capacity)
+    text = f"{places} place{'' if places == 1 else 's'} per expert"
+    if isinstance(ffn, MoEConfig) and ffn.capacity.eval_factor is not None:
+        text = f"factor {ffn.capacity.eval_factor}, {text}"
+    return text

@@ -1,0 +1,115 @@
+"""What a reader has to know to read the table: one sentence each, and only of what is in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.trace.way import Choice, Visit, Way
+
+DROPPED, PAST, NONE, ABSENT = "x", "past", "none", "-"
+
+
+def short(number: float) -> str:
+    """A weight or a probability in two or three characters: `.62`, `1.0`, `25`."""
+    if not math.isfinite(number):
+        return str(number)
+    text = f"{number:.2f}"
+    if text.startswith("0."):
+        return text[1:]
+    return f"{number:.0f}" if number >= 9.95 else f"{number:.1f}"
+
+
+def empty_cell(visit: Visit | None, is_gate: bool) -> str:
+    """What stands where a token was sent to no expert."""
+    if visit is None:
+        return ABSENT
+    return PAST if is_gate else NONE
+
+
+def mean_entropy(visits: Iterable[Visit]) -> float | None:
+    """Nats; None where no token has an entropy."""
+    found = [visit.entropy for visit in visits if visit.entropy is not None]
+    return sum(found) / len(found) if found else None
+
+
+def legend(way: Way) -> list[str]:
+    lines: list[str] = []
+    gates = [layer for layer in way.layers if layer.is_gate]
+    routed = [layer for layer in way.layers if not layer.is_gate]
+    visits = {layer.name: way.visits(layer) for layer in way.layers}
+    choices = [c for found in visits.values() for visit in found for c in visit.choices]
+    examples = ((layer, choice) for layer in routed for choice in _choices(visits[layer.name]))
+    if found := next(examples, None):
+        layer, choice = found
+        name = layer.experts[choice.expert]
+        lines.append(
+            f"{name} {short(choice.weight)}: sent to expert {name}, whose output is multiplied by "
+            f"{choice.weight:.2f}; the heaviest first. Expert {name} of another layer is another one."
+        )
+    if any(choice.dropped for choice in choices):
+        lines.append(f"{DROPPED}: dropped; the expert was full and never saw the token.")
+    if any(not visit.choices for layer in routed for visit in visits[layer.name]):
+        lines.append(f"{NONE}: the router chose no expert.")
+    if let_through := next((c for gate in gates for c in _choices(visits[gate.name])), None):
+        lines.append(
+            f"through {short(let_through.weight)}: passes through the layer's block, whose output is "
+            f"multiplied by {let_through.weight:.2f}."
+        )
+    if any(not visit.choices for gate in gates for visit in visits[gate.name]):
+        lines.append(f"{PAST}: passes by the layer's block.")
+    if any(len(visits[layer.name]) < len(way.tokens) for layer in way.layers):
+        lines.append(f"{ABSENT}: never came to this router.")
+    lines += _experts_without_network(way)
+    capacities = {layer.title: layer.capacity for layer in routed}
+    lines += [f"Capacity in evaluation: {text}." for text in _by_layer(capacities)]
+    shared = {layer.title: layer.shared_expert for layer in routed if layer.shared_expert}
+    lines += [
+        f"Every token also passes through a shared expert: {text}." for text in _by_layer(shared)
+    ]
+    lines += [f"Nothing is routed: {text}." for text in _by_layer(way.unrouted)]
+    if any(mean_entropy(found) is not None for found in visits.values()):
+        most = sorted({len(layer.experts) for layer in routed})
+        undecided = ", ".join(f"{math.log(size):.2f} among {size} experts" for size in most)
+        lines.append(
+            "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router is sure, "
+            f"{undecided} when it is undecided."
+        )
+    if any(token.prediction for token in way.tokens):
+        lines.append("next: the token held to be the most probable next one, and its probability.")
+    return lines
+
+
+def _choices(visits: Iterable[Visit]) -> list[Choice]:
+    return [choice for visit in visits for choice in visit.choices]
+
+
+def _experts_without_network(way: Way) -> list[str]:
+    said = {"zero": "returns 0", "copy": "returns the token", "const": "mixes in a learned vector"}
+    names = {name for layer in way.layers if not layer.is_gate for name in layer.experts}
+    words = dict.fromkeys(word for word in said if any(name.startswith(word) for name in names))
+    if not words:
+        return []
+    listed = ", ".join(f"{word} {said[word]}" for word in words)
+    return [f"Experts without a network: {listed}."]
+
+
+def _by_layer(values: Mapping[str, str]) -> list[str]:
+    """`dropless`, or `swiglu (layer 0), dense (layers 2, 3)` where it is not said of all there are."""
+    layers: dict[str, list[str]] = {}
+    for title, value in values.items():
+        layers.setdefault(value, []).append(title.removeprefix("layer "))
+    return [
+        f"{value} (layer{'s' if len(titles) > 1 else ''} {_span(titles)})"
+        for value, titles in layers.items()
+    ]
+
+
+def _span(titles: Sequence[str]) -> str:
+    """`0-11` where more than two follow each other, otherwise `0, 2 inner`."""
+    first = titles[0]
+    if first.isdigit() and len(titles) > 2:
+        following = range(int(first), int(first) + len(titles))
+        if list(titles) == list(map(str, following)):
+            return f"{first}-{titles[-1]}"
+    return ", ".join(titles)

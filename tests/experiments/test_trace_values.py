@@ -1,0 +1,186 @@
+"""What is said of each token, held to routings made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.trace.colours import ground, ink, luminance
+from experiments.trace.follow import unrouted_layers, visits_by_layer, visits_of
+from experiments.trace.legend import short
+from experiments.trace.visible import visible
+from experiments.trace.way import Choice, Layer
+from moe_ffn.ffn.config import GatedConfig, MoEConfig
+from moe_ffn.outputs import Routing
+
+SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
+
+
+def routing(
+    pairs: list[tuple[int, int, float]],
+    scores_TE: Tensor = SCORES,
+    *,
+    dropped: list[int] | None = None,
+    not_chosen: list[int] | None = None,
+) -> Routing:
+    """Of (token, expert, weight); `dropped` and `not_chosen` are places in the list."""
+    places = range(len(pairs))
+    return Routing(
+        token_ids_N=torch.tensor([token for token, _, _ in pairs], dtype=torch.int64),
+        expert_ids_N=torch.tensor([expert for _, expert, _ in pairs], dtype=torch.int64),
+        weights_N=torch.tensor([weight for _, _, weight in pairs]),
+        dropped_N=torch.tensor([place in (dropped or []) for place in places], dtype=torch.bool),
+        logits_TE=scores_TE,
+        scores_TE=scores_TE,
+        mask_T=None,
+        sequence_length=len(scores_TE),
+        chosen_N=torch.tensor([place not in not_chosen for place in places])
+        if not_chosen
+        else None,
+    )
+
+
+def test_each_token_has_its_choices_the_heaviest_first() -> None:
+    found = visits_of(
+        routing([(0, 2, 0.25), (0, 0, 0.5), (2, 1, 0.75), (2, 0, 0.125)], dropped=[2])
+    )
+
+    assert [None if visit is None else visit.choices for visit in found] == [
+        (Choice(0, 0.5, 0.5, False), Choice(2, 0.25, 0.25, False)),
+        (),
+        (Choice(1, 0.75, 0.75, True), Choice(0, 0.125, 0.125, False)),
+    ]
+
+
+def test_what_was_listed_and_not_chosen_is_no_choice() -> None:
+    first, _, last = visits_of(routing([(0, 0, 0.5), (0, 1, 0.0), (2, 1, 0.75)], not_chosen=[1, 2]))
+
+    assert first is not None
+    assert last is not None
+    assert first.choices == (Choice(0, 0.5, 0.5, False),)
+    assert last.choices == ()
+
+
+def test_padding_is_no_visit() -> None:
+    masked = replace(
+        routing([(0, 0, 0.5), (1, 0, 0.0), (2, 1, 0.75)]),
+        mask_T=torch.tensor([True, False, False]),
+    )
+
+    assert [visit is None for visit in visits_of(masked)] == [False, True, True]
+
+
+def test_entropy_is_that_of_each_token_s_own_scores() -> None:
+    first, second, _ = visits_of(routing([(0, 0, 0.5)]))
+
+    # 0.5 log 2 + 2 * 0.25 log 4
+    assert first is not None
+    assert first.entropy == pytest.approx(1.5 * math.log(2))
+    # Scores of 0 are no distribution.
+    assert second is not None
+    assert second.entropy is None
+
+
+def test_a_single_expert_has_no_entropy() -> None:
+    (visit,) = visits_of(routing([(0, 0, 0.7)], torch.tensor([[0.7]])))
+
+    assert visit is not None
+    assert visit.entropy is None
+
+
+def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from() -> None:
+    gate_scores = torch.tensor([[0.1], [0.6], [0.2], [0.9]])
+    # Listed out of nobody's order: tokens 1 and 3 go through; 2 was listed and not chosen.
+    gate = routing([(1, 0, 0.6), (2, 0, 0.2), (3, 0, 0.9)], gate_scores, not_chosen=[1])
+    inner = routing([(0, 2, 0.25), (1, 1, 0.75)], SCORES[[0, 2]])
+
+    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner})
+
+    assert [visit and [c.expert for c in visit.choices] for visit in found["layer_00/inner"]] == [
+        None,
+        [2],
+        None,
+        [1],
+    ]
+    assert [visit and [c.weight for c in visit.choices] for visit in found["layer_00"]] == [
+        [],
+        [pytest.approx(0.6)],
+        [],
+        [pytest.approx(0.9)],
+    ]
+
+
+def test_a_mixture_of_depths_that_nobody_passes_has_nobody_inside() -> None:
+    gate = routing([(0, 0, 0.0), (1, 0, 0.0)], torch.zeros(2, 1), not_chosen=[0, 1])
+    inner = routing([], torch.zeros(0, 3))
+
+    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner})
+
+    assert found["layer_00/inner"] == [None, None]
+
+
+def test_layers_that_route_nothing_are_named_with_their_type() -> None:
+    ffns = [GatedConfig(type="swiglu"), MoEConfig()]
+
+    assert unrouted_layers(ffns, {"layer_01": routing([])}) == {"layer 0": "swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [("layer_03", "layer 3"), ("layer_12/inner", "layer 12 inner")]
+)
+def test_layers_are_named_as_a_person_would(name: str, title: str) -> None:
+    assert Layer(name, ("0",), "dropless").title == title
+
+
+@pytest.mark.parametrize(
+    ("token", "shown"),
+    [
+        (b"def", "def"),
+        (b" x", "␣x"),
+        (b"\n\t", r"\n\t"),
+        (b"\\n", r"\\n"),
+        (b"\xc3", r"\xc3"),
+        ("é".encode(), "é"),
+        ("e\u0301".encode(), r"e\u0301"),
+        ("\u202e".encode(), r"\u202e"),
+        (b"a\xff", r"a\xff"),
+        (b"\x1b[31m", r"\x1b[31m"),
+        (b"", "<end>"),
+    ],
+)
+def test_every_token_can_be_seen(token: bytes, shown: str) -> None:
+    assert visible(token) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, ".00"),
+        (0.624, ".62"),
+        (0.999, "1.0"),
+        (1.26, "1.3"),
+        (9.96, "10"),
+        (math.nan, "nan"),
+    ],
+)
+def test_weights_are_short(number: float, text: str) -> None:
+    assert short(number) == text
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast ratio."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_expert_s_colours_can_be_read_on_any_ground() -> None:
+    experts = range(64)
+
+    assert min(contrast(ground(expert), "#000000") for expert in experts) > 7
+    assert min(contrast(ink(expert), "#000000") for expert in experts) > 4.4
+    assert min(contrast(ink(expert), "#ffffff") for expert in experts) > 4.4
+    assert len({ground(expert) for expert in experts}) == 64
