@@ -3,7 +3,8 @@
     python -m experiments.overhead [any option of experiments.train] [--rounds 5] [--steps 20]
 
 Both train the same model on the same batches on the CPU, in turns, so that a busy machine slows both
-alike.
+alike. What observing costs (every metric of every layer, the rows, the alarms) is measured inside the
+program: the time its callback takes, as a share of the steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from moe_ffn.data.prepare import PreparedData
 
 MIN_RATIO = 0.9
+MAX_OBSERVING = 0.03
 
 
 class OverheadConfig(TrainConfig, frozen=True):
@@ -56,25 +58,33 @@ def main(argv: Sequence[str]) -> int:
         )
     bare: list[float] = []
     full: list[float] = []
+    observing: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(config.rounds):
             run_folder = Path(folder) / f"round-{turn}"
             if turn % 2 == 0:
                 bare.append(time_bare_loop(config, data, precision))
-                full.append(time_program(config, data, precision, run_folder))
-            else:
-                full.append(time_program(config, data, precision, run_folder))
+            program, share = time_program(config, data, precision, run_folder)
+            full.append(program)
+            observing.append(share)
+            if turn % 2:
                 bare.append(time_bare_loop(config, data, precision))
-            print(f"round {turn + 1}: bare {bare[-1]:,.0f}, program {full[-1]:,.0f} tokens/s")
+            print(
+                f"round {turn + 1}: bare {bare[-1]:,.0f}, program {full[-1]:,.0f} tokens/s, "
+                f"observing {share:.2%} of it"
+            )
     ratios = [program / loop for program, loop in zip(full, bare, strict=True)]
     ratio = statistics.median(ratios)
     print(
         f"\nmedian tokens/s: bare loop {statistics.median(bare):,.0f}, "
         f"whole program {statistics.median(full):,.0f} ({precision})\n"
         f"ratio {ratio:.3f} (median of {config.rounds}, from {min(ratios):.3f} to {max(ratios):.3f}); "
-        f"promised: at least {MIN_RATIO}"
+        f"promised: at least {MIN_RATIO}\n"
+        f"observing {statistics.median(observing):.2%} of the time of a step (from {min(observing):.2%} to "
+        f"{max(observing):.2%}); promised: less than {MAX_OBSERVING:.0%}"
     )
-    return 0 if ratio >= MIN_RATIO else 1
+    kept = ratio >= MIN_RATIO and statistics.median(observing) < MAX_OBSERVING
+    return 0 if kept else 1
 
 
 def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -> float:
@@ -113,8 +123,12 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -
     return _tokens_per_second(config, starts)
 
 
-def time_program(config: OverheadConfig, data: PreparedData, precision: str, folder: Path) -> float:
-    """Tokens per second of `experiments.train`: Trainer, callbacks, CSV and wandb."""
+def time_program(
+    config: OverheadConfig, data: PreparedData, precision: str, folder: Path
+) -> tuple[float, float]:
+    """Tokens per second of `experiments.train`: Trainer, callbacks, CSV and wandb; and the share of the
+    time that goes into observing.
+    """
     from lightning.pytorch.callbacks import Callback
 
     from experiments.assemble import (
@@ -138,13 +152,23 @@ def time_program(config: OverheadConfig, data: PreparedData, precision: str, fol
     trainer_config = TrainerConfig.model_validate(config.trainer.to_dict() | changes)
     config = config.model_copy(update={"trainer": trainer_config})
     loggers, _ = make_loggers(config, folder, run_facts(config, data, precision))
-    trainer = build_trainer(
-        config, folder, precision, loggers, make_callbacks(config, data, folder)
-    )
+    callbacks = make_callbacks(config, data, folder)
+    observed: list[float] = []
+    observe = callbacks.steps.on_train_batch_end
+
+    def timed(*args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        observe(*args, **kwargs)
+        observed.append(time.perf_counter() - start)
+
+    callbacks.steps.on_train_batch_end = timed
+    trainer = build_trainer(config, folder, precision, loggers, callbacks)
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
     close(loggers)
-    return _tokens_per_second(config, starts)
+    # The first batch makes the metrics, and the last start is before the last batch.
+    share = sum(observed[1:-1]) / (starts[-1] - starts[1])
+    return _tokens_per_second(config, starts), share
 
 
 def _tokens_per_second(config: OverheadConfig, starts: list[float]) -> float:

@@ -25,7 +25,7 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
-    return _load_times_scores(
+    return load_times_scores(
         pairs_per_expert(routing), _sum_of_scores(routing), routing.num_real_tokens
     )
 
@@ -50,7 +50,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
     num_tokens = sum(routing.num_real_tokens for routing in layers)
     assert isinstance(load_E, Tensor)
     assert isinstance(scores_E, Tensor)
-    return _load_times_scores(load_E, scores_E, num_tokens)
+    return load_times_scores(load_E, scores_E, num_tokens)
 
 
 def sequence_load_balancing_loss(routing: Routing) -> Tensor:
@@ -60,12 +60,12 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
-    real_TE = _real_only(normalized_scores(routing), routing)
+    real_TE = real_only(normalized_scores(routing), routing)
     scores_BE = reduce(real_TE, "(b s) e -> b e", "sum", s=length)
     num_tokens_B = torch.full((len(pairs_BE),), length, device=pairs_BE.device)
     if routing.mask_T is not None:
         num_tokens_B = reduce(routing.mask_T.long(), "(b s) -> b", "sum", s=length)
-    losses_B = _load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
+    losses_B = load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
     return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
 
 
@@ -80,7 +80,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
         num_tokens: real tokens, summed alike.
     """
-    return _load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
+    return load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
 
 
 def importance_cv2_loss(routing: Routing) -> Tensor:
@@ -106,7 +106,7 @@ def load_cv2_loss(routing: Routing) -> Tensor:
             "load_cv2 needs selection_probs_TE, which router.type 'noisy_top_k' returns in training; "
             "use load_balance with other routers"
         )
-    return cv_squared(_real_only(routing.selection_probs_TE, routing).sum(dim=0))
+    return cv_squared(real_only(routing.selection_probs_TE, routing).sum(dim=0))
 
 
 def router_z_loss(routing: Routing) -> Tensor:
@@ -120,10 +120,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
     2024, arXiv:2403.07652, equation 6).
     """
-    scores_TE = normalized_scores(routing)
-    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
-    logs_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
-    return mean_over_tokens(-(scores_TE * logs_TE).sum(dim=-1), routing)
+    return mean_over_tokens(token_entropy(normalized_scores(routing)), routing)
 
 
 def relu_sparsity_loss(routing: Routing) -> Tensor:
@@ -188,12 +185,19 @@ def normalized_scores(routing: Routing) -> Tensor:
     return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=limits.tiny / limits.eps)
 
 
+def token_entropy(scores_TE: Tensor) -> Tensor:
+    """(T,): the entropy of each token's normalised scores, in nats."""
+    # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
+    logs_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
+    return -(scores_TE * logs_TE).sum(dim=-1)
+
+
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:
     """The mean of (T, ...) values over the real tokens; 0 where there are none."""
-    return _real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
+    return real_only(values, routing).sum(dim=0) / routing.num_real_tokens.clamp(min=1)
 
 
-def _real_only(values: Tensor, routing: Routing) -> Tensor:
+def real_only(values: Tensor, routing: Routing) -> Tensor:
     """(T, ...) values with 0 for padding."""
     if routing.mask_T is None:
         return values
@@ -202,10 +206,10 @@ def _real_only(values: Tensor, routing: Routing) -> Tensor:
 
 def _sum_of_scores(routing: Routing) -> Tensor:
     """(E,): each expert's normalised score, summed over the real tokens."""
-    return _real_only(normalized_scores(routing), routing).sum(dim=0)
+    return real_only(normalized_scores(routing), routing).sum(dim=0)
 
 
-def _load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
     """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
     pairs_E = pairs_E.to(scores_E.dtype)
     load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -5,19 +5,17 @@ E experts, B sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from moe_ffn.balancing.losses import (
-    load_balancing_loss,
-    mean_over_tokens,
+    load_times_scores,
     normalized_scores,
     pairs_per_sequence,
-    router_entropy_loss,
+    real_only,
     router_z_loss,
+    token_entropy,
 )
 from moe_ffn.metrics.functional import (
     coactivation,
@@ -47,8 +45,12 @@ class RoutingMetrics(Metric):
     num_nonfinite: Tensor
     num_sequences: Tensor
     sequence_violations: Tensor
+    entropies: Tensor
+    top1_margins: Tensor
+    load_balance: Tensor
+    router_z: Tensor
+    shared_shares: Tensor
     logit_max: Tensor
-    sums: Tensor
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -56,15 +58,20 @@ class RoutingMetrics(Metric):
         self.add_state("scores_E", torch.zeros(num_experts), "sum")
         for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite", "num_sequences"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
-        self.add_state("sequence_violations", torch.zeros(()), "sum")
+        of_tokens = ("entropies", "top1_margins", "load_balance", "router_z", "shared_shares")
+        for name in ("sequence_violations", *of_tokens):
+            self.add_state(name, torch.zeros(()), "sum")
         self.add_state("logit_max", torch.zeros(()), "max")
-        self.add_state("sums", torch.zeros(len(_PER_TOKEN)), "sum")
 
     def update(self, routing: Routing) -> None:
         routing = routing.detach()
         num_tokens = routing.num_real_tokens
         pairs_BE = pairs_per_sequence(routing)
-        self.pairs_E += pairs_BE.sum(dim=0)
+        pairs_E = pairs_BE.sum(dim=0)
+        scores_TE = real_only(normalized_scores(routing), routing)
+        scores_E = scores_TE.sum(dim=0)
+        self.pairs_E += pairs_E
+        self.scores_E += scores_E
         self.num_dropped += (routing.dropped_N & routing.real_N).sum()
         if routing.capacity is not None:
             self.num_places += routing.capacity * routing.num_experts
@@ -73,9 +80,13 @@ class RoutingMetrics(Metric):
         self.num_sequences += pairs_BE.any(dim=-1).sum()
         self.sequence_violations += max_violation(pairs_BE.float()).clamp(min=0).sum()
         self.logit_max = self.logit_max.maximum(logit_max(routing))
-        self.scores_E += mean_over_tokens(normalized_scores(routing), routing) * num_tokens
-        values = torch.stack([function(routing) for function in _PER_TOKEN.values()])
-        self.sums += values * num_tokens
+        # Padding has scores of 0, and so neither entropy nor margin.
+        self.entropies += token_entropy(scores_TE).sum()
+        self.top1_margins += top1_margin(scores_TE).sum()
+        self.load_balance += load_times_scores(pairs_E, scores_E, num_tokens) * num_tokens
+        self.router_z += router_z_loss(routing) * num_tokens
+        share = torch.nan if routing.shared_share is None else routing.shared_share
+        self.shared_shares += share * num_tokens
 
     def compute(self) -> dict[str, Tensor]:
         """`load` (E,), and these scalars.
@@ -88,9 +99,9 @@ class RoutingMetrics(Metric):
         losses `load_balance` and `router_z`. `shared_share`: of the block's output, what the shared
         expert made; nan without one.
         """
-        num_pairs = self.pairs_E.sum()
+        num_pairs, num_tokens = self.pairs_E.sum(), self.num_tokens.clamp(min=1)
         load_E = self.pairs_E / num_pairs.clamp(min=1)
-        means = self.sums / self.num_tokens.clamp(min=1)
+        all_scores = self.scores_E.sum().clamp(min=torch.finfo(self.scores_E.dtype).tiny)
         return {
             "load": load_E,
             "max_violation": max_violation(load_E),
@@ -99,14 +110,16 @@ class RoutingMetrics(Metric):
             "dropped_fraction": self.num_dropped / num_pairs.clamp(min=1),
             "capacity_used": (num_pairs - self.num_dropped) / self.num_places.float()
             if self.num_places
-            else torch.full_like(means[0], torch.nan),
-            "experts_per_token": num_pairs / self.num_tokens.clamp(min=1),
+            else torch.full_like(self.router_z, torch.nan),
+            "experts_per_token": num_pairs / num_tokens,
             "nonfinite_tokens": self.num_nonfinite,
-            "entropy_of_mean": torch.special.entr(
-                self.scores_E / self.scores_E.sum().clamp(min=torch.finfo(torch.float32).tiny)
-            ).sum(),
+            "entropy": self.entropies / num_tokens,
+            "entropy_of_mean": token_entropy(self.scores_E / all_scores),
+            "top1_margin": self.top1_margins / num_tokens,
             "logit_max": self.logit_max,
-            **dict(zip(_PER_TOKEN, means, strict=True)),
+            "load_balance": self.load_balance / num_tokens,
+            "router_z": self.router_z / num_tokens,
+            "shared_share": self.shared_shares / num_tokens,
         }
 
 
@@ -136,22 +149,3 @@ class CoactivationMetrics(Metric):
             "coactivation": share_EE,
             "coactivation_max": share_EE.clone().fill_diagonal_(0).max(),
         }
-
-
-def _mean_margin(routing: Routing) -> Tensor:
-    return mean_over_tokens(top1_margin(routing), routing)
-
-
-def _shared_share(routing: Routing) -> Tensor:
-    share = routing.shared_share
-    return routing.scores_TE.new_tensor(torch.nan) if share is None else share
-
-
-_PER_TOKEN: dict[str, Callable[[Routing], Tensor]] = {
-    "entropy": router_entropy_loss,
-    "top1_margin": _mean_margin,
-    "load_balance": load_balancing_loss,
-    "router_z": router_z_loss,
-    "shared_share": _shared_share,
-}
-"""What is a mean over the tokens of a batch."""

@@ -136,9 +136,13 @@ def test_a_panel_draws_no_other_metric_than_its_own() -> None:
         assert len(keys) <= 1, plot["chartTitle"]
 
 
+def test_what_validation_alone_measures_has_a_panel() -> None:
+    assert len(drawn("validation/routing/layer_03/coactivation_max")) == 1
+
+
 def test_validation_is_drawn_beside_training() -> None:
     assert drawn("train/loss") == drawn("validation/loss") == ["Loss"]
-    for key in ("max_violation", "dropped_fraction", "entropy", "coactivation_max"):
+    for key in ("max_violation", "dropped_fraction", "entropy"):
         (training,) = drawn(f"routing/layer_00/{key}")
         assert drawn(f"validation/routing/layer_00/{key}") == [f"{training}, validation"]
 

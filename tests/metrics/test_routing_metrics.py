@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.capacity import by_position, limit
 from moe_ffn.metrics.routing import CoactivationMetrics, RoutingMetrics
 
@@ -129,6 +130,22 @@ def test_entropy_of_the_mean_tells_specialists_from_the_undecided(make_routing: 
     assert values["entropy"].item() == pytest.approx(0, abs=1e-6)
     assert values["entropy_of_mean"].item() == pytest.approx(math.log(2))
     assert values["top1_margin"].item() == 1
+
+
+def test_what_the_scores_say_is_of_real_tokens_and_normalised(make_routing: Any) -> None:
+    # 0.6, 0.2, 0.2 once it sums to 1; the second token is padding.
+    scores = torch.tensor([[1.2, 0.4, 0.4], [0.0, 9.0, 0.0]])
+    mask = torch.tensor([True, False])
+    metrics = RoutingMetrics(num_experts=3)
+    routing = make_routing([[0], [1]], 3, scores_TE=scores, mask_T=mask)
+    metrics.update(routing)
+    values = metrics.compute()
+    entropy = -(0.6 * math.log(0.6) + 0.4 * math.log(0.2))
+    assert values["entropy"].item() == pytest.approx(entropy, rel=1e-6)
+    assert values["entropy_of_mean"].item() == pytest.approx(entropy, rel=1e-6)
+    assert values["top1_margin"].item() == pytest.approx(0.4)
+    assert values["load_balance"].item() == pytest.approx(load_balancing_loss(routing).item())
+    assert values["router_z"].item() == pytest.approx(router_z_loss(routing).item())
 
 
 def test_the_largest_logit_is_of_all_batches(make_routing: Any) -> None:
