@@ -16,8 +16,8 @@ MOST_POINTS = 500
 LOSS = Unit("loss (nats per token)", ".4f")
 BITS = Unit("bits per byte", ".4f")
 RATE = Unit("learning rate", ".3~g")
-NORM = Unit("gradient norm (L2, before clipping)")
-SPEED = Unit("throughput (tokens per second)", ",.0f")
+NORM = Unit("gradient norm (L2)")
+SPEED = Unit("tokens per second", ",.0f")
 PART = Unit("loss (dimensionless)", ".4~g")
 
 
@@ -48,7 +48,7 @@ def _loss(run: Run) -> Plot | None:
     if plot is None or not isinstance(unigram, int | float):
         return plot
     (figure,) = plot.figures.values()
-    span = [x for trace in figure.data for x in trace.x]
+    span = [*run.series("train/loss").steps, *run.series("validation/loss").steps]
     figure.add_trace(level(unigram, span, "unigram model", LOSS))
     return plot
 

@@ -54,7 +54,7 @@ def line_figure(traces: Sequence[go.Scatter], unit: Unit, *, x_axis: str = STEP)
         hovermode="x unified",
         showlegend=True,
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        margin={"l": 62, "r": 12, "t": 12, "b": 48},
+        margin={"l": 62, "r": 12, "t": 4, "b": 48},
     )
     figure.update_xaxes(title={"text": x_axis, "standoff": 8}, hoverformat=",~r")
     figure.update_yaxes(
@@ -120,7 +120,8 @@ def heat_figure(
             f"step %{{x:,~r}}, {y_axis} %{{y}}: <b>%{{z:{unit.form}}}{unit.suffix}</b><extra></extra>"
         ),
     )
-    figure = _heat_layout(trace, STEP, y_axis, rows=len(names))
+    left = 38 + 7 * max(map(len, names))
+    figure = _heat_layout(trace, STEP, y_axis, rows=len(names), left=left)
     figure.update_yaxes(type="category", autorange="reversed")
     return figure
 
@@ -138,9 +139,9 @@ def load_figure(grid: Grid) -> go.Figure:
         zmin=0,
         zmax=4,
         colorbar=_colour_bar(
-            "load, as a multiple of the even share 1/E",
-            tickvals=[0, 0.5, 1, 2, 3, 4],
-            ticktext=["0", "½", "1 (even)", "2", "3", "≥ 4"],
+            "load, times the even share 1/E",
+            tickvals=[0, 1, 2, 3, 4],
+            ticktext=["0", "1 = even", "2", "3", "≥ 4"],
         ),
         hovertemplate=(
             "step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
@@ -203,17 +204,18 @@ def to_json(figure: go.Figure) -> dict[str, Any]:
     return found
 
 
-def _heat_layout(trace: go.Heatmap, x_axis: str, y_axis: str, rows: int) -> go.Figure:
+def _heat_layout(
+    trace: go.Heatmap, x_axis: str, y_axis: str, rows: int, left: int = 52
+) -> go.Figure:
     figure = go.Figure([trace])
     figure.update_layout(
         height=min(max(190 + 14 * rows, 260), 620),
-        margin={"l": 56, "r": 12, "t": 12, "b": 48},
+        # Fixed: plotly would leave twice the room that the colour bar takes.
+        margin={"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
         hovermode="closest",
     )
     figure.update_xaxes(title={"text": x_axis, "standoff": 8}, showgrid=False, zeroline=False)
-    figure.update_yaxes(
-        title={"text": y_axis, "standoff": 8}, showgrid=False, zeroline=False, automargin=True
-    )
+    figure.update_yaxes(title={"text": y_axis, "standoff": 8}, showgrid=False, zeroline=False)
     return figure
 
 
@@ -226,6 +228,7 @@ def _colour_bar(title: str, **options: Any) -> dict[str, Any]:
         "yanchor": "bottom",
         "len": 1.0,
         "thickness": 10,
+        "ypad": 4,
         "title": {"text": title, "side": "top"},
         **{key: value for key, value in options.items() if value is not None},
     }

@@ -22,7 +22,7 @@ def headline(run: Run) -> str:
     tiles = [
         ("validation loss", number(validation_loss(run)), "nats per token" + _best(run)),
         ("bits per byte", number(bits_per_byte(run)), ""),
-        ("unigram model", number(run.summary.get("unigram_loss")), "nats per token, to compare"),
+        ("unigram model", number(run.summary.get("unigram_loss")), "nats per token"),
         (
             "parameters",
             short(run.fact("num_params")),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-NONE = "–"
+NONE = "-"
 """Stands where a value is absent."""
 
 CONTROL_PICTURES = 0x2400
@@ -38,14 +38,14 @@ def short(count: Any) -> str:
 def table(
     caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]], kind: str = ""
 ) -> str:
-    """A table that scrolls by itself; the cells are HTML already."""
+    """A table that scrolls by itself, below its caption, which does not; the cells are HTML already."""
     head = "".join(f'<th scope="col">{header}</th>' for header in headers)
     body = "".join(
         f'<tr><th scope="row">{first}</th>{"".join(rest)}</tr>\n'
         for first, *rest in ([row[0], *map(_cell, row[1:])] for row in rows)
     )
     return (
-        f'<div class="scroll"><table class="{kind}"><caption>{caption}</caption>\n'
+        f'<p class="quiet small">{caption}</p>\n<div class="scroll"><table class="{kind}">\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n"
     )
 

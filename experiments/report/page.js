@@ -56,12 +56,13 @@
     for (const axis of [layout.xaxis, layout.yaxis]) {
       Object.assign(axis, { gridcolor: line, zerolinecolor: line, linecolor: line, showline: true });
     }
+    Object.assign(layout.xaxis, { spikecolor: colour("quiet"), spikethickness: 1, spikedash: "dot" });
     return Object.assign(layout, {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 12, color: ink },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: line, font: { color: ink } },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("quiet"), activecolor: colour("accent") },
+      modebar: { bgcolor: colour("paper"), color: colour("quiet"), activecolor: colour("accent") },
       width: printing.matches ? PRINT_WIDTH : undefined,
       autosize: !printing.matches,
       // A finger that moves over a plot scrolls the page.
@@ -76,7 +77,7 @@
       responsive: true,
       displaylogo: false,
       displayModeBar: fingers.matches ? false : "hover",
-      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+      modeBarButtons: [["toImage", "resetScale2d"]],
     });
   }
 

@@ -81,26 +81,26 @@ MEASURES = (
     Measure(
         "churn",
         "Churn",
-        Unit("tokens that changed experts (percent)", SHARE, tick_form=".2~%"),
-        "Of a fixed probe batch, since the look before.",
+        Unit("changed tokens (percent)", SHARE, tick_form=".2~%"),
+        "Tokens of a fixed probe batch whose experts changed since the look before.",
     ),
     Measure(
         "logit_max",
         "Largest router logit",
-        Unit("largest absolute logit (dimensionless)", COUNT),
+        Unit("largest |logit|", COUNT),
         "Growth without end comes before instability.",
     ),
     Measure(
         "top1_margin",
         "Top-1 margin",
-        Unit("margin (difference of scores)", NATS),
+        Unit("margin (of scores)", NATS),
         "Best minus second normalised score, mean over tokens.",
     ),
     Measure(
         "shared_share",
         "Shared share",
-        Unit("share of the shared expert (percent)", ".1%", tick_form=".2~%"),
-        "Norm of its output over the sum of both norms.",
+        Unit("norm share (percent)", ".1%", tick_form=".2~%"),
+        "Norm of the shared expert's output over the sum of both norms.",
     ),
     Measure(
         "capacity_used",
@@ -111,7 +111,7 @@ MEASURES = (
     Measure(
         "experts_per_token",
         "Experts per token",
-        Unit("experts per token (count)", COUNT),
+        Unit("experts (count)", COUNT),
         "Mean over tokens.",
     ),
     Measure(
@@ -135,8 +135,8 @@ MEASURES = (
     Measure(
         "bias_spread",
         "Spread of the correction bias",
-        Unit("largest minus smallest bias", COUNT),
-        "What balancing without a loss adds to the scores.",
+        Unit("bias range (of scores)", COUNT),
+        "Largest minus smallest bias that balancing without a loss adds to the scores.",
     ),
     Measure(
         "load_balance",

@@ -56,8 +56,10 @@ def expert_table(run: Run) -> str:
     rows = [[layer_name(k), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
     headers = ["layer", "experts", "busiest", "median", "idlest", "without a pair", *ends]
     blocks = "".join(_block(layer, values) for layer, values in layers.items())
-    return table("Percent of a layer's pairs on the validation split.", headers, rows) + (
-        f"<p class=small>{caption}</p>\n{blocks}"
+    return (
+        table("Percent of a layer's pairs on the validation split.", headers, rows)
+        + f"<details><summary>every expert of every layer</summary>\n<p class=small>{caption}</p>\n"
+        + f"{blocks}</details>\n"
     )
 
 
@@ -195,15 +197,13 @@ def _block(layer: str, values: Mapping[str, Any]) -> str:
     shares = _shares(values)
     rows = [
         [
-            f"{start}–{min(start + BLOCK_COLUMNS, len(shares)) - 1}",
+            f"{start} to {min(start + BLOCK_COLUMNS, len(shares)) - 1}",
             *(_share(share, len(shares)) for share in shares[start : start + BLOCK_COLUMNS]),
         ]
         for start in range(0, len(shares), BLOCK_COLUMNS)
     ]
     headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
-    name = layer_name(layer)
-    inside = table(f"Layer {name}, percent of its pairs.", headers, rows, "experts")
-    return f"<details><summary>every expert of layer {name}</summary>{inside}</details>\n"
+    return table(f"Layer {layer_name(layer)}", headers, rows, "experts")
 
 
 def _finite(value: Any) -> float | None:

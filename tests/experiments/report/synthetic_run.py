@@ -70,8 +70,10 @@ def write_run(
         _row(step, max_steps, layers, experts, rng, prefix="")
         for step in range(every, done + 1, every)
     ]
-    for step in range(validate_every, done + 1, validate_every):
-        table.append(_row(step, max_steps, layers, experts, rng, prefix="validation/"))
+    table += [
+        _row(step, max_steps, layers, experts, rng, prefix="validation/")
+        for step in range(validate_every, done + 1, validate_every)
+    ]
     table.sort(key=lambda row: row["step"])
     write_metrics(folder / "metrics.csv", table)
     samples = [
