@@ -58,8 +58,8 @@
     }
     Object.assign(layout.xaxis, { spikecolor: colour("quiet"), spikethickness: 1, spikedash: "dot" });
     return Object.assign(layout, {
-      paper_bgcolor: "rgba(0,0,0,0)",
-      plot_bgcolor: "rgba(0,0,0,0)",
+      paper_bgcolor: colour("paper"), // not transparent: saved pictures have a ground too
+      plot_bgcolor: colour("paper"),
       font: { family: "system-ui, sans-serif", size: 12, color: ink },
       hoverlabel: { bgcolor: colour("panel"), bordercolor: line, font: { color: ink } },
       modebar: { bgcolor: colour("paper"), color: colour("quiet"), activecolor: colour("accent") },

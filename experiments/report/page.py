@@ -30,7 +30,8 @@ def write_report(
     """Write the page of these runs, whole or not at all; returns what it shows.
 
     Args:
-        reload_every: seconds after which the page loads itself anew; None for a page that stays.
+        reload_every: seconds after which the page loads itself anew, while a run is going on; None
+            for a page that stays as it is.
 
     Raises:
         ConfigError: a folder is no run, plotly is not installed, or `output` cannot be written.
@@ -61,7 +62,7 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
 
     book = PlotBook()
     body = _several(runs, book) if len(runs) > 1 else _one(runs[0], book)
-    if reload_every is not None:
+    if reload_every is not None and any(run.is_going_on for run in runs):
         body = (
             f'<label class="reload"><input type="checkbox" id="reload" checked '
             f'data-seconds="{reload_every:g}"> reload every {reload_every:g} s</label>\n{body}'
@@ -97,14 +98,10 @@ def _one(run: Run, book: PlotBook) -> str:
         ("curves", "Curves", curves),
         ("routing", "Routing over time", routing),
         ("experts", "Experts", experts),
+        ("samples", "Text samples", samples(run)),
+        ("config", "Config", options(run)),
     ]
-    return (
-        headline(run)
-        + alarms([run])
-        + "".join(_section(*section) for section in sections)
-        + samples(run)
-        + options(run)
-    )
+    return headline(run) + alarms([run]) + _sections(sections)
 
 
 def _several(runs: Sequence[Run], book: PlotBook) -> str:
@@ -112,15 +109,20 @@ def _several(runs: Sequence[Run], book: PlotBook) -> str:
 
     names = " · ".join(text(run.name) for run in runs)
     curves = book.place(overlay_plots(runs)) or '<p class="quiet">Nothing was measured yet.</p>\n'
-    return (
-        f"<header><h1>{names}</h1></header>\n"
-        + alarms(runs)
-        + _section("runs", "Runs", comparison(runs))
-        + _section("options", "What differs", differences(runs))
-        + _section("curves", "Curves", curves)
-        + _section("routing", "Routing", book.place(overlay_measures(runs)))
+    sections = [
+        ("runs", "Runs", comparison(runs)),
+        ("options", "What differs", differences(runs)),
+        ("curves", "Curves", curves),
+        ("routing", "Routing", book.place(overlay_measures(runs))),
+    ]
+    return f"<header><h1>{names}</h1></header>\n{alarms(runs)}{_sections(sections)}"
+
+
+def _sections(sections: Sequence[tuple[str, str, str]]) -> str:
+    """Those (id, title, content) that have content, and links to them."""
+    shown = [section for section in sections if section[2]]
+    links = " ".join(f'<a href="#{name}">{title}</a>' for name, title, _ in shown)
+    return f'<nav aria-label="sections">{links}</nav>\n' + "".join(
+        f'<section id="{name}"><h2>{title}</h2>\n{content}</section>\n'
+        for name, title, content in shown
     )
-
-
-def _section(name: str, title: str, content: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2>\n{content}</section>\n' if content else ""

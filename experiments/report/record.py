@@ -76,6 +76,10 @@ class Run:
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
+    @property
+    def is_going_on(self) -> bool:
+        return self.state in ("waiting", "training")
+
     def fact(self, key: str) -> Any:
         return self.facts.get(key)
 
@@ -164,7 +168,7 @@ def check_is_run(folder: Path) -> None:
     raise ConfigError(
         f"'{folder}' is no run: it has no {CONFIG_FILE}; "
         + (
-            f"it holds {len(inside)} runs, give one of them, such as {folder / inside[0]}"
+            f"it holds runs; give one of them, such as {folder / inside[0]}"
             if inside
             else "give the folder of a run, such as runs/my-run"
         )

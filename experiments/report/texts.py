@@ -28,7 +28,7 @@ def samples(run: Run) -> str:
         _sample(sample, is_open=place == 0 or place >= len(shown) - OPEN_SAMPLES)
         for place, sample in enumerate(shown)
     )
-    return f'<section id="samples"><h2>Text samples</h2>\n{note}{items}</section>\n'
+    return note + items
 
 
 def spread(items: Sequence[Sample], most: int) -> list[Sample]:
@@ -45,12 +45,11 @@ def options(run: Run) -> str:
         ("config.yaml", run.config_text.strip()),
         ("facts.json, beyond the options", json.dumps(facts, indent=2) if facts else ""),
     ]
-    drawn = "".join(
+    return "".join(
         f"<details><summary>{name}</summary><pre>{text(content)}</pre></details>\n"
         for name, content in parts
         if content
     )
-    return f'<section id="config"><h2>Config</h2>\n{drawn}</section>\n' if drawn else ""
 
 
 def _sample(sample: Sample, *, is_open: bool) -> str:

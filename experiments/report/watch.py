@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from experiments.report.page import write_report
-from experiments.report.record import WATCHED, Run, check_is_run
+from experiments.report.record import PATIENCE_SECONDS, WATCHED
 
 Stamp = tuple[tuple[int, int] | None, ...]
 
@@ -23,25 +23,28 @@ def watch(
 
     However it ends, the page that it leaves no longer loads itself anew.
     """
-    for folder in folders:
-        check_is_run(folder)
-    seen: Stamp | None = None
-    written = False
+    write_report(folders, output, reload_every=every)
+    say(f"{output} is kept current; Ctrl-C ends it")
     try:
-        while True:
-            stamp = stamp_of(folders)
-            if stamp != seen:
-                runs = write_report(folders, output, reload_every=every)
-                if not written:
-                    say(f"{output} follows {_names(runs)}; Ctrl-C ends it")
-                seen, written = stamp, True
-                if all(run.state == "finished" for run in runs):
-                    break
-            sleep(every)
-    finally:
-        if written:
-            write_report(folders, output)
+        _follow(folders, output, every, sleep)
+    except KeyboardInterrupt:
+        write_report(folders, output)
+        say(f"no longer followed: {output}")
+        return
     say(f"finished: {output}")
+
+
+def _follow(
+    folders: Sequence[Path], output: Path, every: float, sleep: Callable[[float], None]
+) -> None:
+    while True:
+        seen, written = stamp_of(folders), time.monotonic()
+        runs = write_report(folders, output, reload_every=every)
+        if all(run.state == "finished" for run in runs):
+            return
+        # Silence changes the page too: in the end it says that the run was interrupted.
+        while stamp_of(folders) == seen and time.monotonic() - written < PATIENCE_SECONDS:
+            sleep(every)
 
 
 def stamp_of(folders: Sequence[Path]) -> Stamp:
@@ -56,6 +59,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
         return None
     return found.st_mtime_ns, found.st_size
 
-
-def _names(runs: Sequence[Run]) -> str:
-    return ", ".join(run.name for run in runs)
