@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.report.bins import average
 from experiments.report.figures import DASHES, Plot, Unit, level, line, line_figure
@@ -41,20 +41,21 @@ def curve_plots(run: Run) -> list[Plot]:
 
 
 def _loss(run: Run) -> Plot | None:
-    plot = _curve(
-        run, "Loss", LOSS, {"training": "train/loss", "validation": "validation/loss"}, is_wide=True
-    )
     unigram = run.summary.get("unigram_loss")
-    if plot is None or not isinstance(unigram, int | float):
-        return plot
-    (figure,) = plot.figures.values()
-    span = [*run.series("train/loss").steps, *run.series("validation/loss").steps]
-    figure.add_trace(level(unigram, span, "unigram model", LOSS))
-    return plot
+    keys = {"training": "train/loss", "validation": "validation/loss"}
+    levels = {"unigram model": unigram} if isinstance(unigram, int | float) else {}
+    return _curve(run, "Loss", LOSS, keys, levels=levels, is_wide=True)
 
 
 def _curve(
-    run: Run, title: str, unit: Unit, keys: dict[str, str], note: str = "", is_wide: bool = False
+    run: Run,
+    title: str,
+    unit: Unit,
+    keys: Mapping[str, str],
+    note: str = "",
+    *,
+    levels: Mapping[str, float] | None = None,
+    is_wide: bool = False,
 ) -> Plot | None:
     found = {name: series for name, key in keys.items() if (series := run.series(key))}
     if not found:
@@ -65,12 +66,10 @@ def _curve(
             grid = average(found[name], MOST_POINTS)
             dash = DASHES[number]
             traces.append(line(grid.steps, grid.values[0], name, unit, colour=number, dash=dash))
-    return Plot(
-        title,
-        {"": line_figure(traces, unit)},
-        note + how_drawn(list(found.values()), MOST_POINTS),
-        is_wide,
-    )
+    span = [step for series in found.values() for step in series.steps]
+    traces += [level(value, span, name, unit) for name, value in (levels or {}).items()]
+    note += how_drawn(list(found.values()), MOST_POINTS)
+    return Plot(title, {"": line_figure(traces, unit)}, note, is_wide)
 
 
 def how_drawn(found: Sequence[Series], most: int) -> str:

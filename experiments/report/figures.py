@@ -48,21 +48,19 @@ class Unit:
 
 def line_figure(traces: Sequence[go.Scatter], unit: Unit, *, x_axis: str = STEP) -> go.Figure:
     """Lines over a common x; the legend stands above, where it wraps on a phone."""
-    figure = go.Figure(list(traces))
-    figure.update_layout(
-        height=LINE_HEIGHT,
-        hovermode="x unified",
-        showlegend=True,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        margin={"l": 62, "r": 12, "t": 4, "b": 48},
-    )
-    figure.update_xaxes(title={"text": x_axis, "standoff": 8}, hoverformat=",~r")
-    figure.update_yaxes(
-        title={"text": unit.axis, "standoff": 8}, tickformat=unit.tick_form, automargin=True
-    )
+    x_options: dict[str, Any] = {"title": _title(x_axis), "hoverformat": ",~r"}
     if x_axis == STEP:
-        figure.update_xaxes(unifiedhovertitle={"text": "step %{x:,~r}"})
-    return figure
+        x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
+    layout = {
+        "height": LINE_HEIGHT,
+        "hovermode": "x unified",
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "margin": {"l": 62, "r": 12, "t": 4, "b": 48},
+        "xaxis": x_options,
+        "yaxis": {"title": _title(unit.axis), "tickformat": unit.tick_form, "automargin": True},
+    }
+    return _figure(traces, layout)
 
 
 def line(
@@ -120,17 +118,21 @@ def heat_figure(
             f"step %{{x:,~r}}, {y_axis} %{{y}}: <b>%{{z:{unit.form}}}{unit.suffix}</b><extra></extra>"
         ),
     )
-    left = 38 + 7 * max(map(len, names))
-    figure = _heat_layout(trace, STEP, y_axis, rows=len(names), left=left)
-    figure.update_yaxes(type="category", autorange="reversed")
-    return figure
+    layout = _heat_layout(
+        STEP,
+        y_axis,
+        height=_height(len(names)),
+        left=38 + 7 * max(map(len, names)),
+        y_options={"type": "category", "autorange": "reversed"},
+    )
+    return _figure([trace], layout)
 
 
 def load_figure(grid: Grid) -> go.Figure:
     """The load of each expert over the steps, as a multiple of the even share 1/E.
 
     The shares go into the page packed, two bytes each, since there are by far the most of them;
-    page.js unpacks them. The colours run to four times the even share on either side of it.
+    page.js unpacks them. The colours run to four times the even share.
     """
     num_experts = len(grid.values)
     trace = go.Heatmap(
@@ -149,15 +151,19 @@ def load_figure(grid: Grid) -> go.Figure:
         ),
         meta={"scale": "load", "rows": num_experts, "shares": pack_shares(grid.values)},
     )
-    figure = _heat_layout(trace, STEP, "expert", rows=num_experts)
-    figure.update_yaxes(dtick=_tick_distance(num_experts))
-    return figure
+    layout = _heat_layout(
+        STEP,
+        "expert",
+        height=_height(num_experts),
+        y_options={"dtick": _tick_distance(num_experts)},
+    )
+    return _figure([trace], layout)
 
 
 def square_figure(
     values: Sequence[Sequence[Value]], unit: Unit, axes: tuple[str, str]
 ) -> go.Figure:
-    """A matrix over experts: rows are the y axis, columns the x axis."""
+    """A matrix over experts: columns are the x axis, rows the y axis, from the top."""
     size = list(range(len(values)))
     trace = go.Heatmap(
         x=size,
@@ -171,11 +177,11 @@ def square_figure(
             "<extra></extra>"
         ),
     )
-    figure = _heat_layout(trace, *axes, rows=len(values))
-    figure.update_layout(height=440)
-    figure.update_yaxes(autorange="reversed", dtick=_tick_distance(len(values)))
-    figure.update_xaxes(dtick=_tick_distance(len(values)))
-    return figure
+    ticks = {"dtick": _tick_distance(len(values))}
+    layout = _heat_layout(
+        *axes, height=440, x_options=ticks, y_options={**ticks, "autorange": "reversed"}
+    )
+    return _figure([trace], layout)
 
 
 def pack_shares(rows: Sequence[Sequence[Value]]) -> str:
@@ -204,19 +210,37 @@ def to_json(figure: go.Figure) -> dict[str, Any]:
     return found
 
 
+def _figure(traces: Sequence[Any], layout: dict[str, Any]) -> go.Figure:
+    """Checked by plotly once, as a whole: its `update_` methods take a hundred times as long."""
+    return go.Figure(list(traces), layout)
+
+
 def _heat_layout(
-    trace: go.Heatmap, x_axis: str, y_axis: str, rows: int, left: int = 52
-) -> go.Figure:
-    figure = go.Figure([trace])
-    figure.update_layout(
-        height=min(max(190 + 14 * rows, 260), 620),
+    x_axis: str,
+    y_axis: str,
+    *,
+    height: int,
+    left: int = 52,
+    x_options: Mapping[str, Any] | None = None,
+    y_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    plain = {"showgrid": False, "zeroline": False}
+    return {
+        "height": height,
+        "hovermode": "closest",
         # Fixed: plotly would leave twice the room that the colour bar takes.
-        margin={"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        hovermode="closest",
-    )
-    figure.update_xaxes(title={"text": x_axis, "standoff": 8}, showgrid=False, zeroline=False)
-    figure.update_yaxes(title={"text": y_axis, "standoff": 8}, showgrid=False, zeroline=False)
-    return figure
+        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
+        "xaxis": {"title": _title(x_axis), **plain, **(x_options or {})},
+        "yaxis": {"title": _title(y_axis), **plain, **(y_options or {})},
+    }
+
+
+def _height(rows: int) -> int:
+    return min(max(190 + 14 * rows, 260), 620)
+
+
+def _title(text: str) -> dict[str, Any]:
+    return {"text": text, "standoff": 8}
 
 
 def _colour_bar(title: str, **options: Any) -> dict[str, Any]:

@@ -17,34 +17,34 @@ def watch(
     output: Path,
     every: float,
     say: Callable[[str], None],
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] | None = None,
 ) -> None:
     """Write the page again whenever a file of a run changed; return when every run has finished.
 
     However it ends, the page that it leaves no longer loads itself anew.
     """
-    write_report(folders, output, reload_every=every)
+    seen = stamp_of(folders)
+    runs = write_report(folders, output, reload_every=every)
     say(f"{output} is kept current; Ctrl-C ends it")
     try:
-        _follow(folders, output, every, sleep)
+        while not all(run.state == "finished" for run in runs):
+            _wait(folders, seen, every, sleep or time.sleep)
+            seen = stamp_of(folders)
+            runs = write_report(folders, output, reload_every=every)
     except KeyboardInterrupt:
         write_report(folders, output)
         say(f"no longer followed: {output}")
-        return
-    say(f"finished: {output}")
+    else:
+        say(f"finished: {output}")
 
 
-def _follow(
-    folders: Sequence[Path], output: Path, every: float, sleep: Callable[[float], None]
+def _wait(
+    folders: Sequence[Path], seen: Stamp, every: float, sleep: Callable[[float], None]
 ) -> None:
-    while True:
-        seen, written = stamp_of(folders), time.monotonic()
-        runs = write_report(folders, output, reload_every=every)
-        if all(run.state == "finished" for run in runs):
-            return
-        # Silence changes the page too: in the end it says that the run was interrupted.
-        while stamp_of(folders) == seen and time.monotonic() - written < PATIENCE_SECONDS:
-            sleep(every)
+    """Until a file changed, or until silence may mean that a run was interrupted."""
+    start = time.monotonic()
+    while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
+        sleep(every)
 
 
 def stamp_of(folders: Sequence[Path]) -> Stamp:
@@ -58,4 +58,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_mtime_ns, found.st_size
-
