@@ -1,0 +1,262 @@
+"""Axes, lines and heat maps. Colours are named by role; page.js finds them in the style sheet."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+
+from experiments.report.bins import Grid, Value
+
+STEP = "optimizer step"
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+"""Beside the colour, so that lines are told apart in print and by people who see no red or green."""
+
+NUM_COLOURS = 8
+LINE_HEIGHT = 300
+NOT_MEASURED = 65535
+"""In the packed shares of a load heat map; the shares themselves end one below."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot of the page, or several behind one choice, such as a heat map per layer."""
+
+    title: str
+    figures: Mapping[str, go.Figure]
+    """What is chosen -> what is drawn; one alone needs no choice."""
+    note: str = ""
+    """How to read it; plain text."""
+    is_wide: bool = False
+    choice: str = "layer"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How the values of an axis read: its title, and a number's format (d3) with what follows it."""
+
+    axis: str
+    form: str = ".4~g"
+    suffix: str = ""
+    tick_form: str | None = None
+
+
+def line_figure(traces: Sequence[go.Scatter], unit: Unit, *, x_axis: str = STEP) -> go.Figure:
+    """Lines over a common x; the legend stands above, where it wraps on a phone."""
+    x_options: dict[str, Any] = {"title": _title(x_axis), "hoverformat": ",~r"}
+    if x_axis == STEP:
+        x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
+    layout = {
+        "height": LINE_HEIGHT,
+        "hovermode": "x unified",
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "margin": {"l": 62, "r": 12, "t": 4, "b": 48},
+        "xaxis": x_options,
+        "yaxis": {"title": _title(unit.axis), "tickformat": unit.tick_form, "automargin": True},
+    }
+    return _figure(traces, layout)
+
+
+def line(
+    steps: Sequence[float],
+    values: Sequence[Value],
+    name: str,
+    unit: Unit,
+    *,
+    colour: int | str,
+    dash: str = "solid",
+    markers: bool | None = None,
+) -> go.Scatter:
+    """
+    Args:
+        colour: number of a series, the same for the same thing in every plot, or a role (`quiet`).
+        markers: on the points too; None for where they are few, since a point alone is no line.
+    """
+    with_markers = len(values) <= 40 if markers is None else markers
+    return go.Scatter(
+        x=list(steps),
+        y=list(values),
+        name=label(name),
+        mode="lines+markers" if with_markers else "lines",
+        line={"dash": dash, "width": 2},
+        marker={"size": 5},
+        hovertemplate=f"%{{y:{unit.form}}}{unit.suffix}",
+        meta={"colour": colour % NUM_COLOURS if isinstance(colour, int) else colour},
+    )
+
+
+def level(value: float, span: Sequence[float], name: str, unit: Unit) -> go.Scatter:
+    """A horizontal line to compare with, such as the entropy of an even choice."""
+    return line(
+        [min(span), max(span)],
+        [value, value],
+        name,
+        unit,
+        colour="quiet",
+        dash="dot",
+        markers=False,
+    )
+
+
+def heat_figure(
+    grid: Grid, names: Sequence[str], unit: Unit, *, y_axis: str = "layer"
+) -> go.Figure:
+    """A measure over steps, one row per name, for more layers than lines can be told apart."""
+    trace = go.Heatmap(
+        x=grid.steps,
+        y=list(names),
+        z=grid.values,
+        colorscale="Cividis",
+        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
+        hovertemplate=(
+            f"step %{{x:,~r}}, {y_axis} %{{y}}: <b>%{{z:{unit.form}}}{unit.suffix}</b><extra></extra>"
+        ),
+    )
+    layout = _heat_layout(
+        STEP,
+        y_axis,
+        height=_height(len(names)),
+        left=38 + 7 * max(map(len, names)),
+        y_options={"type": "category", "autorange": "reversed"},
+    )
+    return _figure([trace], layout)
+
+
+def load_figure(grid: Grid) -> go.Figure:
+    """The load of each expert over the steps, as a multiple of the even share 1/E.
+
+    The shares go into the page packed, two bytes each, since there are by far the most of them;
+    page.js unpacks them. The colours run to four times the even share.
+    """
+    num_experts = len(grid.values)
+    trace = go.Heatmap(
+        x=grid.steps,
+        y=list(range(num_experts)),
+        zmin=0,
+        zmax=4,
+        colorbar=_colour_bar(
+            "load, times the even share 1/E",
+            tickvals=[0, 1, 2, 3, 4],
+            ticktext=["0", "1 = even", "2", "3", "≥ 4"],
+        ),
+        hovertemplate=(
+            "step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
+            "<b>%{z:.2f}</b> times the even share<extra></extra>"
+        ),
+        meta={"scale": "load", "rows": num_experts, "shares": pack_shares(grid.values)},
+    )
+    layout = _heat_layout(
+        STEP,
+        "expert",
+        height=_height(num_experts),
+        y_options={"dtick": _tick_distance(num_experts)},
+    )
+    return _figure([trace], layout)
+
+
+def square_figure(
+    values: Sequence[Sequence[Value]], unit: Unit, axes: tuple[str, str]
+) -> go.Figure:
+    """A matrix over experts: columns are the x axis, rows the y axis, from the top."""
+    size = list(range(len(values)))
+    trace = go.Heatmap(
+        x=size,
+        y=size,
+        z=[[None if value is None else round(value, 4) for value in row] for row in values],
+        colorscale="Cividis",
+        zmin=0,
+        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
+        hovertemplate=(
+            f"of the tokens of expert %{{y}}, <b>%{{z:{unit.form}}}</b> went to expert %{{x}} too"
+            "<extra></extra>"
+        ),
+    )
+    ticks = {"dtick": _tick_distance(len(values))}
+    layout = _heat_layout(
+        *axes, height=440, x_options=ticks, y_options={**ticks, "autorange": "reversed"}
+    )
+    return _figure([trace], layout)
+
+
+def pack_shares(rows: Sequence[Sequence[Value]]) -> str:
+    """Shares of 1 as base64 of little-endian 16-bit integers, row after row."""
+    top = NOT_MEASURED - 1
+    packed = array(
+        "H",
+        [
+            NOT_MEASURED if v is None else round(min(max(v, 0), 1) * top)
+            for row in rows
+            for v in row
+        ],
+    )
+    return base64.b64encode(packed.tobytes()).decode()
+
+
+def label(text: str) -> str:
+    """A name for a legend: plotly reads tags in it, and a long one leaves no room for the plot."""
+    return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
+
+
+def to_json(figure: go.Figure) -> dict[str, Any]:
+    """Plain values, without plotly's own template: the page has its own colours."""
+    found = figure.to_plotly_json()
+    found["layout"].pop("template", None)
+    return found
+
+
+def _figure(traces: Sequence[Any], layout: dict[str, Any]) -> go.Figure:
+    """Checked by plotly once, as a whole: its `update_` methods take a hundred times as long."""
+    return go.Figure(list(traces), layout)
+
+
+def _heat_layout(
+    x_axis: str,
+    y_axis: str,
+    *,
+    height: int,
+    left: int = 52,
+    x_options: Mapping[str, Any] | None = None,
+    y_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    plain = {"showgrid": False, "zeroline": False}
+    return {
+        "height": height,
+        "hovermode": "closest",
+        # Fixed: plotly would leave twice the room that the colour bar takes.
+        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
+        "xaxis": {"title": _title(x_axis), **plain, **(x_options or {})},
+        "yaxis": {"title": _title(y_axis), **plain, **(y_options or {})},
+    }
+
+
+def _height(rows: int) -> int:
+    return min(max(190 + 14 * rows, 260), 620)
+
+
+def _title(text: str) -> dict[str, Any]:
+    return {"text": text, "standoff": 8}
+
+
+def _colour_bar(title: str, **options: Any) -> dict[str, Any]:
+    """Above the plot and as wide as it, so that a phone keeps its width for the plot."""
+    return {
+        "orientation": "h",
+        "x": 0.5,
+        "y": 1.0,
+        "yanchor": "bottom",
+        "len": 1.0,
+        "thickness": 10,
+        "ypad": 4,
+        "title": {"text": title, "side": "top"},
+        **{key: value for key, value in options.items() if value is not None},
+    }
+
+
+def _tick_distance(num_experts: int) -> int:
+    return next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if num_experts / step <= 16)

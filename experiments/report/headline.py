@@ -1,0 +1,139 @@
+"""The top of the page: what the run is, how far it came, and whether anything is wrong with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from experiments.report.markup import number, short, text
+from experiments.report.record import Alarm, Run
+from experiments.report.routing import layer_name
+
+STATES = {
+    "waiting": ("warn", "waiting for the first row"),
+    "training": ("accent", "training"),
+    "interrupted": ("bad", "interrupted"),
+    "finished": ("good", "finished"),
+}
+
+
+def headline(run: Run) -> str:
+    """The name, the state, and a tile for each number a reader asks for first."""
+    tiles = [
+        ("validation loss", number(validation_loss(run)), "nats per token" + _best(run)),
+        ("bits per byte", number(bits_per_byte(run)), ""),
+        ("unigram model", number(run.summary.get("unigram_loss")), "nats per token"),
+        (
+            "parameters",
+            short(run.fact("num_params")),
+            f"{short(run.fact('num_active_params'))} active",
+        ),
+        ("throughput", number(tokens_per_second(run), ",.0f"), "tokens per second"),
+        ("FLOPs", short(run.fact("flops_per_token")), "per token, forward"),
+    ]
+    drawn = "".join(
+        f"<div><dt>{name}</dt><dd>{value}</dd><dd class=quiet>{below}</dd></div>"
+        for name, value, below in tiles
+    )
+    return (
+        f"<header><h1>{text(run.name)}</h1>\n<p>{_state(run)}</p>\n"
+        f'<dl class="tiles">{drawn}</dl>\n'
+        f'<p class="quiet small">code {_revision(run)}, corpus sha256 {_short_hash(run)}, precision '
+        f"{text(run.fact('precision') or 'unknown')}; page of {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        "</p></header>\n"
+    )
+
+
+def alarms(runs: Sequence[Run]) -> str:
+    """Every alarm with its advice, or the sentence that there was none."""
+    found = [(run, alarm) for run in runs for alarm in run.alarms]
+    if not found:
+        return '<p class="good calm">No alarm was raised.</p>\n'
+    items = "".join(_alarm(alarm, run.name if len(runs) > 1 else "") for run, alarm in found)
+    count = f"{len(found)} alarm{'s' if len(found) > 1 else ''}"
+    return f'<section class="alarms" aria-label="alarms"><h2>{count}</h2>\n<ul>{items}</ul></section>\n'
+
+
+def ffn_type(run: Run) -> str:
+    """The type of the feed-forward block, its experts, and the types of layers that differ."""
+    ffn = run.option("model.ffn")
+    if not isinstance(ffn, dict):
+        return "unknown block"
+    name = str(ffn.get("type", "unknown block"))
+    if isinstance(ffn.get("num_experts"), int):
+        name += f", {ffn['num_experts']} experts"
+    router = ffn.get("router")
+    if isinstance(router, dict):
+        k = f" k = {router['k']}" if "k" in router else ""
+        name += f", {router.get('type', 'unknown')}{k}"
+    others = run.option("model.ffn_at")
+    if isinstance(others, dict) and others:
+        name += "; differs in layers " + ", ".join(map(str, others))
+    return name
+
+
+def validation_loss(run: Run) -> float | None:
+    """The final one, or the last so far."""
+    final = run.summary.get("validation_loss")
+    return final if final is not None else run.series("validation/loss").last
+
+
+def bits_per_byte(run: Run) -> float | None:
+    final = run.summary.get("validation_bits_per_byte")
+    return final if final is not None else run.series("validation/bits_per_byte").last
+
+
+def tokens_per_second(run: Run) -> float | None:
+    final = run.summary.get("tokens_per_second")
+    return final if final is not None else run.series("train/tokens_per_second").last
+
+
+def progress(run: Run) -> str:
+    """`240 of 600`; the whole is not known of a run without its options."""
+    planned = run.option("trainer.max_steps")
+    done = f"{run.step or 0:,}"
+    return f"{done} of {planned:,}" if isinstance(planned, int) and planned > 0 else done
+
+
+def _state(run: Run) -> str:
+    kind, word = STATES[run.state]
+    return (
+        f'<strong class="{kind}">{word}</strong>, step {progress(run)} · {text(ffn_type(run))}'
+        f"{_layers(run)}"
+    )
+
+
+def _layers(run: Run) -> str:
+    layers, width = run.option("model.num_layers"), run.option("model.d_model")
+    return f" · {layers} layers of width {width}" if layers and width else ""
+
+
+def _best(run: Run) -> str:
+    values = [value for value in run.series("validation/loss").values if value == value]
+    last = validation_loss(run)
+    if not values or last is None or min(values) >= last - 5e-5:
+        return ""
+    return f", best {min(values):.4f}"
+
+
+def _revision(run: Run) -> str:
+    revision = str(run.fact("git_revision") or "unknown")
+    commit, dash, rest = revision.partition("-")
+    return f'<code title="{text(revision)}">{text(commit[:12] + dash + rest)}</code>'
+
+
+def _short_hash(run: Run) -> str:
+    sha = str(run.fact("corpus_sha256") or "unknown")
+    return f'<code title="{text(sha)}">{text(sha[:12])}</code>'
+
+
+def _alarm(alarm: Alarm, run_name: str) -> str:
+    place = f", {alarm.layer}" if alarm.layer else ""
+    if alarm.layer and alarm.layer.startswith("layer_"):
+        place = f", layer {layer_name(alarm.layer)}"
+    whose = f"{run_name}, " if run_name else ""
+    return (
+        f"<li><strong>{text(alarm.kind.replace('_', ' '))}</strong> "
+        f'<span class="quiet">{text(whose)}step {alarm.step:,}{text(place)}</span><br>'
+        f"{text(alarm.message)} <em>{text(alarm.advice)}</em></li>\n"
+    )

@@ -1,0 +1,146 @@
+"use strict";
+// Draws the plots of #plots in the colours of the style sheet, and again when those change.
+(() => {
+  const plots = JSON.parse(document.getElementById("plots").textContent);
+  const chosen = {};
+  const PRINT_WIDTH = 680; // of an A4 or letter page within its margins, in CSS pixels
+  const printing = matchMedia("print");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const fingers = matchMedia("(pointer: coarse)");
+
+  const colour = (role) =>
+    getComputedStyle(document.documentElement).getPropertyValue(`--${role}`).trim();
+
+  // Two bytes a share, little-endian; 65535 is "not measured". Shares times their number is the ratio.
+  function unpack(trace) {
+    const bytes = Uint8Array.from(atob(trace.meta.shares), (c) => c.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
+    const rows = trace.meta.rows;
+    const columns = bytes.length / 2 / rows;
+    trace.customdata = [];
+    for (let row = 0; row < rows; row++) {
+      trace.customdata.push(
+        Array.from({ length: columns }, (_, column) => {
+          const packed = view.getUint16(2 * (row * columns + column), true);
+          return packed === 65535 ? null : packed / 65534;
+        }),
+      );
+    }
+    trace.z = trace.customdata.map((shares) => shares.map((s) => (s === null ? null : s * rows)));
+  }
+
+  function paint(trace) {
+    const role = trace.meta && trace.meta.colour;
+    if (role !== undefined) {
+      const found = colour(typeof role === "number" ? `series-${role}` : role);
+      trace.line.color = found;
+      trace.marker.color = found;
+    }
+    if (trace.meta && trace.meta.scale === "load") {
+      if (!trace.z) unpack(trace);
+      trace.colorscale = [
+        [0, colour("load-none")],
+        [0.125, colour("load-half")],
+        [0.25, colour("load-even")],
+        [0.5, colour("load-double")],
+        [1, colour("load-most")],
+      ];
+    }
+    if (trace.colorbar) trace.colorbar.outlinecolor = colour("line");
+    return trace;
+  }
+
+  function paintLayout(layout) {
+    const ink = colour("ink");
+    const line = colour("line");
+    for (const axis of [layout.xaxis, layout.yaxis]) {
+      Object.assign(axis, { gridcolor: line, zerolinecolor: line, linecolor: line, showline: true });
+    }
+    Object.assign(layout.xaxis, { spikecolor: colour("quiet"), spikethickness: 1, spikedash: "dot" });
+    return Object.assign(layout, {
+      paper_bgcolor: colour("paper"), // not transparent: saved pictures have a ground too
+      plot_bgcolor: colour("paper"),
+      font: { family: "system-ui, sans-serif", size: 12, color: ink },
+      hoverlabel: { bgcolor: colour("panel"), bordercolor: line, font: { color: ink } },
+      modebar: { bgcolor: colour("paper"), color: colour("quiet"), activecolor: colour("accent") },
+      width: printing.matches ? PRINT_WIDTH : undefined,
+      autosize: !printing.matches,
+      // A finger that moves over a plot scrolls the page.
+      dragmode: fingers.matches ? false : "zoom",
+    });
+  }
+
+  function draw(name) {
+    const figure = plots[name][chosen[name] || 0];
+    figure.data.forEach(paint);
+    return Plotly.react(name, figure.data, paintLayout(figure.layout), {
+      responsive: true,
+      displaylogo: false,
+      displayModeBar: fingers.matches ? false : "hover",
+      modeBarButtons: [["toImage", "resetScale2d"]],
+    });
+  }
+
+  const drawAll = () => Promise.all(Object.keys(plots).map(draw));
+
+  // What the reader had chosen, opened and scrolled to, over the reloads of a page that is followed.
+  const memory = `report of ${location.pathname}`;
+  function recall() {
+    try {
+      return JSON.parse(sessionStorage.getItem(memory)) || {};
+    } catch {
+      return {};
+    }
+  }
+  function remember() {
+    try {
+      const open = [...document.querySelectorAll("details")].map((d) => d.open);
+      sessionStorage.setItem(memory, JSON.stringify({ chosen, open, scroll: scrollY }));
+    } catch {
+      // Without storage the page starts at its top.
+    }
+  }
+
+  for (const select of document.querySelectorAll("select[data-plot]")) {
+    select.addEventListener("change", () => {
+      chosen[select.dataset.plot] = Number(select.value);
+      draw(select.dataset.plot);
+    });
+  }
+  let closed = [];
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open])")];
+    for (const d of closed) d.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const d of closed) d.open = false;
+  });
+  printing.addEventListener("change", drawAll);
+  dark.addEventListener("change", drawAll);
+
+  const reload = document.getElementById("reload");
+  const before = reload ? recall() : {};
+  for (const select of document.querySelectorAll("select[data-plot]")) {
+    const number = (before.chosen || {})[select.dataset.plot];
+    if (number < plots[select.dataset.plot].length) {
+      chosen[select.dataset.plot] = number;
+      select.value = String(number);
+    }
+  }
+  if (before.open) {
+    document.querySelectorAll("details").forEach((d, n) => {
+      if (n in before.open) d.open = before.open[n];
+    });
+  }
+  drawAll().then(() => {
+    if (before.scroll) scrollTo(0, before.scroll);
+    document.documentElement.dataset.drawn = "yes";
+  });
+  if (reload) {
+    setInterval(() => {
+      if (!reload.checked || document.hidden) return;
+      remember();
+      location.reload();
+    }, 1000 * Number(reload.dataset.seconds));
+  }
+})();

@@ -1,0 +1,261 @@
+"""Where the tokens of one run went: the load of each expert over time, and every measure per layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.report.bins import average_all
+from experiments.report.curves import how_drawn
+from experiments.report.figures import (
+    DASHES,
+    Plot,
+    Unit,
+    heat_figure,
+    level,
+    line,
+    line_figure,
+    load_figure,
+    square_figure,
+)
+from experiments.report.metrics_file import Series
+from experiments.report.record import Run
+
+MOST_LINES = 6
+"""More layers than this become rows of a heat map, and their load heat maps one with a choice."""
+
+MOST_POINTS = 250
+"""Of a line, where there is one for each layer."""
+
+MOST_CELLS = 4000
+"""Of a heat map of layers."""
+
+MOST_LOADS = 240_000
+"""Of all load heat maps together: what keeps the page of a large run under a megabyte of data."""
+
+COUNT, SHARE, NATS = ",.4~g", ".2%", ".3f"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number per layer: its key in `metrics.csv`, its plot, and how to read it."""
+
+    key: str
+    title: str
+    unit: Unit
+    note: str
+
+
+MEASURES = (
+    Measure(
+        "max_violation",
+        "MaxVio",
+        Unit("MaxVio (dimensionless)", NATS),
+        "The busiest expert over the even share, minus 1: 0 is balance.",
+    ),
+    Measure(
+        "dropped_fraction",
+        "Dropped",
+        Unit("dropped pairs (percent)", SHARE, tick_form=".2~%"),
+        "Share of the (token, expert) pairs beyond the capacity.",
+    ),
+    Measure(
+        "entropy",
+        "Entropy per token",
+        Unit("entropy (nats)", NATS),
+        "Of the router's distribution over experts, mean over tokens: low where it is sure.",
+    ),
+    Measure(
+        "entropy_of_mean",
+        "Entropy of the mean",
+        Unit("entropy (nats)", NATS),
+        "Of the mean distribution of a batch: log E where the experts share evenly.",
+    ),
+    Measure(
+        "dead_experts",
+        "Dead experts",
+        Unit("dead experts (count)", COUNT),
+        "Experts that take no token.",
+    ),
+    Measure(
+        "churn",
+        "Churn",
+        Unit("changed tokens (percent)", SHARE, tick_form=".2~%"),
+        "Tokens of a fixed probe batch whose experts changed since the look before.",
+    ),
+    Measure(
+        "logit_max",
+        "Largest router logit",
+        Unit("largest |logit|", COUNT),
+        "Growth without end comes before instability.",
+    ),
+    Measure(
+        "top1_margin",
+        "Top-1 margin",
+        Unit("margin (of scores)", NATS),
+        "Best minus second normalised score, mean over tokens.",
+    ),
+    Measure(
+        "shared_share",
+        "Shared share",
+        Unit("norm share (percent)", ".1%", tick_form=".2~%"),
+        "Norm of the shared expert's output over the sum of both norms.",
+    ),
+    Measure(
+        "capacity_used",
+        "Capacity used",
+        Unit("places filled (percent)", ".1%", tick_form=".2~%"),
+        "Of the places that the capacity gives.",
+    ),
+    Measure(
+        "experts_per_token",
+        "Experts per token",
+        Unit("experts (count)", COUNT),
+        "Mean over tokens.",
+    ),
+    Measure(
+        "sequence_max_violation",
+        "MaxVio within sequences",
+        Unit("MaxVio (dimensionless)", NATS),
+        "Each sequence's own MaxVio, mean over sequences.",
+    ),
+    Measure(
+        "rank_max_violation",
+        "MaxVio over ranks",
+        Unit("MaxVio (dimensionless)", NATS),
+        "The busiest rank over the even share, minus 1.",
+    ),
+    Measure(
+        "coactivation_max",
+        "Strongest pair of experts",
+        Unit("co-activation (percent)", SHARE, tick_form=".2~%"),
+        "Largest share of one expert's tokens that also went to one other.",
+    ),
+    Measure(
+        "bias_spread",
+        "Spread of the correction bias",
+        Unit("bias range (of scores)", COUNT),
+        "Largest minus smallest bias that balancing without a loss adds to the scores.",
+    ),
+    Measure(
+        "load_balance",
+        "Load-balancing loss",
+        Unit("loss (dimensionless)", NATS),
+        "Before its weight; 1 at balance.",
+    ),
+    Measure("router_z", "Router z-loss", Unit("loss (dimensionless)", COUNT), "Before its weight."),
+    Measure(
+        "nonfinite_tokens",
+        "Tokens without a finite score",
+        Unit("tokens (count)", COUNT),
+        "Those the router could not place.",
+    ),
+)
+
+
+def load_plots(run: Run) -> list[Plot]:
+    """A heat map per sparse layer; where the layers are many, one with a choice."""
+    if not run.loads:
+        return []
+    rows = sum(map(len, run.loads.values()))
+    columns = min(max(MOST_LOADS // rows, 32), 200)
+    figures = {
+        f"layer {layer_name(layer)}": load_figure(average_all(loads, columns))
+        for layer, loads in run.loads.items()
+    }
+    found = [series for loads in run.loads.values() for series in loads]
+    note = how_drawn(found, columns).replace("point", "column")
+    if len(figures) <= MOST_LINES:
+        return [Plot(f"Load, {name}", {"": figure}, note) for name, figure in figures.items()]
+    return [Plot("Load of each expert", figures, note, is_wide=True)]
+
+
+def measure_plots(run: Run) -> list[Plot]:
+    """Those measures that were taken and moved; `constant_measures` names the others."""
+    plots: list[Plot] = []
+    for measure in MEASURES:
+        found = _found(run, measure)
+        if found and _constant(found) is None:
+            plots.append(_measure_plot(run, measure, found))
+    return plots
+
+
+def constant_measures(run: Run) -> list[str]:
+    """`Dropped: 0%`, for each measure that had one value in all layers and at all steps."""
+    values = {measure: _constant(_found(run, measure)) for measure in MEASURES}
+    return [
+        f"{m.title.lower() if m.title != 'MaxVio' else m.title} "
+        + (f"{value:.4g}" if "percent" not in m.unit.axis else f"{100 * value:.4g}%")
+        for m, value in values.items()
+        if value is not None
+    ]
+
+
+def coactivation_plots(run: Run) -> list[Plot]:
+    """Which experts share tokens, at the end of the run; one heat map, with a choice of layer."""
+    unit = Unit("share of expert i's tokens that also went to expert j", ".1%", tick_form=".0%")
+    figures = {
+        f"layer {layer_name(layer)}": square_figure(matrix, unit, ("expert j", "expert i"))
+        for layer, values in run.validated.items()
+        if (matrix := values.get("coactivation"))
+    }
+    return [Plot("Co-activation", figures, "On the validation split.")] if figures else []
+
+
+def layer_name(layer: str) -> str:
+    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
+    number, *parts = layer.removeprefix("layer_").split("/")
+    return " ".join([str(int(number)), *parts])
+
+
+def _found(run: Run, measure: Measure) -> dict[str, Series]:
+    return {
+        layer: series
+        for layer, found in run.layers.items()
+        if (series := found.get(measure.key)) is not None
+    }
+
+
+def _constant(found: Mapping[str, Series]) -> float | None:
+    """The one value of them all; None where they differ, or where it is too early to tell."""
+    values = {value for series in found.values() for value in series.values}
+    rows = max(map(len, found.values()), default=0)
+    return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
+
+
+def _measure_plot(run: Run, measure: Measure, found: Mapping[str, Series]) -> Plot:
+    if len(run.layers) > MOST_LINES:
+        most = max(MOST_CELLS // len(found), 60)
+        grid = average_all(list(found.values()), most)
+        figure = heat_figure(grid, [layer_name(layer) for layer in found], measure.unit)
+    else:
+        most = MOST_POINTS
+        figure = line_figure(_lines(run, measure, found), measure.unit)
+    note = f"{measure.note} {_even_entropies(run, measure)} {how_drawn(list(found.values()), most)}"
+    return Plot(measure.title, {"": figure}, " ".join(note.split()))
+
+
+def _lines(run: Run, measure: Measure, found: Mapping[str, Series]) -> list:
+    numbers = {layer: number for number, layer in enumerate(run.layers)}
+    traces = []
+    for layer, series in found.items():
+        grid = average_all([series], MOST_POINTS)
+        number, name = numbers[layer], f"layer {layer_name(layer)}"
+        traces.append(
+            line(grid.steps, grid.values[0], name, measure.unit, colour=number, dash=DASHES[number])
+        )
+    span = [step for series in found.values() for step in series.steps]
+    if measure.key.startswith("entropy"):
+        traces += [level(math.log(size), span, f"log {size}", measure.unit) for size in _sizes(run)]
+    return traces
+
+
+def _sizes(run: Run) -> Sequence[int]:
+    return sorted({len(loads) for loads in run.loads.values()})
+
+
+def _even_entropies(run: Run, measure: Measure) -> str:
+    if not measure.key.startswith("entropy"):
+        return ""
+    return " ".join(f"log {size} = {math.log(size):.3f}." for size in _sizes(run))

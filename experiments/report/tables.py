@@ -1,0 +1,211 @@
+"""The experts of one run; several runs side by side, and the options in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from experiments.report.headline import (
+    STATES,
+    bits_per_byte,
+    ffn_type,
+    progress,
+    tokens_per_second,
+    validation_loss,
+)
+from experiments.report.markup import NONE, number, short, table, text
+from experiments.report.record import Run
+from experiments.report.routing import layer_name
+
+MOST_COLUMNS = 16
+"""More experts than this stand in a block of their own under each layer's row."""
+
+BLOCK_COLUMNS = 16
+
+UNCOMPARED = ("run.", "logging.")
+"""Options that change no result."""
+
+
+def expert_table(run: Run) -> str:
+    """Layer by expert, percent of the layer's pairs; shaded by the ratio to the even share."""
+    layers = {k: v for k, v in run.validated.items() if _shares(v)}
+    if not layers:
+        return ""
+    widest = max(len(_shares(values)) for values in layers.values())
+    caption = (
+        "Percent of a layer's (token, expert) pairs on the validation split. "
+        '<span class="high">busy</span>: over 1.5 times the even share; '
+        '<span class="low">idle</span>: under 1 / 1.5 of it; '
+        '<span class="none">none</span>: no pair.'
+    )
+    ends = ("MaxVio", "entropy (nats)", "dropped")
+    if widest <= MOST_COLUMNS:
+        rows = [
+            [
+                layer_name(layer),
+                *(_share(share, len(_shares(values))) for share in _shares(values)),
+                *[""] * (widest - len(_shares(values))),
+                *_ends(values),
+            ]
+            for layer, values in layers.items()
+        ]
+        headers = ["layer", *map(str, range(widest)), *ends]
+        return table(caption, headers, rows, "experts")
+    rows = [[layer_name(k), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
+    headers = ["layer", "experts", "busiest", "median", "idlest", "without a pair", *ends]
+    blocks = "".join(_block(layer, values) for layer, values in layers.items())
+    return (
+        table("Percent of a layer's pairs on the validation split.", headers, rows)
+        + f"<details><summary>every expert of every layer</summary>\n<p class=small>{caption}</p>\n"
+        + f"{blocks}</details>\n"
+    )
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """One row per run, in the order given, which is that of the colours."""
+    headers = [
+        "run",
+        "state",
+        "steps",
+        "block",
+        "parameters",
+        "active",
+        "FLOPs per token",
+        "validation loss (nats)",
+        "bits per byte",
+        "tokens per second",
+        "MaxVio",
+        "dropped",
+    ]
+    losses = [loss for run in runs if (loss := _finite(validation_loss(run))) is not None]
+    rows = [
+        [
+            f"{swatch(place)}{text(run.name)}",
+            STATES[run.state][1],
+            progress(run),
+            text(ffn_type(run)),
+            short(run.fact("num_params")),
+            short(run.fact("num_active_params")),
+            short(run.fact("flops_per_token")),
+            _best_in_bold(validation_loss(run), losses),
+            number(bits_per_byte(run)),
+            number(tokens_per_second(run), ",.0f"),
+            number(layer_mean(run, "max_violation"), ".2f"),
+            number(layer_mean(run, "dropped_fraction"), ".1%"),
+        ]
+        for place, run in enumerate(runs)
+    ]
+    corpora = {run.fact("corpus_sha256") for run in runs}
+    warning = (
+        '<p class="warn">These runs read different corpora: their losses do not compare.</p>\n'
+        if len(corpora) > 1
+        else ""
+    )
+    caption = (
+        "Loss and bits per byte: the validation split, at the end or the last so far. MaxVio, dropped: "
+        "there too, mean of the layers."
+    )
+    return table(caption, headers, rows, "runs") + warning
+
+
+def differences(runs: Sequence[Run]) -> str:
+    """The options that are not the same in all runs, by their dotted paths."""
+    flat = [flatten(run.config) for run in runs]
+    paths = sorted(
+        {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
+    )
+    rows = [
+        [f"<code>{text(path)}</code>", *(_option(options, path) for options in flat)]
+        for path in paths
+        if len({repr(options.get(path)) for options in flat}) > 1
+    ]
+    if not rows:
+        return "<p>All options are the same, but for names and logging.</p>\n"
+    headers = ["option", *(f"{swatch(n)}{text(run.name)}" for n, run in enumerate(runs))]
+    return table("Options in which the runs differ.", headers, rows, "options")
+
+
+def swatch(place: int) -> str:
+    """The colour of a run, beside its name."""
+    return f'<i class="swatch c{place % 8}"></i> '
+
+
+def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"model": {"ffn": 1}}` as `{"model.ffn": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def layer_mean(run: Run, key: str) -> float | None:
+    """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
+    layers = [values for layer, values in run.validated.items() if "/" not in layer]
+    found = [value for values in layers if (value := _finite(values.get(key))) is not None]
+    return fmean(found) if found else None
+
+
+def _option(options: Mapping[str, Any], path: str) -> str:
+    if path not in options:
+        return f'<td class="quiet">{NONE}</td>'
+    value = options[path]
+    return text(
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    )
+
+
+def _best_in_bold(loss: Any, losses: Sequence[float]) -> str:
+    shown = number(loss)
+    return f"<b>{shown}</b>" if len(losses) > 1 and loss == min(losses) else shown
+
+
+def _shares(values: Mapping[str, Any]) -> list[float]:
+    load = values.get("load")
+    return [_finite(share) or 0.0 for share in load] if isinstance(load, list) else []
+
+
+def _share(share: float, num_experts: int) -> str:
+    """A cell: the percentage, with more digits where an even share is small."""
+    ratio = share * num_experts
+    kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
+    digits = 1 if num_experts <= 32 else 2
+    mark = f' class="{kind}"' if kind else ""
+    return f'<td{mark} title="{ratio:.2f} times the even share">{100 * share:.{digits}f}</td>'
+
+
+def _extremes(shares: Sequence[float]) -> list[str]:
+    ordered = sorted(shares)
+    values = (ordered[-1], ordered[len(ordered) // 2], ordered[0])
+    cells = [f"{100 * value:.2f}" for value in values]
+    return [str(len(shares)), *cells, str(sum(share == 0 for share in shares))]
+
+
+def _ends(values: Mapping[str, Any]) -> list[str]:
+    return [
+        number(values.get("max_violation"), ".2f"),
+        number(values.get("entropy"), ".2f"),
+        number(values.get("dropped_fraction"), ".1%"),
+    ]
+
+
+def _block(layer: str, values: Mapping[str, Any]) -> str:
+    shares = _shares(values)
+    rows = [
+        [
+            f"{start} to {min(start + BLOCK_COLUMNS, len(shares)) - 1}",
+            *(_share(share, len(shares)) for share in shares[start : start + BLOCK_COLUMNS]),
+        ]
+        for start in range(0, len(shares), BLOCK_COLUMNS)
+    ]
+    headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
+    return table(f"Layer {layer_name(layer)}", headers, rows, "experts")
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None

@@ -1,0 +1,366 @@
+"""What the page says, read as text; test_report_browser.py looks at it in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import age, raise_alarms, write_metrics, write_run
+
+from experiments.report.figures import label, pack_shares
+from experiments.report.page import report_html
+from experiments.report.record import read_runs
+from experiments.report.tables import comparison
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+class Written:
+    """A page as text without tags, and the figures in it by their titles."""
+
+    def __init__(self, *folders: Path) -> None:
+        self.html = report_html(read_runs(folders))
+        found = re.search(r'id="plots">(.*?)</script>', self.html, re.DOTALL)
+        assert found
+        plots = json.loads(found[1])
+        self.size_of_data = len(found[1])
+        titles = re.findall(r'role="img" aria-label="([^"]*)"', self.html)
+        self.figures: dict[str, list[dict[str, Any]]] = {
+            unescape(title): figures for title, figures in zip(titles, plots.values(), strict=True)
+        }
+        body = self.html[self.html.index("<body>") : self.html.index('<script type="application')]
+        self.body = body
+        self.text = re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", body)))
+
+    def traces(self, title: str) -> dict[str, dict[str, Any]]:
+        (figure,) = self.figures[title]
+        return {trace["name"]: trace for trace in figure["data"]}
+
+
+def row_of(text: str, cells: list[object]) -> bool:
+    return " ".join(map(str, cells)) in text
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody changes, beside its page."""
+    return write_run(tmp_path_factory.mktemp("runs") / "moe")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Written:
+    return Written(folder)
+
+
+def test_the_head_of_a_page(folder: Path, page: Written) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+
+    assert "<title>moe</title>" in page.html
+    for said in (
+        "finished , step 600 of 600 · moe, 8 experts, top_k k = 2 · 4 layers of width 128",
+        f"validation loss {summary['validation_loss']:.4f} nats per token",
+        f"bits per byte {summary['validation_bits_per_byte']:.4f}",
+        "unigram model 3.0800 nats per token",
+        "parameters 2.45 M 870.00 k active",
+        "throughput 41,207 tokens per second",
+        "FLOPs 1.74 M per token, forward",
+        "code 146dbad7166a-dirty , corpus sha256 66b795b1a032 , precision bf16-mixed",
+        "No alarm was raised.",
+    ):
+        assert said in page.text
+
+
+def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
+    raise_alarms(moe)
+    page = Written(moe)
+
+    assert "No alarm was raised" not in page.text
+    assert (
+        "2 alarms collapse step 300, layer 1 2 of 8 experts take 81% of the pairs. Raise "
+        "objective.load_balance (0.01), or use router.type sigmoid_top_k. loss spike step 420 The loss "
+        "rose from 1.61 to 2.90 within 10 steps."
+    ) in page.text
+    assert page.text.index("2 alarms") < page.text.index("Curves")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "training , step 300 of 600"), (5000, "interrupted , step 300 of 600")],
+)
+def test_a_run_without_an_end(tmp_path: Path, seconds: float, said: str) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    age(folder, seconds)
+    page = Written(folder)
+
+    assert said in page.text
+    assert "unigram model - nats per token" in page.text
+
+
+def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
+    page: Written,
+) -> None:
+    figures = [figure for choices in page.figures.values() for figure in choices]
+
+    assert len(figures) > 20
+    for figure in figures:
+        layout = figure["layout"]
+        assert layout["xaxis"]["title"]["text"]
+        assert layout["yaxis"]["title"]["text"]
+        assert "template" not in layout
+        for trace in figure["data"]:
+            assert trace["hovertemplate"]
+            if trace["type"] == "heatmap":
+                assert trace["colorbar"]["title"]["text"]
+            else:
+                assert layout["showlegend"]
+                assert trace["name"]
+
+
+def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
+    traces = page.traces("Loss")
+
+    assert list(traces) == ["training", "validation", "unigram model"]
+    assert traces["training"]["x"] == list(range(10, 601, 10))
+    assert traces["validation"]["x"] == list(range(100, 601, 100))
+    assert traces["validation"]["line"]["dash"] == "dash"
+    assert set(traces["unigram model"]["y"]) == {3.08}
+
+
+def test_the_load_goes_into_the_page_as_two_bytes_a_share(folder: Path, page: Written) -> None:
+    ((trace,),) = [figure["data"] for figure in page.figures["Load, layer 0"]]
+    packed = base64.b64decode(trace["meta"]["shares"])
+    shares = struct.unpack(f"<{len(packed) // 2}H", packed)
+    run = read_runs([folder])[0]
+
+    assert trace["meta"]["rows"] == 8
+    assert len(shares) == 8 * len(trace["x"]) == 8 * 60
+    assert shares[60] / 65534 == pytest.approx(run.loads["layer_00"][1].values[0], abs=1e-5)
+
+
+def test_packed_shares_keep_what_was_not_measured_apart() -> None:
+    packed = base64.b64decode(pack_shares([[0.0, 1.0], [None, 0.5]]))
+    assert struct.unpack("<4H", packed) == (0, 65534, 65535, 32767)
+
+
+def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
+    for title in ("Entropy per token", "Entropy of the mean"):
+        traces = page.traces(title)
+        assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
+        assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
+    assert "log 8 = 2.079." in page.text
+
+
+def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:
+    assert "At all steps, in all layers: experts per token 2; tokens without a finite score 0." in (
+        page.text
+    )
+    assert "Experts per token" not in page.figures
+    assert {"MaxVio", "Dropped", "Dead experts", "Churn", "Top-1 margin"} <= page.figures.keys()
+
+
+def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
+
+    assert len(page.figures["Load of each expert"]) == 12
+    assert '<select aria-label="layer" data-plot="plot-6">' in page.body
+    (max_violation,) = page.figures["MaxVio"]
+    assert max_violation["data"][0]["type"] == "heatmap"
+    assert max_violation["data"][0]["y"] == [str(layer) for layer in range(12)]
+    assert len(page.figures) < 30
+
+
+def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
+
+    assert len(page.traces("Loss")["training"]["x"]) == 500
+    assert "Each point is the mean of about 3 rows." in page.text
+    assert "Each column is the mean of about 8 rows." in page.text
+    assert page.size_of_data < 500_000
+
+
+def test_the_experts_as_a_table(folder: Path, page: Written) -> None:
+    values = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]
+
+    shares = [f"{100 * share:.1f}" for share in values["load"]]
+    ends = f"{values['max_violation']:.2f}", f"{values['entropy']:.2f}"
+    assert row_of(page.text, [1, *shares, *ends, f"{values['dropped_fraction']:.1%}"])
+    assert '<td class="none" title="0.00 times the even share">0.0</td>' in page.body
+
+
+def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "wide", layers=2, experts=256, rows=20)
+    page = Written(folder)
+    load = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]["load"]
+
+    busiest, middle = f"{100 * max(load):.2f}", f"{100 * sorted(load)[128]:.2f}"
+    assert row_of(page.text, [1, 256, busiest, middle, "0.00", 1])
+    assert row_of(page.text, ["240 to 255", *(f"{100 * share:.2f}" for share in load[240:])])
+
+
+def test_the_samples_are_in_order_with_the_prompt_in_bold(moe: Path) -> None:
+    texts = ["<script>alert(1)</script>", "\x1b[2J\x00\x7f\u202e\ud800", "plain\n\ttext"]
+    lines = [{"step": 100 * n, "prompt": "a<b", "text": text} for n, text in enumerate(texts)]
+    (moe / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    body = Written(moe).body
+
+    def control(shown: str) -> str:
+        return f'<span class="control">{shown}</span>'
+
+    assert "<pre><b>a&lt;b</b>&lt;script&gt;alert(1)&lt;/script&gt;</pre>" in body
+    escape = control("␛") + "[2J" + control("␀") + control("U+007F") + control("U+202E")
+    assert f"<b>a&lt;b</b>{escape}{control('U+D800')}</pre>" in body
+    assert "<b>a&lt;b</b>plain\n\ttext</pre>" in body
+    places = [body.index(f"<summary>step {step}</summary>") for step in (0, 100, 200)]
+    assert places == sorted(places)
+
+
+def test_of_many_samples_some_are_shown(moe: Path) -> None:
+    lines = [{"step": step, "prompt": "", "text": "x"} for step in range(400)]
+    (moe / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Written(moe)
+
+    assert "40 of 400, evenly chosen." in page.text
+    assert page.body.count("<summary>step ") == 40
+    assert "<summary>step 0</summary>" in page.body
+    assert "<summary>step 399</summary>" in page.body
+
+
+def test_the_config_is_there_as_it_was_written(folder: Path, page: Written) -> None:
+    assert (folder / "config.yaml").read_text().strip() in unescape(page.body)
+    assert '"flops_per_token": 1740000' in page.text
+    assert "facts.json, beyond the options" in page.text
+
+
+def test_nothing_in_a_run_can_end_the_script_that_holds_the_plots(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "x" / "<script>&")
+    page = Written(first, write_run(tmp_path / "y"))
+
+    assert page.traces("Bits per byte").keys() == {"&lt;script&gt;&amp;", "y"}
+    assert "<h1>&lt;script&gt;&amp; · y</h1>" in page.body
+
+
+def test_a_long_name_leaves_room_for_the_plot() -> None:
+    assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
+    assert label("a" * 44) == "a" * 44
+
+
+def test_a_dense_run_has_no_word_of_routing(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "dense", experts=0))
+
+    assert "Routing" not in page.text
+    assert "Experts" not in page.text
+    assert list(page.figures) == [
+        "Loss",
+        "Bits per byte",
+        "Throughput",
+        "Learning rate",
+        "Gradient norm",
+    ]
+
+
+def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
+    page = Written(tmp_path)
+
+    assert "waiting for the first row , step 0 of 5" in page.text
+    assert "Nothing was measured yet." in page.text
+    assert page.figures == {}
+
+
+def test_an_old_run_shows_what_it_has(tmp_path: Path) -> None:
+    row = {"step": 1, "train/loss": 2.0, "routing/layer_00/load/expert_00": 1.0}
+    write_metrics(tmp_path / "metrics.csv", [row])
+    page = Written(tmp_path)
+
+    assert list(page.figures) == ["Loss", "Load, layer 0"]
+    assert "unknown block" in page.text
+
+
+def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
+    write_metrics(tmp_path / "metrics.csv", [*rows, {"step": 6, "validation/loss": math.nan}])
+    page = Written(tmp_path)
+
+    assert page.traces("Loss")["training"]["y"] == [1, 1, None, None, None]
+    assert "Where a value was NaN or infinite, nothing is drawn." in page.text
+    assert "validation loss NaN nats per token" in page.text
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / "small", experts=8),
+        write_run(tmp_path / "wide", experts=16, learning_rate=0.001),
+        write_run(tmp_path / "dense", experts=0),
+    ]
+    raise_alarms(folders[1])
+    page = Written(*folders)
+
+    loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
+    cells = ["dense", "finished", "600 of 600", "swiglu", "2.45 M", "870.00 k", "1.74 M"]
+    assert row_of(page.text, cells)
+    assert f"{loss:.4f}" in page.text
+    assert row_of(page.text, ["optimizer.learning_rate", "0.003", "0.001", "0.003"])
+    assert row_of(page.text, ["model.ffn.num_experts", "8", "16", "-"])
+    assert "trainer.max_steps" not in page.text
+    assert "run.name" not in page.text
+    assert "2 alarms collapse wide, step 300" in page.text
+
+    colours = {"small": 0, "wide": 1, "dense": 2}
+    for title, (figure, *_) in page.figures.items():
+        for trace in figure["data"]:
+            assert trace["meta"]["colour"] == colours[trace["name"]], title
+    assert page.traces("MaxVio").keys() == {"small", "wide"}
+
+
+def test_losses_are_drawn_over_training_flops_too(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
+    over_steps, over_flops = page.figures["Validation loss"]
+
+    # 3 passes x 1,740,000 FLOPs x 16 sequences x 256 tokens, a step.
+    assert over_steps["data"][0]["x"][0] == 100
+    assert over_flops["data"][0]["x"][0] == 100 * 3 * 1_740_000 * 16 * 256
+    assert over_flops["layout"]["xaxis"]["title"]["text"] == "training FLOPs"
+    assert "FLOPs are 3 (forward and backward) x flops_per_token x batch_size" in page.text
+
+
+def test_runs_on_other_corpora_do_not_compare(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
+    assert "do not compare" not in comparison(read_runs([a, b]))
+    facts = json.loads((b / "facts.json").read_text())
+    (b / "facts.json").write_text(json.dumps({**facts, "corpus_sha256": "other"}))
+
+    said = "These runs read different corpora: their losses do not compare."
+    assert said in comparison(read_runs([a, b]))
+
+
+def test_plotly_s_script_is_in_the_page_once(moe: Path) -> None:
+    html = Written(moe, moe.parent / "moe").html
+    assert html.count("* plotly.js v") == 1
+    assert len(html) < 5_500_000
+
+
+def test_writing_a_page_loads_neither_torch_nor_lightning(moe: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from experiments.report.page import write_report;"
+        f"write_report([Path({str(moe)!r})], Path({str(moe / 'report.html')!r}));"
+        "print(sorted({'torch', 'lightning', 'wandb', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (moe / "report.html").is_file()

@@ -1,0 +1,191 @@
+"""`python -m experiments.report`: where it writes, what it says, and how it follows a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from synthetic_run import age, write_run
+
+from experiments.exit import exit_on_bad_input
+from experiments.report import page
+from experiments.report.__main__ import main
+from experiments.report.watch import watch
+
+Program = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Program:
+    """Runs it in `tmp_path`; returns the exit code, and what was printed."""
+    # Its text is megabytes, and no matter here.
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["report", *argv])
+        code = exit_on_bad_input(main)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def dense(folder: Path, *, is_finished: bool = True) -> Path:
+    return write_run(folder, experts=0, rows=20, is_finished=is_finished)
+
+
+def test_one_run_has_its_page_in_its_folder(program: Program) -> None:
+    dense(Path("runs/a"))
+
+    assert program("runs/a") == (0, "runs/a/report.html\n", "")
+    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
+
+
+def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> None:
+    dense(Path("runs/a"))
+    dense(Path("more/b"))
+
+    assert program("runs/a", "more/b") == (0, f"{tmp_path}/runs/report.html\n", "")
+    assert "<title>a, b</title>" in Path("runs/report.html").read_text()
+
+
+def test_the_page_may_go_elsewhere(program: Program) -> None:
+    dense(Path("a"))
+
+    assert program("a", "--output", "page.html") == (0, "page.html\n", "")
+    assert Path("page.html").is_file()
+    assert not Path("a/report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["absent"],
+            "'absent' does not exist; give the folder of a run, such as runs/my-run",
+        ),
+        (
+            ["runs"],
+            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
+        ),
+        (
+            ["runs/a", "--output", "absent/page.html"],
+            "'absent/page.html' cannot be written (No such file or directory); choose another file "
+            "with --output",
+        ),
+        (
+            ["runs/a", "--output", "runs"],
+            "'runs' cannot be written (Is a directory); choose another file with --output",
+        ),
+        (
+            ["--watch", "absent"],
+            "'absent' does not exist; give the folder of a run, such as runs/my-run",
+        ),
+        (
+            ["runs/a", "--watch", "--every", "0"],
+            "--every: must be seconds, from 0.1 to 86400, got '0'",
+        ),
+        (
+            ["runs/a", "--watch", "--every", "soon"],
+            "--every: must be seconds, from 0.1 to 86400, got 'soon'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: str) -> None:
+    dense(Path("runs/a"))
+    before = sorted(Path.cwd().rglob("*"))
+
+    assert program(*argv) == (2, "", f"error: {message}\n")
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+def test_without_plotly_it_says_what_to_install(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense(Path("a"))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        page.importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+    )
+
+    message = "error: the report needs plotly; install it with: pip install plotly\n"
+    assert program("a") == (2, "", message)
+
+
+def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program("--help")
+
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert "python -m experiments.report --watch runs/NAME" in printed
+    assert "--every SECONDS" in printed
+
+
+def reloads(path: Path) -> bool:
+    return 'id="reload"' in path.read_text()
+
+
+def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
+    """Each look of the watcher finds the run further on."""
+    run = Path("run")
+    run.mkdir()
+    (run / "config.yaml").write_text("trainer: {max_steps: 20}\n")
+    output, said, seen = run / "report.html", [], []
+
+    def go_on(_seconds: float) -> None:
+        text = output.read_text()
+        seen.append((reloads(output), "waiting for" in text, "step 10 of 20" in text))
+        if len(seen) == 1:
+            (run / "metrics.csv").write_text("step,train/loss\n10,2.5\n")
+        if len(seen) == 3:
+            (run / "summary.json").write_text('{"validation_loss": 2.0}')
+
+    watch([run], output, 7, said.append, go_on)
+
+    assert seen == [(True, True, False), (True, False, True), (True, False, True)]
+    assert said == ["run/report.html is kept current; Ctrl-C ends it", "finished: run/report.html"]
+    assert not reloads(output)
+    assert "2.0000" in output.read_text()
+
+
+def test_an_unchanged_run_is_not_written_again(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    times = []
+
+    def look(_seconds: float) -> None:
+        times.append((run / "report.html").stat().st_mtime_ns)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+
+    watch([run], run / "report.html", 7, lambda _: None, look)
+
+    assert len(set(times)) == 1
+
+
+def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense(Path("run"), is_finished=False)
+
+    def interrupt(_seconds: float) -> None:
+        assert reloads(Path("run/report.html"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+
+    said = "run/report.html is kept current; Ctrl-C ends it\nno longer followed: run/report.html\n"
+    assert program("--watch", "run") == (0, said, "")
+    assert not reloads(Path("run/report.html"))
+
+
+def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    page.write_report([run], run / "report.html", reload_every=5)
+    assert reloads(run / "report.html")
+    age(run, 5000)
+    page.write_report([run], run / "report.html", reload_every=5)
+    assert not reloads(run / "report.html")

@@ -1,0 +1,221 @@
+"""A run read back from its folder, whole, half written, or written by an older program."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+from synthetic_run import age, raise_alarms, write_run
+
+from experiments.report.metrics_file import Series, read_metrics
+from experiments.report.record import Alarm, Sample, read_run, read_runs
+from moe_ffn.errors import ConfigError
+
+
+def metrics(tmp_path: Path, text: str) -> dict[str, tuple[list[float], list[float]]]:
+    path = tmp_path / "metrics.csv"
+    path.write_text(text)
+    found = read_metrics(path)
+    return {name: (list(series.steps), list(series.values)) for name, series in found.items()}
+
+
+def test_each_column_is_a_series_without_its_empty_cells(tmp_path: Path) -> None:
+    text = "step,train/loss,validation/loss\n2,3.5,\n4,3.0,\n4,,2.5\n"
+    assert metrics(tmp_path, text) == {
+        "train/loss": ([2, 4], [3.5, 3.0]),
+        "validation/loss": ([4], [2.5]),
+    }
+
+
+def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
+    assert metrics(tmp_path, "step,train/loss\n2,3.5\n4,1") == {"train/loss": ([2], [3.5])}
+
+
+@pytest.mark.parametrize("text", ["", "step,tr", "step,train/loss\n", "\n\n", "a,b\n1,2\n"])
+def test_a_file_without_a_whole_row_has_no_series(tmp_path: Path, text: str) -> None:
+    assert metrics(tmp_path, text) == {}
+
+
+def test_no_file_has_no_series(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.csv") == {}
+
+
+def test_columns_may_come_midway(tmp_path: Path) -> None:
+    text = "step,train/loss\n2,3.5\n4,3.0,7.0\nstep,train/churn,train/loss\n6,0.25,2.0\n"
+    assert metrics(tmp_path, text) == {
+        "train/loss": ([2, 4, 6], [3.5, 3.0, 2.0]),
+        "train/churn": ([6], [0.25]),
+    }
+
+
+def test_what_is_no_number_is_left_out_and_nan_stays(tmp_path: Path) -> None:
+    steps, values = metrics(tmp_path, "step,x\n1,nan\n2,inf\n3,what\n4,5\n")["x"]
+    assert steps == [1, 2, 4]
+    assert math.isnan(values[0])
+    assert values[1:] == [math.inf, 5]
+
+
+def test_the_step_may_stand_in_lightning_s_column_alone(tmp_path: Path) -> None:
+    text = "step,trainer/global_step,x\n,3,0.5\n"
+    assert metrics(tmp_path, text) == {"x": ([3], [0.5])}
+
+
+def test_a_resumed_run_writes_over_the_steps_that_it_repeats(tmp_path: Path) -> None:
+    text = "step,x\n1,1.0\n2,2.0\n3,3.0\n2,2.5\n3,3.5\n"
+    assert metrics(tmp_path, text) == {"x": ([1, 2, 3], [1.0, 2.5, 3.5])}
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", layers=2, experts=4))
+
+    assert (run.name, run.state, run.step) == ("a", "finished", 600)
+    assert run.option("model.ffn.router.k") == 2
+    assert run.option("model.ffn.router.k.deeper") is None
+    assert list(run.layers) == ["layer_00", "layer_01"]
+    assert len(run.loads["layer_00"]) == 4
+    assert len(run.loads["layer_00"][0]) == 60
+    assert len(run.validated["layer_01"]["load"]) == 4
+    assert run.validated["layer_01"]["coactivation"][0][0] == 0
+    assert run.samples[0].prompt == "def "
+    assert run.alarms == []
+
+
+def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    header = ",".join(f"routing/layer_00/load/expert_{expert:02d}" for expert in (100, 99, 9))
+    (tmp_path / "metrics.csv").write_text(f"step,{header}\n1,0.5,0.3,0.2\n")
+
+    assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == [0.2, 0.3, 0.5]
+
+
+def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
+    keys = "routing/layer_00/max_violation,routing/layer_00/inner/load/expert_00"
+    (tmp_path / "metrics.csv").write_text(f"step,{keys}\n1,0.5,1.0\n")
+
+    run = read_run(tmp_path)
+
+    assert list(run.layers) == ["layer_00", "layer_00/inner"]
+    assert list(run.loads) == ["layer_00/inner"]
+
+
+def test_a_dense_run_routes_nothing(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "dense", experts=0))
+
+    assert run.layers == run.loads == run.validated == {}
+    assert run.series("train/loss")
+
+
+def test_an_old_run_has_a_config_and_a_few_columns(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,2.0\n")
+
+    run = read_run(tmp_path)
+
+    assert run.facts == run.summary == {}
+    assert run.samples == run.alarms == []
+    assert run.series("train/loss").last == 2.0
+    assert len(run.series("train/gradient_norm")) == 0
+
+
+def test_until_the_summary_the_experts_are_those_of_the_last_validation(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", layers=2, experts=4, is_finished=False))
+
+    assert sum(run.validated["layer_01"]["load"]) == pytest.approx(1)
+    assert run.validated["layer_01"]["max_violation"] > 0
+
+
+def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "summary.json").write_text('{"validation_loss": 1.')
+    (folder / "config.yaml").write_text("model: {ffn: [")
+    (folder / "facts.json").write_text("[1, 2]")
+    lines = [{"step": 1, "prompt": "a", "text": "b"}, {"step": 2}, {"step": math.nan}]
+    text = "\n".join(["not json", *map(json.dumps, lines), '{"step": 3, "te'])
+    (folder / "samples.jsonl").write_text(text)
+
+    run = read_run(folder)
+
+    assert run.state == "training"
+    assert run.config == run.facts == run.summary == {}
+    assert run.samples == [Sample(1, "a", "b"), Sample(2, "", ""), Sample(0, "", "")]
+
+
+def test_alarms(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    raise_alarms(folder)
+
+    first, second = read_run(folder).alarms
+
+    assert (first.step, first.kind, first.layer) == (300, "collapse", "layer_01")
+    assert second == Alarm(
+        420,
+        "loss_spike",
+        None,
+        "The loss rose from 1.61 to 2.90 within 10 steps.",
+        "Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
+    )
+
+
+def test_a_run_without_an_end_is_training_until_it_has_been_silent_for_long(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    assert read_run(folder).state == "training"
+    age(folder, 100)
+    assert read_run(folder).state == "training"
+    age(folder, 130)
+    assert read_run(folder).state == "interrupted"
+
+
+def test_a_slow_run_is_given_the_time_of_ten_rows(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)  # 30 rows
+    age(folder, 3_000 + 600)
+    then = time.time() - 600
+    os.utime(folder / "metrics.csv", (then, then))  # a row took 100 s
+    assert read_run(folder).state == "training"
+    age(folder, 3_000 + 1_100)
+    then = time.time() - 1_100
+    os.utime(folder / "metrics.csv", (then, then))
+    assert read_run(folder).state == "interrupted"
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
+
+    run = read_run(tmp_path)
+
+    assert (run.state, run.step) == ("waiting", None)
+
+
+def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
+    folders = [tmp_path / "x" / "a", tmp_path / "y" / "a", tmp_path / "y" / "b"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+
+    assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "b"]
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "runs" / "a")
+    give = "give the folder of a run, such as runs/my-run"
+    for name, message in {
+        "absent": f"'{tmp_path}/absent' does not exist; {give}",
+        "file": f"'{tmp_path}/file' is a file, not the folder of a run; {give}",
+        "empty": f"'{tmp_path}/empty' is no run: it has no config.yaml; {give}",
+        "runs": f"'{tmp_path}/runs' is no run: it has no config.yaml; it holds runs; give one of "
+        f"them, such as {tmp_path}/runs/a",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            read_run(tmp_path / name)
+        assert str(raised.value) == message
+
+
+def test_a_series_knows_its_last_value() -> None:
+    series = Series()
+    assert series.last is None
+    series.put(1, 2.0)
+    assert (series.last, len(series)) == (2.0, 1)
