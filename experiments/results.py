@@ -106,6 +106,7 @@ def _rounded(value: Tensor) -> Any:
 
 
 _FILES = {
+    "report.html": "all of this as a page; open it in a browser",
     "config.yaml": "the resolved options; --config takes it again",
     "facts.json": "corpus, code revision, sizes, precision, versions",
     "metrics.csv": "every logged value, by step",

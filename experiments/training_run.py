@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from experiments.assemble import (
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_INTERRUPTED
+from experiments.report.page import REPORT_FILE, write_report
 from experiments.results import Results
 from experiments.run_folder import (
     BEST_CHECKPOINT,
@@ -39,6 +41,7 @@ from experiments.run_folder import (
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
+from moe_ffn.errors import ConfigError
 from moe_ffn.training.data_module import TokenData, validation_batches
 from moe_ffn.training.loggers import close
 from moe_ffn.training.module import LanguageModel
@@ -84,12 +87,15 @@ def train(config: TrainConfig) -> None:
         status = "success"
     except SystemExit:  # Lightning's answer to Ctrl-C
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
+        if is_main:
+            add_report(folder)
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         close(loggers, status)
     if is_main:
         results = make_results(config, data, callbacks, folder)
         results.write()
+        add_report(folder)
         results.print(console)
 
 
@@ -101,6 +107,14 @@ def write_run_files(
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     tokenizer = json.dumps(data.tokenizer.to_dict())
     (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
+
+
+def add_report(folder: Path) -> None:
+    """The run as a page, `report.html`; a line where it cannot be made, since the run itself is whole."""
+    try:
+        write_report([folder], folder / REPORT_FILE)
+    except ConfigError as error:
+        print(f"{REPORT_FILE}: {error}", file=sys.stderr)
 
 
 def finish_validation(
