@@ -31,6 +31,13 @@ def commands() -> list[str]:
 
 PYTHON_COMMANDS = [command for command in commands() if command.startswith("python -m ")]
 
+# Programs that look at a finished run, and what they print of it.
+OF_A_RUN = {
+    "experiments.generate": "class ",
+    "experiments.report": "report.html",
+    "experiments.trace": "layer 0",
+}
+
 TINY_DATA = ["--data.seq_len", "16", "--data.batch_size", "4", "--data.validation_tokens", "256"]
 TINY = [
     *TINY_DATA,
@@ -86,11 +93,16 @@ def test_every_command_succeeds(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     module, *arguments = shlex.split(command.removeprefix("python -m "))
-    if module == "experiments.generate":
+    if module in OF_A_RUN:
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
         capsys.readouterr()
-        assert run([module, *arguments]) == 0
-        assert capsys.readouterr().out.startswith("class ")
+        program = module if module == "experiments.generate" else f"{module}.__main__"
+        assert run([program, *arguments]) == 0
+        assert OF_A_RUN[module] in capsys.readouterr().out
+        return
+    if module == "experiments.dashboard":
+        assert run([f"{module}.__main__", *arguments, "--json", "-"]) == 0
+        assert "routing/load_heatmap" in capsys.readouterr().out
         return
     if module == "experiments.overhead":
         # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
