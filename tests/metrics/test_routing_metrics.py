@@ -175,3 +175,25 @@ def test_coactivation_of_one_expert_is_nothing(make_routing: Any) -> None:
     metrics = CoactivationMetrics(num_experts=1)
     metrics.update(make_routing([[0]], 1))
     assert metrics.compute()["coactivation_max"].item() == 0
+
+
+def test_ranks_together_measure_what_one_would_of_all_batches(route_logits: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        limit(route_logits(5 * torch.randn(12, 4, generator=generator), 2), factor, by_position)
+        for factor in (0.5, 1.0, 0.75)
+    ]
+    together = RoutingMetrics(num_experts=4)
+    for batch in batches:
+        together.update(batch)
+    ranks = [RoutingMetrics(num_experts=4) for _ in range(2)]
+    ranks[0].update(batches[0])
+    ranks[1].update(batches[1])
+    ranks[1].update(batches[2])
+
+    ranks[0].merge_state(ranks[1])  # as `dist_reduce_fx` says
+
+    found, expected = ranks[0].compute(), together.compute()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, equal_nan=True, msg=name)
