@@ -1,0 +1,108 @@
+"""The training program as a person starts it, in a process and a home folder of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+KEY = "0123456789" * 4
+"""An API key that is well formed, and nobody's."""
+
+_IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+"""Runs its arguments in a pseudo-terminal where nobody types."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; `printed` is both streams, in order."""
+
+    code: int
+    printed: str
+    seconds: float
+    folder: Path
+    home: Path
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """`metrics.csv`, without the cells that a row leaves empty."""
+        with (self.folder / "metrics.csv").open() as file:
+            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+    def wandb_folders(self) -> list[Path]:
+        """What wandb wrote of the run, oldest first."""
+        return sorted((self.folder / "wandb").glob("*run-*"), key=lambda path: path.name[-24:])
+
+
+def train(
+    config: Path,
+    where: Path,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    terminal: bool = False,
+) -> Outcome:
+    """Two steps of the program in `where`, with no more of an environment than is given."""
+    home = where / "home of the client"
+    home.mkdir(exist_ok=True)
+    command = [
+        sys.executable, "-m", "experiments.train",
+        "--config", str(config),
+        "--data.cache_dir", str(where / "cache"),
+        "--run.name", "kept",
+        "--trainer.max_steps", "2",
+        "--logging.every_n_steps", "1",
+        *options,
+    ]  # fmt: skip
+    if terminal:
+        command = [sys.executable, "-c", _IN_A_TERMINAL, *command]
+    start = time.perf_counter()
+    done = subprocess.run(
+        command,
+        cwd=where,
+        env={**client_environment(home), **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    return Outcome(done.returncode, done.stdout, seconds, where / "runs" / "kept", home)
+
+
+def client_environment(home: Path) -> dict[str, str]:
+    """This process's, without anybody's wandb settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
+    return {
+        **kept,
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def inspect(folder: Path, home: Path) -> list[dict[str, Any]]:
+    """The records of a run, as wandb's own tool reads them from its folder."""
+    inspected = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
+        env=client_environment(home),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return [json.loads(line) for line in inspected.stdout.splitlines()]
+
+
+def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that were logged."""
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
