@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +48,21 @@ def train(
     *options: str,
     environment: dict[str, str] | None = None,
     terminal: bool = False,
+    installed: bool = True,
 ) -> Outcome:
-    """Two steps of the program in `where`, with no more of an environment than is given."""
+    """Two steps of the program in `where`, which has nobody's wandb settings but these.
+
+    Args:
+        terminal: whether it runs in one, where nobody types.
+        installed: whether there is a wandb to import.
+    """
     home = where / "home of the client"
     home.mkdir(exist_ok=True)
+    program = [sys.executable] if installed else [sys.executable, "-S"]
+    if not installed:
+        environment = {**(environment or {}), "PYTHONPATH": _path_without_wandb(where / "packages")}
     command = [
-        sys.executable, "-m", "experiments.train",
+        *program, "-m", "experiments.train",
         "--config", str(config),
         "--data.cache_dir", str(where / "cache"),
         "--run.name", "kept",
@@ -90,6 +100,15 @@ def client_environment(home: Path) -> dict[str, str]:
     }
 
 
+def _path_without_wandb(links: Path) -> str:
+    """A PYTHONPATH of all that is installed except wandb, for a Python started with `-S`."""
+    links.mkdir()
+    for package in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not package.name.startswith("wandb"):
+            (links / package.name).symlink_to(package)
+    return f"{ROOT}{os.pathsep}{links}"
+
+
 def inspect(folder: Path, home: Path) -> list[dict[str, Any]]:
     """The records of a run, as wandb's own tool reads them from its folder."""
     inspected = subprocess.run(
@@ -104,5 +123,6 @@ def inspect(folder: Path, home: Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that were logged."""
-    return [record["history"]["item"] for record in records if record["type"] == "history"]
+    """The rows that were logged, without wandb's own keys."""
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
