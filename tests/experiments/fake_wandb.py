@@ -39,8 +39,7 @@ class FakeWandb:
         """What was uploaded as history."""
         self.started = False
         self.closing = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def serve(self) -> None:
@@ -92,6 +91,13 @@ class FakeWandb:
         if name == "NotifyScriptableRunAlert":
             return {"notifyScriptableRunAlert": {"success": True}}
         return {}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error of the server."""
 
 
 @contextmanager

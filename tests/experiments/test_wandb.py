@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 from fake_wandb import Manners, fake_wandb
-from wandb_runs import KEY, Outcome, history, inspect, train
+from wandb_records import history, inspect
+from wandb_runs import KEY, Outcome, client_environment, train
 
 MAX_SECONDS_ADDED = 25
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
@@ -207,7 +208,7 @@ def test_a_run_ends_as_if_there_were_no_wandb(
 
 def _assert_read_back(outcome: Outcome) -> None:
     """wandb's own tool finds the facts, and every key and value of every row of `metrics.csv`."""
-    records = inspect(outcome.wandb_folders()[-1], outcome.home)
+    records = inspect(outcome.wandb_folders()[-1], client_environment(outcome.home))
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     assert run["display_name"] == "kept"
     assert run["tags"] == ["moe"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789" * 4
@@ -107,22 +105,3 @@ def _path_without_wandb(links: Path) -> str:
         if not package.name.startswith("wandb"):
             (links / package.name).symlink_to(package)
     return f"{ROOT}{os.pathsep}{links}"
-
-
-def inspect(folder: Path, home: Path) -> list[dict[str, Any]]:
-    """The records of a run, as wandb's own tool reads them from its folder."""
-    inspected = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
-        env=client_environment(home),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [json.loads(line) for line in inspected.stdout.splitlines()]
-
-
-def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that were logged, without wandb's own keys."""
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    return [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
