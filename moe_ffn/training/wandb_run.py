@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,11 +103,6 @@ def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_QUIET = {"quiet": True, "show_info": False}
-"""What wandb may say: warnings, as of an upload that broke off. Without `show_info` it asks nothing,
-and raises where there is no key."""
-
-
 def wandb_logger(
     config: WandbConfig, run_dir: Path, tags: list[str], facts: Mapping[str, Any]
 ) -> tuple[WandbRun | None, str]:
@@ -123,7 +119,9 @@ def wandb_logger(
     wandb = _import_wandb()
     if wandb is None:
         return None, "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
-    start = partial(_start, wandb, config, run_dir, tags, facts, _earlier_id(run_dir))
+    kept = _kept(run_dir)
+    earlier_id = max(kept.values())[1] if kept else None
+    start = partial(_start, wandb, config, run_dir, tags, facts, earlier_id)
     why_offline = ""
     if mode != "offline":
         try:
@@ -131,6 +129,8 @@ def wandb_logger(
             return WandbRun(run, online=True), f"wandb: online, {run.url}"
         except Exception as error:  # of whatever kind: it is only wandb
             why_offline = f" ({_reason(error)})"
+            for folder in _kept(run_dir).keys() - kept.keys():  # of the attempt, with no rows
+                shutil.rmtree(folder, ignore_errors=True)
     try:
         run = start("offline")
     except Exception as error:
@@ -146,18 +146,18 @@ def _start(
     run_dir: Path,
     tags: list[str],
     facts: Mapping[str, Any],
-    earlier: str | None,
+    earlier_id: str | None,
     mode: str,
 ) -> Any:
-    settings = {**_QUIET, "mode": mode, "x_service_wait": SERVICE_TIMEOUT_SECONDS}
-    wandb.setup(wandb.Settings(**settings))
+    # It warns, as of an upload that broke off, and asks nothing: it raises where there is no key.
+    wandb.setup(wandb.Settings(mode=mode, show_info=False, x_service_wait=SERVICE_TIMEOUT_SECONDS))
     run = wandb.init(
         mode=mode,
         project=config.project,
         entity=config.entity,
         name=run_dir.name,
-        id=earlier,
-        resume=None if earlier is None else "allow",
+        id=earlier_id,
+        resume=None if earlier_id is None else "allow",
         dir=str(run_dir),
         tags=tags,
         config=dict(facts),
@@ -165,7 +165,7 @@ def _start(
             init_timeout=INIT_TIMEOUT_SECONDS,
             finish_timeout=FINISH_TIMEOUT_SECONDS,
             finish_timeout_raises=True,
-            **_QUIET,
+            silent=True,
             console="off",
             x_disable_stats=True,
         ),
@@ -176,11 +176,11 @@ def _start(
     return run
 
 
-def _earlier_id(run_dir: Path) -> str | None:
-    """The newest id under which wandb kept this run: its folders are named by time and id."""
-    names = [path.name for path in (run_dir / "wandb").glob("*run-*")]
-    found = [match.groups() for name in names if (match := _RUN_FOLDER.fullmatch(name))]
-    return max(found)[1] if found else None
+def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
+    """What wandb has of this run: each folder with the time and the id after which it is named."""
+    folders = (run_dir / "wandb").glob("*run-*")
+    matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
+    return {folder: (match[1], match[2]) for folder, match in matches.items() if match}
 
 
 def _reason(error: Exception) -> str:

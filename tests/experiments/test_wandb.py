@@ -151,14 +151,25 @@ def tiny_config(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="session")
-def seconds_without(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """How long the same run takes where wandb is off."""
-    where = tmp_path_factory.mktemp("without")
-    outcome = train(tiny_config, where, "--logging.wandb.mode", "disabled")
-    assert outcome.code == 0, outcome.printed
-    assert "\nwandb: off\n" in outcome.printed
-    assert not (outcome.folder / "wandb").exists()
-    return outcome.seconds
+def measure_without(
+    tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], float]:
+    """Seconds of the same run where wandb is off."""
+
+    def measure() -> float:
+        where = tmp_path_factory.mktemp("without")
+        outcome = train(tiny_config, where, "--logging.wandb.mode", "disabled")
+        assert outcome.code == 0, outcome.printed
+        assert "\nwandb: off\n" in outcome.printed
+        assert not (outcome.folder / "wandb").exists()
+        return outcome.seconds
+
+    return measure
+
+
+@pytest.fixture(scope="session")
+def seconds_without(measure_without: Callable[[], float]) -> float:
+    return measure_without()
 
 
 @pytest.fixture
@@ -188,11 +199,16 @@ def run_in(tiny_config: Path, tmp_path: Path) -> Callable[[Situation], Outcome]:
     + [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SLOW.items()],
 )
 def test_a_run_ends_as_if_there_were_no_wandb(
-    situation: Situation, run_in: Callable[[Situation], Outcome], seconds_without: float
+    situation: Situation,
+    run_in: Callable[[Situation], Outcome],
+    seconds_without: float,
+    measure_without: Callable[[], float],
 ) -> None:
     outcome = run_in(situation)
 
     added = outcome.seconds - seconds_without
+    if added > MAX_SECONDS_ADDED:  # the machine may have become busier since
+        added = outcome.seconds - measure_without()
     print(f"{added:+.1f} s\n{outcome.printed}")
     assert outcome.code == 0
     assert added <= MAX_SECONDS_ADDED
@@ -208,7 +224,8 @@ def test_a_run_ends_as_if_there_were_no_wandb(
 
 def _assert_read_back(outcome: Outcome) -> None:
     """wandb's own tool finds the facts, and every key and value of every row of `metrics.csv`."""
-    records = inspect(outcome.wandb_folders()[-1], client_environment(outcome.home))
+    (folder,) = outcome.wandb_folders()
+    records = inspect(folder, client_environment(outcome.home))
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     assert run["display_name"] == "kept"
     assert run["tags"] == ["moe"]

@@ -36,8 +36,8 @@ class Outcome:
             return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
 
     def wandb_folders(self) -> list[Path]:
-        """What wandb wrote of the run, oldest first."""
-        return sorted((self.folder / "wandb").glob("*run-*"), key=lambda path: path.name[-24:])
+        """What wandb wrote of the run."""
+        return list((self.folder / "wandb").glob("*run-*"))
 
 
 def train(
