@@ -79,7 +79,7 @@ class WandbRun(WandbLogger):
             status: `success` or `failed`.
         """
         self._failed = False
-        with self._harmless(f"all is on disk; upload: {sync_command(self.experiment)}"):
+        with self._harmless(f"upload what it kept: {sync_command(self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
     @contextmanager

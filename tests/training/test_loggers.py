@@ -99,6 +99,6 @@ def test_closing_says_how_to_upload_what_was_not(
     close(loggers(StubRun(failing=TimeoutError("Timed out finishing run.")), online=True))
 
     assert capsys.readouterr().err == (
-        "wandb: Timed out finishing run; all is on disk; "
-        "upload: wandb sync '/somewhere else/wandb/run-1'\n"
+        "wandb: Timed out finishing run; "
+        "upload what it kept: wandb sync '/somewhere else/wandb/run-1'\n"
     )
