@@ -30,10 +30,11 @@ from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import Advice, AlarmRules
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.data_module import TokenData
-from moe_ffn.training.loggers import csv_logger, wandb_logger
+from moe_ffn.training.loggers import csv_logger
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.precision import resolve_precision
 from moe_ffn.training.progress import progress_display
+from moe_ffn.training.wandb_run import wandb_logger
 
 
 @dataclass(frozen=True)
@@ -182,10 +183,15 @@ def make_loggers(
     config: TrainConfig, folder: Path, facts: dict[str, Any]
 ) -> tuple[list[Logger], str]:
     """The CSV logger and, unless off, wandb's, with a line on what became of wandb."""
-    tags = sorted({ffn.type for ffn in config.model.layer_ffns()} | set(config.logging.wandb.tags))
+    tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
     wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
     loggers: list[Logger] = [csv_logger(folder)]
     return loggers if wandb is None else [*loggers, wandb], line
+
+
+def ffn_types(config: TrainConfig) -> list[str]:
+    """The types of the feed-forward blocks, each once, in alphabetical order."""
+    return sorted({ffn.type for ffn in config.model.layer_ffns()})
 
 
 def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[str, Any]:
@@ -193,6 +199,7 @@ def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[s
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     return {
         **config.to_dict(),
+        "ffn_type": "+".join(ffn_types(config)),
         "git_revision": git_revision(),
         "corpus_sha256": data.corpus_sha256,
         "precision": precision,

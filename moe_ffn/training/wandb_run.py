@@ -1,0 +1,236 @@
+"""A run at wandb that never stands in the way of training.
+
+Without an account or a network it is kept offline, on disk. Whatever wandb raises ends wandb, not the
+run; and nothing of it is waited for longer than the constants below.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import WandbLogger
+from pydantic import ValidationError
+
+from moe_ffn.errors import explain, first_line
+from moe_ffn.training.config import WandbConfig
+
+INIT_TIMEOUT_SECONDS = 8
+"""How long the server may take to accept a run; wandb's own 90 make a run without a network hang."""
+FINISH_TIMEOUT_SECONDS = 10
+"""How long the last rows may take to be uploaded; wandb itself would wait without end."""
+SERVICE_TIMEOUT_SECONDS = 10
+"""How long wandb's own process, which writes and uploads, may take to start."""
+
+MAX_BINS = 512
+"""Of one of wandb's histograms."""
+_MAX_ALERT_TITLE = 63
+
+_RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+
+_MODES = {
+    "online": "online",
+    "offline": "offline",
+    "disabled": "disabled",
+    "shared": "online",
+    "run": "online",
+    "dryrun": "offline",
+}
+"""What WANDB_MODE may say, and what it means."""
+
+
+class WandbRun(WandbLogger):
+    """Lightning's logger for a run that has been started.
+
+    Args:
+        run: what `wandb.init` returned.
+        online: whether rows are uploaded as they come.
+    """
+
+    def __init__(self, run: Any, online: bool) -> None:
+        super().__init__(experiment=run)
+        self.online = online
+        self._failed = False
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """A row; a list in it is drawn as one histogram."""
+        with self._harmless("metrics go to metrics.csv alone"):
+            super().log_metrics(with_histograms(metrics), step)
+
+    def alert(self, title: str, text: str) -> None:
+        """Have wandb send its user a message, where it is online."""
+        if self.online:
+            with self._harmless("metrics go to metrics.csv alone"):
+                self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
+
+    def finish(self, status: str) -> None:
+        """End the run; what was not uploaded in time stays on disk, which a line says.
+
+        Args:
+            status: `success` or `failed`.
+        """
+        self._failed = False
+        with self._harmless(f"upload what it kept: {sync_command(self.experiment)}"):
+            self.experiment.finish(exit_code=0 if status == "success" else 1)
+
+    @contextmanager
+    def _harmless(self, remedy: str) -> Iterator[None]:
+        """Nothing that wandb raises passes; one line says so the first time."""
+        try:
+            yield
+        except Exception as error:  # its process may have died, its disk be full
+            if not self._failed:
+                print(f"wandb: {_reason(error)}; {remedy}", file=sys.stderr)
+            self._failed = True
+
+
+def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row` with each list of numbers as one histogram over their places.
+
+    One key per layer instead of one per expert: a project should hold less than 10,000.
+    """
+    return {
+        key: _histogram(value) if isinstance(value, list) else value for key, value in row.items()
+    }
+
+
+def wandb_logger(
+    config: WandbConfig, run_dir: Path, tags: list[str], facts: Mapping[str, Any]
+) -> tuple[WandbRun | None, str]:
+    """A started run, or None, and one line that says what a person can do with it.
+
+    The run that wandb kept in `run_dir` before, if any, goes on under its id.
+
+    Args:
+        facts: what is stored as the run's config: the resolved options, revision, parameter counts.
+    """
+    mode = _requested_mode(config)
+    if mode == "disabled":
+        return None, "wandb: off"
+    wandb = _import_wandb()
+    if wandb is None:
+        return None, "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
+    kept = _kept(run_dir)
+    earlier_id = max(kept.values())[1] if kept else None
+    start = partial(_start, wandb, config, run_dir, tags, facts, earlier_id)
+    why_offline = ""
+    if mode != "offline":
+        try:
+            run = start("online")
+            return WandbRun(run, online=True), f"wandb: online, {run.url}"
+        except Exception as error:  # of whatever kind: it is only wandb
+            why_offline = f" ({_reason(error)})"
+            for folder in _kept(run_dir).keys() - kept.keys():  # of the attempt, with no rows
+                shutil.rmtree(folder, ignore_errors=True)
+    try:
+        run = start("offline")
+    except Exception as error:
+        return None, f"wandb: off ({_reason(error)}), metrics are in metrics.csv"
+    look = f"wandb leet {_folder(run)}"
+    line = f"wandb: offline{why_offline}; look: {look}; upload: {sync_command(run)}"
+    return WandbRun(run, online=False), line
+
+
+def _start(
+    wandb: Any,
+    config: WandbConfig,
+    run_dir: Path,
+    tags: list[str],
+    facts: Mapping[str, Any],
+    earlier_id: str | None,
+    mode: str,
+) -> Any:
+    # It warns, as of an upload that broke off, and asks nothing: it raises where there is no key.
+    wandb.setup(wandb.Settings(mode=mode, show_info=False, x_service_wait=SERVICE_TIMEOUT_SECONDS))
+    run = wandb.init(
+        mode=mode,
+        project=config.project,
+        entity=config.entity,
+        name=run_dir.name,
+        id=earlier_id,
+        resume=None if earlier_id is None else "allow",
+        dir=str(run_dir),
+        tags=tags,
+        config=dict(facts),
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT_SECONDS,
+            finish_timeout=FINISH_TIMEOUT_SECONDS,
+            finish_timeout_raises=True,
+            silent=True,
+            console="off",
+            x_disable_stats=True,
+        ),
+    )
+    # Charts run over optimizer steps; wandb's own step counts rows, and starts anew when offline.
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step")
+    return run
+
+
+def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
+    """What wandb has of this run: each folder with the time and the id after which it is named."""
+    folders = (run_dir / "wandb").glob("*run-*")
+    matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
+    return {folder: (match[1], match[2]) for folder, match in matches.items() if match}
+
+
+def _reason(error: Exception) -> str:
+    """Why wandb refused, in one line without a full stop."""
+    text = explain(error)[0] if isinstance(error, ValidationError) else first_line(error)
+    return text.rstrip(".")
+
+
+def sync_command(run: Any) -> str:
+    """What uploads a run from where a person stands."""
+    return f"wandb sync {_folder(run)}"
+
+
+def _folder(run: Any) -> str:
+    path = Path(run.dir).parent
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def _histogram(values: list[float]) -> Any:
+    import wandb
+
+    num_bins = min(len(values), MAX_BINS)
+    places = np.arange(len(values))
+    heights = np.nan_to_num(np.asarray(values, dtype=float))
+    return wandb.Histogram(
+        np_histogram=np.histogram(places, num_bins, (0, len(values)), weights=heights)
+    )
+
+
+def _requested_mode(config: WandbConfig) -> str:
+    """What the option says, or else WANDB_MODE, unset where it is empty or wandb would refuse it."""
+    environment = os.environ.get("WANDB_MODE", "")
+    if environment not in _MODES:
+        os.environ.pop("WANDB_MODE", None)
+        if environment:
+            known = ", ".join(_MODES)
+            print(f"wandb: WANDB_MODE '{environment}' is ignored; known: {known}", file=sys.stderr)
+    return _MODES.get(environment, "auto") if config.mode == "auto" else config.mode
+
+
+def _import_wandb() -> Any:
+    """The wandb package; None where it is absent (a leftover `./wandb` folder is no package)."""
+    # Its reports about itself are waited for at exit: 20 seconds where the server does not answer.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    # A key that was read from a file ends in a newline, which wandb refuses.
+    if "WANDB_API_KEY" in os.environ:
+        os.environ["WANDB_API_KEY"] = os.environ["WANDB_API_KEY"].strip()
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb if hasattr(wandb, "init") else None

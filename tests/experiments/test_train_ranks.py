@@ -1,0 +1,62 @@
+"""The program on several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RunTrain = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("validation_tokens", [160, 64], ids=["3 batches", "1 batch"])
+def test_two_processes_do_what_one_does(
+    run_train: RunTrain, tiny_yaml: Path, tmp_path: Path, validation_tokens: int
+) -> None:
+    options = [
+        "--data.validation_tokens", str(validation_tokens),
+        "--logging.every_n_steps", "1",
+        "--objective.load_balance", "0.0",
+        "--optimizer.learning_rate", "1e-3",
+    ]  # fmt: skip
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = run_train(tmp_path / "one", *options)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "experiments.train",
+            "--config", str(tiny_yaml),
+            "--data.cache_dir", str(tmp_path / "cache"),
+            "--trainer.devices", "2",
+            "--trainer.strategy", "ddp",
+            *options,
+        ],
+        cwd=tmp_path / "two",
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    two = type(one)(0, done.stdout, done.stderr, one.args, tmp_path / "two")
+    assert len(two.rows) == len(one.rows) == 8
+    assert done.stdout.count("Results in ") == 1
+    # The same global batch, whoever computes which part of it.
+    assert float(two.rows[0]["train/loss"]) == pytest.approx(
+        float(one.rows[0]["train/loss"]), abs=1e-5
+    )
+    for mine, theirs in zip(one.rows, two.rows, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() & {"train/loss", "validation/loss", "validation/bits_per_byte"}:
+            assert float(theirs[name]) == pytest.approx(float(mine[name]), abs=1e-3), name
+    assert "sync_dist" not in done.stderr

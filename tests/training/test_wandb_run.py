@@ -1,0 +1,289 @@
+"""What becomes of wandb without a key, a network or a package; rows; a resumed run.
+
+The last tests use the real client. In whole runs of the program, it is in
+`tests/experiments/test_wandb.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from stub_wandb import StubRun, StubWandb
+from wandb_records import history, inspect
+
+from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.loggers import close
+from moe_ffn.training.wandb_run import WandbRun, wandb_logger, with_histograms
+
+COMMANDS = (
+    "look: wandb leet runs/mine/wandb/offline-run-1; "
+    "upload: wandb sync runs/mine/wandb/offline-run-1"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    # It is set by the code under test, and so that it is unset at the end.
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`start(StubWandb(...), WandbConfig(...))`: the logger and the line."""
+
+    def run(wandb: Any, config: WandbConfig | None = None) -> tuple[WandbRun | None, str]:
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        run_dir = tmp_path / "runs" / "mine"
+        return wandb_logger(config or WandbConfig(), run_dir, ["moe"], {"seed": 0})
+
+    return run
+
+
+# -- which mode, and which line
+
+
+def test_where_it_can_be_the_run_is_online(start: Any) -> None:
+    wandb = StubWandb()
+
+    logger, line = start(wandb)
+
+    assert logger.online
+    assert wandb.modes == ["online"]
+    assert line == "wandb: online, https://wandb.example/run"
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: Any) -> None:
+    wandb = StubWandb(failing=("online",))
+
+    logger, line = start(wandb, WandbConfig(mode=mode))
+
+    assert not logger.online
+    assert wandb.modes == ["online", "offline"]
+    assert line == f"wandb: offline (no connection); {COMMANDS}"
+
+
+def test_a_run_that_is_to_be_offline_needs_no_reason(start: Any) -> None:
+    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
+
+
+def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
+    wandb = StubWandb(failing=("online", "offline"), why="the disk is full")
+
+    logger, line = start(wandb)
+
+    assert logger is None
+    assert wandb.modes == ["online", "offline"]
+    assert line == "wandb: off (the disk is full), metrics are in metrics.csv"
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_option_wins_over_the_environment(
+    start: Any, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    wandb = StubWandb()
+    monkeypatch.setenv("WANDB_MODE", "online")
+
+    start(wandb, WandbConfig(mode=mode))
+
+    assert wandb.modes == ([] if mode == "disabled" else ["offline"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "modes"),
+    [
+        ("offline", ["offline"]),
+        ("dryrun", ["offline"]),
+        ("online", ["online"]),
+        ("run", ["online"]),
+        ("shared", ["online"]),
+        ("disabled", []),
+        ("", ["online"]),
+    ],
+)
+def test_auto_follows_the_environment_and_empty_is_unset(
+    start: Any, monkeypatch: pytest.MonkeyPatch, environment: str, modes: list[str]
+) -> None:
+    wandb = StubWandb()
+    monkeypatch.setenv("WANDB_MODE", environment)
+
+    start(wandb)
+
+    assert wandb.modes == modes
+    assert os.environ.get("WANDB_MODE") != "", "wandb itself refuses the empty string"
+
+
+def test_an_environment_that_wandb_would_refuse_is_ignored_aloud(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+
+    start(StubWandb())
+
+    assert "WANDB_MODE" not in os.environ
+    assert capsys.readouterr().err == (
+        "wandb: WANDB_MODE 'sometimes' is ignored; known: online, offline, disabled, shared, run, "
+        "dryrun\n"
+    )
+
+
+def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a key from a file\n")
+
+    start(StubWandb())
+
+    assert os.environ["WANDB_API_KEY"] == "a key from a file"
+
+
+def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
+    # `import wandb` beside a folder `./wandb` gives a namespace package with nothing in it.
+    logger, line = start(SimpleNamespace())
+
+    assert logger is None
+    assert line == "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
+
+
+def test_the_run_is_named_tagged_and_described(start: Any) -> None:
+    wandb = StubWandb()
+    start(wandb, WandbConfig(project="mine", entity="us"))
+
+    (arguments,) = wandb.started
+    assert arguments["project"] == "mine"
+    assert arguments["entity"] == "us"
+    assert arguments["name"] == "mine"
+    assert arguments["tags"] == ["moe"]
+    assert arguments["config"] == {"seed": 0}
+    assert arguments["id"] is None
+
+
+# -- rows
+
+
+def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:
+    row = with_histograms({"train/loss": 2.5, "routing/layer_03/load": [0.25, 0.75, 0.0]})
+
+    assert row.keys() == {"train/loss", "routing/layer_03/load"}
+    assert row["train/loss"] == 2.5
+    histogram = row["routing/layer_03/load"]
+    assert histogram.histogram == [0.25, 0.75, 0.0]
+    assert histogram.bins == [0, 1, 2, 3]
+
+
+def test_more_experts_than_wandb_has_bins_for_share_them() -> None:
+    histogram = with_histograms({"load": [1.0] * 1024})["load"]
+
+    assert histogram.histogram == [2.0] * 512
+    assert histogram.bins[-1] == 1024
+
+
+def test_a_share_that_does_not_exist_is_drawn_as_none() -> None:
+    assert with_histograms({"load": [float("nan"), 1.0]})["load"].histogram == [0.0, 1.0]
+
+
+def test_a_row_that_fails_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = WandbRun(StubRun(failing=BrokenPipeError("Broken pipe")), online=False)
+
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_metrics({"loss": 0.5}, step=2)
+
+    assert capsys.readouterr().err == "wandb: Broken pipe; metrics go to metrics.csv alone\n"
+
+
+# -- the real client
+
+
+@pytest.fixture
+def real_wandb() -> Iterator[Any]:
+    import wandb
+
+    yield wandb
+    wandb.teardown()
+
+
+def test_a_file_where_wandb_would_write_is_no_hindrance(real_wandb: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir()
+    (run_dir / "wandb").write_text("in the way")
+
+    logger, line = wandb_logger(WandbConfig(mode="offline"), run_dir, [], {})
+
+    assert logger is None
+    assert line.startswith("wandb: off (")
+    assert line.endswith("), metrics are in metrics.csv")
+
+
+class KilledError(Exception):
+    pass
+
+
+class KillAfterValidation(Callback):
+    """Saves and breaks off once the first validation is over."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.checkpoint)
+        raise KilledError
+
+
+def test_a_resumed_run_goes_on_as_the_same_wandb_run(
+    real_wandb: Any,
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    run_folder: Path,
+) -> None:
+    config = make_config(
+        model={"ffn": {"type": "moe", "num_experts": 4}},
+        trainer={"accelerator": "cpu"},
+        logging={"every_n_steps": 1},
+    )
+    checkpoint = run_folder / "cut.ckpt"
+    with pytest.raises(KilledError):
+        _fit(config, prepared, run_folder, [KillAfterValidation(checkpoint)])
+    _fit(config, prepared, run_folder, [], resume_from=checkpoint)
+
+    folders = sorted((run_folder / "wandb").glob("offline-run-*"))
+    first, second = [inspect(folder, dict(os.environ)) for folder in folders]
+    ids = {r["run"]["run_id"] for r in [*first, *second] if r["type"] == "run"}
+    assert len(ids) == 1
+    rows = history([*first, *second])
+    steps = {"train/loss": list(range(1, 13)), "validation/loss": [4, 8, 12]}
+    for key, expected in steps.items():
+        assert [row["trainer/global_step"] for row in rows if key in row] == expected, key
+    assert len(rows) == 12 + 3
+
+
+def _fit(
+    config: TrainConfig,
+    data: PreparedData,
+    folder: Path,
+    callbacks: list[Callback],
+    resume_from: Path | None = None,
+) -> None:
+    torch.manual_seed(0)
+    module = build_module(config, data)
+    logger, _ = wandb_logger(WandbConfig(mode="offline"), folder, [], {})
+    assert logger is not None
+    trainer = build_trainer(config, folder, "32-true", [logger], make_callbacks(config, folder))
+    trainer.callbacks.extend(callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
+    finally:
+        close([logger])
