@@ -230,7 +230,7 @@ def _heat_layout(
         "hovermode": "closest",
         # Fixed: plotly would leave twice the room that the colour bar takes.
         "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": {"title": _title(x_axis), **plain, **(x_options or {})},
+        "xaxis": {"title": {"text": x_axis}, **plain, **(x_options or {})},
         "yaxis": {"title": _title(y_axis), **plain, **(y_options or {})},
     }
 

@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Written:
         return {trace["name"]: trace for trace in figure["data"]}
 
 
-def row_of(text: str, cells: list[object]) -> bool:
+def row_of(text: str, cells: Sequence[object]) -> bool:
     return " ".join(map(str, cells)) in text
 
 
