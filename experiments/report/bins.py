@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from experiments.report.metrics_file import Series
+
+Item = TypeVar("Item")
 
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
@@ -58,6 +61,13 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     return [
         short(total / count) if count else None for total, count in zip(sums, counts, strict=True)
     ]
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of them (2 or more), evenly chosen, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def short(value: float) -> float:

@@ -163,12 +163,11 @@ def load_figure(grid: Grid) -> go.Figure:
 def square_figure(
     values: Sequence[Sequence[Value]], unit: Unit, axes: tuple[str, str]
 ) -> go.Figure:
-    """A matrix over experts: columns are the x axis, rows the y axis, from the top."""
+    """A matrix of shares over experts: columns are the x axis, rows the y axis, from the top."""
     size = list(range(len(values)))
     trace = go.Heatmap(
         x=size,
         y=size,
-        z=[[None if value is None else round(value, 4) for value in row] for row in values],
         colorscale="Cividis",
         zmin=0,
         colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
@@ -176,6 +175,7 @@ def square_figure(
             f"of the tokens of expert %{{y}}, <b>%{{z:{unit.form}}}</b> went to expert %{{x}} too"
             "<extra></extra>"
         ),
+        meta={"rows": len(values), "shares": pack_shares(values)},
     )
     ticks = {"dtick": _tick_distance(len(values))}
     layout = _heat_layout(
@@ -230,7 +230,7 @@ def _heat_layout(
         "hovermode": "closest",
         # Fixed: plotly would leave twice the room that the colour bar takes.
         "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": {"title": _title(x_axis), **plain, **(x_options or {})},
+        "xaxis": {"title": {"text": x_axis}, **plain, **(x_options or {})},
         "yaxis": {"title": _title(y_axis), **plain, **(y_options or {})},
     }
 

@@ -62,7 +62,9 @@ def _put_row(series: dict[str, Series], cells: Mapping[str, str]) -> None:
     for name, cell in cells.items():
         value = _number(cell)
         if value is not None and name not in STEP_COLUMNS:
-            series.setdefault(name, Series()).put(step, value)
+            if name not in series:
+                series[name] = Series()
+            series[name].put(step, value)
 
 
 def _number(cell: str) -> float | None:

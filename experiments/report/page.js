@@ -11,22 +11,28 @@
   const colour = (role) =>
     getComputedStyle(document.documentElement).getPropertyValue(`--${role}`).trim();
 
-  // Two bytes a share, little-endian; 65535 is "not measured". Shares times their number is the ratio.
+  // Two bytes a share, little-endian; 65535 is "not measured".
   function unpack(trace) {
     const bytes = Uint8Array.from(atob(trace.meta.shares), (c) => c.charCodeAt(0));
     const view = new DataView(bytes.buffer);
     const rows = trace.meta.rows;
     const columns = bytes.length / 2 / rows;
-    trace.customdata = [];
+    const shares = [];
     for (let row = 0; row < rows; row++) {
-      trace.customdata.push(
+      shares.push(
         Array.from({ length: columns }, (_, column) => {
           const packed = view.getUint16(2 * (row * columns + column), true);
           return packed === 65535 ? null : packed / 65534;
         }),
       );
     }
-    trace.z = trace.customdata.map((shares) => shares.map((s) => (s === null ? null : s * rows)));
+    if (trace.meta.scale !== "load") {
+      trace.z = shares;
+      return;
+    }
+    // A load is drawn as a multiple of the even share, and said as a share too.
+    trace.customdata = shares;
+    trace.z = shares.map((row) => row.map((share) => (share === null ? null : share * rows)));
   }
 
   function paint(trace) {
@@ -36,8 +42,8 @@
       trace.line.color = found;
       trace.marker.color = found;
     }
+    if (trace.meta && trace.meta.shares && !trace.z) unpack(trace);
     if (trace.meta && trace.meta.scale === "load") {
-      if (!trace.z) unpack(trace);
       trace.colorscale = [
         [0, colour("load-none")],
         [0.125, colour("load-half")],

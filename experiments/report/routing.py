@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from experiments.report.bins import average_all
+from experiments.report.bins import average_all, spread
 from experiments.report.curves import how_drawn
 from experiments.report.figures import (
     DASHES,
@@ -33,6 +33,9 @@ MOST_CELLS = 4000
 
 MOST_LOADS = 240_000
 """Of all load heat maps together: what keeps the page of a large run under a megabyte of data."""
+
+MOST_PAIRS = 200_000
+"""Of experts in all co-activation heat maps together; some of the layers are left out beyond it."""
 
 COUNT, SHARE, NATS = ",.4~g", ".2%", ".3f"
 
@@ -195,12 +198,21 @@ def constant_measures(run: Run) -> list[str]:
 def coactivation_plots(run: Run) -> list[Plot]:
     """Which experts share tokens, at the end of the run; one heat map, with a choice of layer."""
     unit = Unit("share of expert i's tokens that also went to expert j", ".1%", tick_form=".0%")
-    figures = {
-        f"layer {layer_name(layer)}": square_figure(matrix, unit, ("expert j", "expert i"))
-        for layer, values in run.validated.items()
-        if (matrix := values.get("coactivation"))
+    found = {
+        layer: matrix for layer, v in run.validated.items() if (matrix := v.get("coactivation"))
     }
-    return [Plot("Co-activation", figures, "On the validation split.")] if figures else []
+    if not found:
+        return []
+    most = max(MOST_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
+    chosen = spread(list(found), most)
+    figures = {
+        f"layer {layer_name(layer)}": square_figure(found[layer], unit, ("expert j", "expert i"))
+        for layer in chosen
+    }
+    note = "On the validation split."
+    if len(chosen) < len(found):
+        note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
+    return [Plot("Co-activation", figures, note)]
 
 
 def layer_name(layer: str) -> str:

@@ -175,7 +175,7 @@ def _share(share: float, num_experts: int) -> str:
     kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
     digits = 1 if num_experts <= 32 else 2
     mark = f' class="{kind}"' if kind else ""
-    return f'<td{mark} title="{ratio:.2f} times the even share">{100 * share:.{digits}f}</td>'
+    return f"<td{mark}>{100 * share:.{digits}f}</td>"
 
 
 def _extremes(shares: Sequence[float]) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
+from experiments.report.bins import spread
 from experiments.report.markup import text
 from experiments.report.record import Run, Sample
 
@@ -29,13 +29,6 @@ def samples(run: Run) -> str:
         for place, sample in enumerate(shown)
     )
     return note + items
-
-
-def spread(items: Sequence[Sample], most: int) -> list[Sample]:
-    """At most `most` of them, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def options(run: Run) -> str:

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from experiments.report.bins import average, average_all, short
+from experiments.report.bins import average, average_all, short, spread
 from experiments.report.metrics_file import Series
 
 
@@ -59,3 +59,9 @@ def test_there_are_never_more_points_than_asked_for(length: int) -> None:
 def test_numbers_keep_seven_digits() -> None:
     assert short(1.23456789) == 1.234568
     assert repr(short(40.0)) == "40"
+
+
+def test_some_of_many_are_evenly_chosen_with_the_first_and_the_last() -> None:
+    assert spread(list(range(9)), 3) == [0, 4, 8]
+    assert spread(list(range(32)), 2) == [0, 31]
+    assert spread([1, 2], 3) == [1, 2]

@@ -30,7 +30,8 @@ def program(
     def run(*argv: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["report", *argv])
         code = exit_on_bad_input(main)
-        return code, *capsys.readouterr()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
     return run
 
