@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 ONLY_PLACES = {
     "lightning": {"moe_ffn/training", "experiments"},
-    "wandb": {"moe_ffn/training/loggers.py", "experiments"},
+    "wandb": {"moe_ffn/training/wandb_", "experiments"},
     "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "experiments"},
     "yaml": {"moe_ffn/data", "moe_ffn/training", "experiments"},
     "tokenizers": {"moe_ffn/data"},

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.dashboard.library import PanelTypes, reports
+from moe_ffn.training.load_figure import LOAD_FIGURE
 
 STEP = "trainer/global_step"
 STEP_TITLE = "optimizer step"
 
 LAYER = "layer_[0-9]+(/inner)*"
 """A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
-
-LOAD_FIGURE = "routing/load_heatmap"
-"""Where each validation puts its `moe_ffn.training.load_figure.load_heatmap`."""
 
 BALANCING_LOSSES = "load_balance|load_balance_global|load_balance_sequence|load_balance_pooled|"
 BALANCING_LOSSES += "importance_cv2|load_cv2|router_z|router_entropy"

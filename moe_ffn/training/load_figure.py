@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+LOAD_FIGURE = "routing/load_heatmap"
+"""The key under which each validation logs it; its panel has a slider over the steps."""
+
 FULL_COLOR = 2.0
 """Times the even share from which on a colour is the strongest: the same in every picture, so that the
 pictures of a run can be compared."""

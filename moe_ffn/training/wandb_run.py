@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 from pydantic import ValidationError
 
 from moe_ffn.errors import explain, first_line
 from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.wandb_row import wandb_row
 
 INIT_TIMEOUT_SECONDS = 8
 """How long the server may take to accept a run; wandb's own 90 make a run without a network hang."""
@@ -31,8 +31,6 @@ FINISH_TIMEOUT_SECONDS = 10
 SERVICE_TIMEOUT_SECONDS = 10
 """How long wandb's own process, which writes and uploads, may take to start."""
 
-MAX_BINS = 512
-"""Of one of wandb's histograms."""
 _MAX_ALERT_TITLE = 63
 
 _RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
@@ -62,9 +60,9 @@ class WandbRun(WandbLogger):
         self._failed = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """A row; a list in it is drawn as one histogram."""
+        """A row, in the form of `wandb_row`."""
         with self._harmless("metrics go to metrics.csv alone"):
-            super().log_metrics(with_histograms(metrics), step)
+            super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
         """Have wandb send its user a message, where it is online."""
@@ -91,16 +89,6 @@ class WandbRun(WandbLogger):
             if not self._failed:
                 print(f"wandb: {_reason(error)}; {remedy}", file=sys.stderr)
             self._failed = True
-
-
-def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` with each list of numbers as one histogram over their places.
-
-    One key per layer instead of one per expert: a project should hold less than 10,000.
-    """
-    return {
-        key: _histogram(value) if isinstance(value, list) else value for key, value in row.items()
-    }
 
 
 def wandb_logger(
@@ -198,17 +186,6 @@ def _folder(run: Any) -> str:
     path = Path(run.dir).parent
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def _histogram(values: list[float]) -> Any:
-    import wandb
-
-    num_bins = min(len(values), MAX_BINS)
-    places = np.arange(len(values))
-    heights = np.nan_to_num(np.asarray(values, dtype=float))
-    return wandb.Histogram(
-        np_histogram=np.histogram(places, num_bins, (0, len(values)), weights=heights)
-    )
 
 
 def _requested_mode(config: WandbConfig) -> str:

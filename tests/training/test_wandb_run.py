@@ -25,7 +25,7 @@ from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.loggers import close
-from moe_ffn.training.wandb_run import WandbRun, wandb_logger, with_histograms
+from moe_ffn.training.wandb_run import WandbRun, wandb_logger
 
 COMMANDS = (
     "look: wandb leet runs/mine/wandb/offline-run-1; "
@@ -175,27 +175,6 @@ def test_the_run_is_named_tagged_and_described(start: Any) -> None:
 # -- rows
 
 
-def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:
-    row = with_histograms({"train/loss": 2.5, "routing/layer_03/load": [0.25, 0.75, 0.0]})
-
-    assert row.keys() == {"train/loss", "routing/layer_03/load"}
-    assert row["train/loss"] == 2.5
-    histogram = row["routing/layer_03/load"]
-    assert histogram.histogram == [0.25, 0.75, 0.0]
-    assert histogram.bins == [0, 1, 2, 3]
-
-
-def test_more_experts_than_wandb_has_bins_for_share_them() -> None:
-    histogram = with_histograms({"load": [1.0] * 1024})["load"]
-
-    assert histogram.histogram == [2.0] * 512
-    assert histogram.bins[-1] == 1024
-
-
-def test_a_share_that_does_not_exist_is_drawn_as_none() -> None:
-    assert with_histograms({"load": [float("nan"), 1.0]})["load"].histogram == [0.0, 1.0]
-
-
 def test_a_row_that_fails_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     logger = WandbRun(StubRun(failing=BrokenPipeError("Broken pipe")), online=False)
 
@@ -281,7 +260,9 @@ def _fit(
     module = build_module(config, data)
     logger, _ = wandb_logger(WandbConfig(mode="offline"), folder, [], {})
     assert logger is not None
-    trainer = build_trainer(config, folder, "32-true", [logger], make_callbacks(config, folder))
+    trainer = build_trainer(
+        config, folder, "32-true", [logger], make_callbacks(config, data, folder)
+    )
     trainer.callbacks.extend(callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
