@@ -197,7 +197,7 @@ def constant_measures(run: Run) -> list[str]:
 
 def coactivation_plots(run: Run) -> list[Plot]:
     """Which experts share tokens, at the end of the run; one heat map, with a choice of layer."""
-    unit = Unit("share of expert i's tokens that also went to expert j", ".1%", tick_form=".0%")
+    unit = Unit("tokens of expert i that also went to j", ".1%", tick_form=".0%")
     found = {
         layer: matrix for layer, v in run.validated.items() if (matrix := v.get("coactivation"))
     }

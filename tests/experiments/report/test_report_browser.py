@@ -123,17 +123,22 @@ def test_pages_of_every_kind(browser: Browser, page_of: Pages, name: str, width:
 
 
 def check_texts(page: Page) -> None:
-    """No two texts of a plot lie over each other, by their boxes."""
+    """No two texts of a plot lie over each other, and none is cut off, by their boxes."""
     found = page.evaluate(
         """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
             const texts = [...plot.querySelectorAll('svg text')]
                 .map(t => [t.textContent, t.getBoundingClientRect()])
                 .filter(([text, box]) => text && box.width);
-            return texts.flatMap(([a, p], i) => texts.slice(i + 1).flatMap(([b, q]) => {
+            const frame = plot.getBoundingClientRect();
+            const cut = texts.filter(([, box]) =>
+                box.left < frame.left - 2 || box.right > frame.right + 2 ||
+                box.top < frame.top - 2 || box.bottom > frame.bottom + 2);
+            const over = texts.flatMap(([a, p], i) => texts.slice(i + 1).flatMap(([b, q]) => {
                 const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
                 const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
                 return wide > 1 && high > 1 ? [`${plot.ariaLabel}: ${a} / ${b}`] : [];
             }));
+            return [...cut.map(([text]) => `${plot.ariaLabel}: ${text} is cut`), ...over];
         })"""
     )
     assert found == []
