@@ -166,8 +166,9 @@ def time_program(
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
     close(loggers)
-    # The first batch makes the metrics, and the last start is before the last batch.
-    share = sum(observed[1:-1]) / (starts[-1] - starts[1])
+    # From the first row on, which imports what draws histograms, to the last start of a batch.
+    first = min(config.logging.every_n_steps, config.steps // 2)
+    share = sum(observed[first:-1]) / (starts[-1] - starts[first])
     return _tokens_per_second(config, starts), share
 
 

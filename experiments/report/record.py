@@ -15,11 +15,16 @@ from typing import Any, Literal
 import yaml
 
 from experiments.report.metrics_file import Series, read_metrics
-from experiments.run_folder import CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE
+from experiments.run_folder import (
+    ALARMS_FILE,
+    CONFIG_FILE,
+    FACTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+)
 from moe_ffn.errors import ConfigError
 
-SAMPLES_FILE = "samples.jsonl"
-ALARMS_FILE = "alarms.jsonl"
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
 

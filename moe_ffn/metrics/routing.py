@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from moe_ffn.balancing.losses import (
     load_times_scores,
     normalized_scores,
+    pairs_per_expert,
     pairs_per_sequence,
     real_only,
     router_z_loss,
@@ -29,20 +30,64 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.outputs import Routing
 
 
-class RoutingMetrics(Metric):
-    """Counts over the batches seen, summed over ranks when there are several.
+class LoadMetrics(Metric):
+    """What is counted of a routing: cheap enough for every batch.
 
-    Load is summed before MaxVio is taken, so MaxVio measures lasting imbalance and not the noise of
-    one batch. What is a mean over tokens, such as the entropy, stays one over all of them.
+    Counts are summed over batches and ranks before ratios are taken, so MaxVio measures lasting imbalance
+    and not the noise of one batch.
     """
 
     full_state_update = False
     pairs_E: Tensor
-    scores_E: Tensor
     num_dropped: Tensor
     num_places: Tensor
     num_tokens: Tensor
     num_nonfinite: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
+        for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
+
+    def update(self, routing: Routing) -> None:
+        self.pairs_E += pairs_per_expert(routing)
+        self.num_dropped += (routing.dropped_N & routing.real_N).sum()
+        if routing.capacity is not None:
+            self.num_places += routing.capacity * routing.num_experts
+        self.num_tokens += routing.num_real_tokens
+        self.num_nonfinite += nonfinite_tokens(routing)
+
+    def compute(self) -> dict[str, Tensor]:
+        """`load` (E,), and scalars: `max_violation` and `load_cv` of it; `dropped_fraction`;
+        `capacity_used`, nan when dropless; `experts_per_token`; `nonfinite_tokens`, whose logits are NaN or
+        infinite.
+        """
+        num_pairs = self.pairs_E.sum()
+        load_E = self.pairs_E / num_pairs.clamp(min=1)
+        num_computed = (num_pairs - self.num_dropped).float()
+        return {
+            "load": load_E,
+            "max_violation": max_violation(load_E),
+            "load_cv": load_cv(load_E),
+            "dropped_fraction": self.num_dropped / num_pairs.clamp(min=1),
+            "capacity_used": num_computed / self.num_places
+            if self.num_places
+            else torch.full_like(num_computed, torch.nan),
+            "experts_per_token": num_pairs / self.num_tokens.clamp(min=1),
+            "nonfinite_tokens": self.num_nonfinite,
+        }
+
+
+class TokenMetrics(Metric):
+    """What is measured token by token, and sequence by sequence: means over all batches and ranks.
+
+    Several times as much work as `LoadMetrics`.
+    """
+
+    full_state_update = False
+    scores_E: Tensor
+    num_tokens: Tensor
     num_sequences: Tensor
     sequence_violations: Tensor
     entropies: Tensor
@@ -54,9 +99,8 @@ class RoutingMetrics(Metric):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
         self.add_state("scores_E", torch.zeros(num_experts), "sum")
-        for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite", "num_sequences"):
+        for name in ("num_tokens", "num_sequences"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
         of_tokens = ("entropies", "top1_margins", "load_balance", "router_z", "shared_shares")
         for name in ("sequence_violations", *of_tokens):
@@ -66,59 +110,40 @@ class RoutingMetrics(Metric):
     def update(self, routing: Routing) -> None:
         routing = routing.detach()
         num_tokens = routing.num_real_tokens
-        pairs_BE = pairs_per_sequence(routing)
-        pairs_E = pairs_BE.sum(dim=0)
-        scores_TE = real_only(normalized_scores(routing), routing)
-        scores_E = scores_TE.sum(dim=0)
-        self.pairs_E += pairs_E
-        self.scores_E += scores_E
-        self.num_dropped += (routing.dropped_N & routing.real_N).sum()
-        if routing.capacity is not None:
-            self.num_places += routing.capacity * routing.num_experts
         self.num_tokens += num_tokens
-        self.num_nonfinite += nonfinite_tokens(routing)
+        pairs_BE = pairs_per_sequence(routing)
         self.num_sequences += pairs_BE.any(dim=-1).sum()
         self.sequence_violations += max_violation(pairs_BE.float()).clamp(min=0).sum()
-        self.logit_max = self.logit_max.maximum(logit_max(routing))
+        scores_TE = real_only(normalized_scores(routing), routing)
+        scores_E = scores_TE.sum(dim=0)
+        self.scores_E += scores_E
         # Padding has scores of 0, and so neither entropy nor margin.
         self.entropies += token_entropy(scores_TE).sum()
         self.top1_margins += top1_margin(scores_TE).sum()
-        self.load_balance += load_times_scores(pairs_E, scores_E, num_tokens) * num_tokens
+        balance = load_times_scores(pairs_BE.sum(dim=0), scores_E, num_tokens)
+        self.load_balance += balance * num_tokens
         self.router_z += router_z_loss(routing) * num_tokens
+        self.logit_max = self.logit_max.maximum(logit_max(routing))
         share = torch.nan if routing.shared_share is None else routing.shared_share
         self.shared_shares += share * num_tokens
 
     def compute(self) -> dict[str, Tensor]:
-        """`load` (E,), and these scalars.
-
-        `max_violation`, `load_cv`: imbalance of the load. `sequence_max_violation`: the mean over
-        sequences of the MaxVio of each by itself. `dropped_fraction`; `capacity_used`, nan when dropless.
-        `experts_per_token`. `entropy` of a token's scores and `entropy_of_mean`, of the mean of them all,
-        in nats: a router that knows what it wants and uses everything has a low and a high one.
-        `top1_margin`; `logit_max`; `nonfinite_tokens`, whose logits are NaN or infinite; the unweighted
-        losses `load_balance` and `router_z`. `shared_share`: of the block's output, what the shared
-        expert made; nan without one.
+        """Scalars: `entropy` of a token's scores and `entropy_of_mean`, of the mean of them all, in nats
+        (a router that knows what it wants and uses everything has a low and a high one); `top1_margin`;
+        `logit_max`; the unweighted losses `load_balance` and `router_z`; `sequence_max_violation`, the mean
+        over sequences of the MaxVio of each by itself; `shared_share`, of the block's output what the
+        shared expert made, nan without one.
         """
-        num_pairs, num_tokens = self.pairs_E.sum(), self.num_tokens.clamp(min=1)
-        load_E = self.pairs_E / num_pairs.clamp(min=1)
+        num_tokens = self.num_tokens.clamp(min=1)
         all_scores = self.scores_E.sum().clamp(min=torch.finfo(self.scores_E.dtype).tiny)
         return {
-            "load": load_E,
-            "max_violation": max_violation(load_E),
-            "load_cv": load_cv(load_E),
-            "sequence_max_violation": self.sequence_violations / self.num_sequences.clamp(min=1),
-            "dropped_fraction": self.num_dropped / num_pairs.clamp(min=1),
-            "capacity_used": (num_pairs - self.num_dropped) / self.num_places.float()
-            if self.num_places
-            else torch.full_like(self.router_z, torch.nan),
-            "experts_per_token": num_pairs / num_tokens,
-            "nonfinite_tokens": self.num_nonfinite,
             "entropy": self.entropies / num_tokens,
             "entropy_of_mean": token_entropy(self.scores_E / all_scores),
             "top1_margin": self.top1_margins / num_tokens,
             "logit_max": self.logit_max,
             "load_balance": self.load_balance / num_tokens,
             "router_z": self.router_z / num_tokens,
+            "sequence_max_violation": self.sequence_violations / self.num_sequences.clamp(min=1),
             "shared_share": self.shared_shares / num_tokens,
         }
 
@@ -126,7 +151,7 @@ class RoutingMetrics(Metric):
 class CoactivationMetrics(Metric):
     """Which experts are chosen together, over the batches seen and summed over ranks.
 
-    Apart from `RoutingMetrics` because it alone grows with E^2 and costs a matrix product.
+    It grows with E^2 and costs a matrix product.
     """
 
     full_state_update = False

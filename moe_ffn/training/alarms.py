@@ -18,7 +18,7 @@ AlarmKind = Literal[
 ]
 
 RoutingValues = Mapping[str, Tensor]
-"""What `RoutingMetrics` computes for one layer, and its `dead_experts`."""
+"""What a `RoutingWindow` says of one layer."""
 
 _Trouble = tuple[AlarmKind, str | None, str]
 _LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
@@ -129,7 +129,9 @@ class AlarmRules:
         """Troubles of a layer that need not last."""
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
-        size, limit = values["logit_max"].item(), self.config.router_logit
+        limit = self.config.router_logit
+        # Of a window that was interrupted tokens have not been measured.
+        size = values["logit_max"].item() if "logit_max" in values else 0
         if size > limit:
             yield "exploding_logits", f"a router logit of {size:.1f} (limit {limit:g})"
         if dead := int(values["dead_experts"]):

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_ffn.metrics.routing import CoactivationMetrics, RoutingMetrics
+from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
 from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import AlarmRules
@@ -75,11 +75,9 @@ class StepLogger(Callback):
     ) -> None:
         tokens = batch["input_ids"].numel() * trainer.world_size
         self._window.add(outputs, tokens)
-        self._routing.update(outputs["routings"])
-        due = (
-            trainer.global_step % self.config.every_n_steps == 0
-            or trainer.global_step == trainer.max_steps
-        )
+        step_of_batch = batch["index"] // trainer.accumulate_grad_batches + 1
+        self._routing.update(outputs["routings"], self._ends_row(step_of_batch, trainer))
+        due = self._ends_row(trainer.global_step, trainer)
         # Between the batches of one accumulation window the step stands still.
         due = due and trainer.global_step > self._last_row_step
         # Reading the values waits for the device, so it belongs to the time that was worked.
@@ -95,6 +93,9 @@ class StepLogger(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
+
+    def _ends_row(self, step: int, trainer: Trainer) -> bool:
+        return step % self.config.every_n_steps == 0 or step == trainer.max_steps
 
     def state_dict(self) -> dict[str, Any]:
         return self._routing.state_dict()
@@ -164,7 +165,7 @@ class ValidationLogger(Callback):
         """The optimizer step it was made at; -1 before the first."""
         self.routing: dict[str, dict[str, Tensor]] = {}
         """For each sparse layer, what was measured of it over the newest validation."""
-        self._routing = RoutingByLayer(RoutingMetrics, CoactivationMetrics)
+        self._routing = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 from torchmetrics import Metric
 
-from moe_ffn.metrics.routing import RoutingMetrics
 from moe_ffn.outputs import Routing
 
 
@@ -15,8 +14,8 @@ class RoutingByLayer:
     """The same metrics for each sparse layer, made when the layer is first seen."""
 
     def __init__(self, *metrics: Callable[[int], Metric]) -> None:
-        """`metrics`: classes that are made of a number of experts; `RoutingMetrics` if none is given."""
-        self.metrics = metrics or (RoutingMetrics,)
+        """`metrics`: classes of `metrics.routing`, which are made of a number of experts."""
+        self.metrics = metrics
         self.layers: dict[str, list[Metric]] = {}
 
     def update(self, routings: Mapping[str, Routing], counted: bool = True) -> None:
@@ -45,7 +44,8 @@ def _values(metrics: list[Metric]) -> dict[str, Tensor]:
     for metric in metrics:
         values |= metric.compute()
     # torchmetrics squeezes what has one element, and so what is measured of a single expert.
-    values["load"] = values["load"].reshape(-1)
+    if "load" in values:
+        values["load"] = values["load"].reshape(-1)
     if "coactivation" in values:
         num_experts = len(values["load"])
         values["coactivation"] = values["coactivation"].reshape(num_experts, num_experts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.metrics.functional import idle_steps, rank_max_violation
+from moe_ffn.metrics.routing import LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel
@@ -20,19 +21,28 @@ from moe_ffn.training.routing_by_layer import RoutingByLayer
 
 
 class RoutingWindow:
-    """`RoutingMetrics` of each sparse layer since the last row; and dead experts, churn, biases, ranks."""
+    """The load of each sparse layer since the last row; at its last step what tokens say, and what lasts."""
 
     def __init__(self, config: LoggingConfig) -> None:
         self.dead_after_steps = config.alarms.after_steps
         self.churn_every_n_steps = config.churn_every_n_steps
-        self._batches = RoutingByLayer()
+        self._load = RoutingByLayer(LoadMetrics)
+        self._tokens = RoutingByLayer(TokenMetrics)
         self._idle_steps: dict[str, Tensor] = {}
         self._probe = RoutingProbe()
         self._last_look = -config.churn_every_n_steps
 
-    def update(self, routings: Mapping[str, Routing]) -> None:
-        """Add a batch."""
-        self._batches.update(routings)
+    def update(self, routings: Mapping[str, Routing], in_last_step: bool) -> None:
+        """Add a batch.
+
+        Args:
+            in_last_step: whether it belongs to the step that ends the window. Of that alone tokens are
+                measured one by one: of every batch it would cost several percent of a small model's
+                step.
+        """
+        self._load.update(routings)
+        if in_last_step:
+            self._tokens.update(routings)
 
     def close(
         self, step: int, num_steps: int, module: LanguageModel, num_ranks: int
@@ -43,8 +53,12 @@ class RoutingWindow:
             step: the optimizer step that has been made.
             num_steps: how many of them the window covers.
         """
-        values = self._batches.compute()
-        self._batches.reset()
+        values = self._load.compute()
+        for layer, of_tokens in self._tokens.compute().items():
+            values[layer] |= of_tokens
+        self._load.reset()
+        # Forgotten and not only reset: an interrupted window has none of them, and should not say 0.
+        self._tokens = RoutingByLayer(TokenMetrics)
         routers = module.decoder.routers()
         for layer, of_layer in values.items():
             load_E = of_layer["load"]

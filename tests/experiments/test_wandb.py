@@ -244,28 +244,33 @@ def _assert_read_back(outcome: Outcome) -> None:
 
     rows = history(records)
     assert [row["trainer/global_step"] for row in rows] == [1, 2, 2]
+    assert rows[-1].pop("routing/load_heatmap")["_type"] == "plotly-file"
     for row, written in zip(rows, outcome.rows, strict=True):
         columns = _columns(row)
         assert columns.keys() == written.keys() - {"step"}
         for key, value in columns.items():
             assert float(value) == pytest.approx(float(written[key]), nan_ok=True), key
-    training, _, validation = [_columns(row).keys() for row in rows]
-    assert training >= {
-        "train/loss",
-        "train/objective",
-        "train/load_balance",
-        "train/router_z",
-        "train/learning_rate",
-        "train/gradient_norm",
+    _, training, validation = [_columns(row).keys() for row in rows]
+    of_a_layer = {
+        *(f"load/expert_0{e}" for e in range(4)),
+        *("max_violation", "load_cv", "sequence_max_violation", "dropped_fraction"),
+        *("experts_per_token", "nonfinite_tokens", "entropy", "entropy_of_mean", "top1_margin"),
+        *("logit_max", "load_balance", "router_z"),
+    }
+    assert training == {
+        *("trainer/global_step", "train/loss", "train/objective", "train/load_balance"),
+        *("train/router_z", "train/learning_rate", "train/gradient_norm"),
         "train/tokens_per_second",
-        *(f"routing/layer_01/load/expert_0{e}" for e in range(4)),
-        *(f"routing/layer_00/{name}" for name in ("entropy", "max_violation", "load_balance")),
+        *_of_layers("routing", of_a_layer | {"dead_experts", "churn", "capacity_used"}),
     }
-    assert validation >= {
-        "validation/loss",
-        "validation/bits_per_byte",
-        *(f"validation/routing/layer_01/load/expert_0{e}" for e in range(4)),
+    assert validation == {
+        *("trainer/global_step", "validation/loss", "validation/bits_per_byte"),
+        *_of_layers("validation/routing", of_a_layer | {"coactivation_max", "capacity_used"}),
     }
+
+
+def _of_layers(prefix: str, names: set[str]) -> set[str]:
+    return {f"{prefix}/layer_0{layer}/{name}" for layer in range(2) for name in names}
 
 
 def _columns(row: dict[str, Any]) -> dict[str, float]:

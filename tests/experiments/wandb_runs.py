@@ -66,6 +66,7 @@ def train(
         "--run.name", "kept",
         "--trainer.max_steps", "2",
         "--logging.every_n_steps", "1",
+        "--logging.churn_every_n_steps", "1",
         *options,
     ]  # fmt: skip
     if terminal:

@@ -10,7 +10,7 @@ import torch
 from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.balancing.losses import importance_cv2_loss
 from moe_ffn.metrics.functional import max_violation
-from moe_ffn.metrics.routing import RoutingMetrics
+from moe_ffn.metrics.routing import LoadMetrics
 from moe_ffn.training.config import ObjectiveConfig
 from moe_ffn.training.objective import objective
 from moe_ffn.training.steering import RouterSteering
@@ -41,11 +41,11 @@ def collapsed_decoder(router: dict[str, Any]) -> Decoder:
 
 
 def train(decoder: Decoder, rule: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
-    """What `RoutingMetrics` say of each layer over the last 20 steps."""
+    """What `LoadMetrics` say of each layer over the last 20 steps."""
     weights = ObjectiveConfig.model_validate({**NO_RULE, **rule})
     steering = RouterSteering(weights)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-    metrics = {name: RoutingMetrics(NUM_EXPERTS) for name in decoder.routers()}
+    metrics = {name: LoadMetrics(NUM_EXPERTS) for name in decoder.routers()}
     for step in range(steps):
         tokens = batch(step)
         output = decoder(tokens[:, :-1])

@@ -95,12 +95,38 @@ def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
     assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
 
 
+# -- the batches of a window
+
+
+def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2})
+
+    for (step, row), first in zip(fitted.logger.named("train"), (0, 6), strict=True):
+        of_window = fitted.spy.outputs[first : first + 6]
+        of_last_step = [output["routings"]["layer_01"] for output in of_window[4:]]
+        largest = max(routing.logits_TE.abs().max().item() for routing in of_last_step)
+        assert row["routing/layer_01/logit_max"] == pytest.approx(largest), step
+        ids = torch.cat([output["routings"]["layer_01"].expert_ids_N for output in of_window])
+        shares = torch.bincount(ids, minlength=4) / len(ids)
+        assert row["routing/layer_01/load"] == pytest.approx(shares.tolist()), step
+
+
+def test_a_window_that_was_cut_short_says_nothing_of_tokens(module: LanguageModel) -> None:
+    window = RoutingWindow(LoggingConfig())
+    assert "entropy" in values_of(module, window, 10)["layer_00"]
+    assert module.batch_at is not None
+    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=False)
+    found = window.close(13, 3, module, 1)["layer_00"]
+    assert "entropy" not in found
+    assert found["load"].sum().item() == pytest.approx(1)
+
+
 # -- dead experts, biases, ranks
 
 
 def values_of(module: LanguageModel, window: RoutingWindow, step: int, ranks: int = 1) -> Any:
     assert module.batch_at is not None
-    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings)
+    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=True)
     return window.close(step, 10, module, ranks)
 
 
