@@ -1,1 +1,20 @@
-"""Training with Lightning: the only room that imports it."""
+"""Training with Lightning: the only room that imports it.
+
+What is minimised, and how:
+    module.py           the LightningModule
+    objective.py        cross-entropy and balancing losses; masking.py: which tokens are guessed
+    optimizer.py        AdamW, its groups and its schedule; precision.py: the fastest number format
+    steering.py         biases and weights that move between steps; step_totals.py: what a whole step counted
+    loaders.py          batches by their number; data_module.py hands them to the Trainer
+
+What is observed, from batch to reader:
+    routing_by_layer.py one set of metrics per sparse layer
+    routing_window.py   those of a row of training, dead experts, biases; probe.py: churn
+    callbacks.py        rows of training and of validation; rows.py: their keys
+    alarms.py           what calls for attention; alarm_bell.py: who hears it
+    progress.py         what a person sees meanwhile
+    loggers.py          where rows go: a CSV and wandb
+    wandb_run.py        wandb, which never stands in the way; wandb_row.py, load_figure.py: what it draws
+
+    config.py           the options of all of them
+"""

@@ -43,7 +43,7 @@ class RoutingProbe:
         before, self.chosen = self.chosen, {k: chosen_experts(r) for k, r in routings.items()}
         # A mixture of depths hands a number of tokens on that differs from look to look.
         return {
-            layer: churn(before[layer], now_TE)
+            layer: churn(before[layer].to(now_TE.device), now_TE)
             for layer, now_TE in self.chosen.items()
             if layer in before and before[layer].shape == now_TE.shape
         }

@@ -176,8 +176,8 @@ def test_a_run_that_diverges_is_reported_and_not_a_crash(
     assert "validation loss nan" in run.stdout
     assert "training has diverged: lower optimizer.learning_rate" in run.stdout
     told = re.findall(
-        r"^step \d+: \d+ tokens reached the router of (\S+) with NaN or infinity; something before it "
-        r"broke$",
+        r"^alarm: step \d+: (\S+): \d+ tokens reached the router with NaN or infinity; something before "
+        r"it broke: lower optimizer.learning_rate \(now 1e\+09\) or trainer.gradient_clip_val \(now 0\)$",
         run.stderr,
         re.MULTILINE,
     )

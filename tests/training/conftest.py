@@ -44,6 +44,7 @@ def make_config(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Train
                 "validation_tokens": 96,
                 "validation_percent": 20,
             },
+            "sample": {"num_tokens": 0},
             "trainer": {"max_steps": 12, "validate_every_n_steps": 4, "precision": "32-true"},
         }
         for name, section in sections.items():

@@ -62,6 +62,15 @@ def test_the_load_of_a_row_covers_the_same_steps(fit: Callable[..., Fitted]) -> 
             assert row[f"routing/{layer}/load"] == pytest.approx(shares.tolist(), abs=1e-6)
 
 
+def test_the_balancing_losses_are_the_means_of_the_layers(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 1})
+
+    for _, row in fitted.logger.named("train"):
+        for name in ("load_balance", "router_z"):
+            layers = [row[f"routing/layer_0{layer}/{name}"] for layer in range(2)]
+            assert row[f"train/{name}"] == pytest.approx(sum(layers) / 2, rel=1e-5)
+
+
 def test_one_row_at_the_end_where_rows_are_rare(fit: Callable[..., Fitted]) -> None:
     assert [step for step, _ in fit(logging={"every_n_steps": 100}).logger.named("train")] == [6]
 
