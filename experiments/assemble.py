@@ -112,7 +112,7 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 def make_callbacks(config: TrainConfig, data: PreparedData, folder: Path) -> RunCallbacks:
     """Rows every few steps; a text, the best weights and the last ones at every validation."""
     best, last = folder / BEST_CHECKPOINT, folder / LAST_CHECKPOINT
-    advice = Advice(config.objective, config.optimizer, config.trainer)
+    advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
     return RunCallbacks(
         SampleLog(folder / SAMPLES_FILE, data.tokenizer, config.sample, config.seed),

@@ -67,6 +67,7 @@ class Results:
             "validation_bits_per_byte": self.bits_per_byte,
             "unigram_loss": self.unigram_loss,
             "tokens_per_second": self.tokens_per_second,
+            "num_alarms": self.num_alarms,
             "routing": {
                 layer: {
                     name: _rounded(value)

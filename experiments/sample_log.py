@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from experiments.sampling import sample_text
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import first_line
 from moe_ffn.training.config import SampleConfig
 from moe_ffn.training.module import LanguageModel
 
@@ -39,9 +40,16 @@ class SampleLog(Callback):
         writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
         if not (writes and trainer.is_global_zero):
             return
-        # Of every length there is once: nothing that a compiled model should be compiled for.
-        with torch.compiler.set_stance("force_eager"):
-            self.last = sample_text(pl_module.decoder, self.tokenizer, self.options, self.seed)
+        try:
+            # Of every length there is once: nothing that a compiled model should be compiled for.
+            with torch.compiler.set_stance("force_eager"):
+                self.last = sample_text(pl_module.decoder, self.tokenizer, self.options, self.seed)
+        except RuntimeError as error:  # a temperature, or logits, that make no probabilities
+            print(
+                f"sample: no text at step {trainer.global_step}: {first_line(error)}",
+                file=sys.stderr,
+            )
+            return
         line: dict[str, Any] = {
             "step": trainer.global_step,
             "prompt": self.options.prompt,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
@@ -22,11 +23,21 @@ class AlarmBell:
         self.num_alarms = 0
 
     def ring(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
-        """Never raises: a run is not lost because its alarm could not be written."""
-        for alarm in alarms:
-            self.num_alarms += 1
-            print(f"alarm: {alarm}", file=sys.stderr)
-            alert(loggers, title=alarm.kind.replace("_", " "), text=str(alarm))
+        """One line for each kind, however many layers it concerns; the file has them all.
+
+        A file that cannot be written is a line too: no run is lost to its alarms.
+        """
+        self.num_alarms += len(alarms)
+        in_order = sorted(alarms, key=lambda alarm: alarm.kind)
+        for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
+            first, *others = group
+            text = str(first)
+            if others:
+                text += f" (and {', '.join(str(alarm.layer) for alarm in others)})"
+            print(f"alarm: {text}", file=sys.stderr)
+            title = kind.replace("_", " ")
+            # wandb keeps back what comes under the same title too soon.
+            alert(loggers, title if first.layer is None else f"{title}, {first.layer}", text)
         if alarms:
             try:
                 with self.path.open("a", encoding="utf-8") as file:

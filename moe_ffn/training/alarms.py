@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 AlarmKind = Literal[
@@ -22,6 +23,10 @@ RoutingValues = Mapping[str, Tensor]
 
 _Trouble = tuple[AlarmKind, str | None, str]
 _LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
+
+LEAST_COLLAPSE = 0.5
+"""MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
+is small."""
 
 ROWS_OF_MEDIAN, ROWS_BEFORE_SPIKES = 10, 5
 """A spike is measured against the median of the rows before it, once there are a few."""
@@ -36,12 +41,13 @@ class Alarm:
     layer: str | None
     """As in the keys of metrics; None where it concerns the whole model."""
     message: str
-    """What is wrong, with the figure and its limit."""
+    """What is wrong, with the figure and its limit; the place is in `layer`."""
     advice: str
     """Which options to try, with their values now."""
 
     def __str__(self) -> str:
-        return f"step {self.step}: {self.message}; {self.advice}"
+        place = "" if self.layer is None else f"{self.layer}: "
+        return f"step {self.step}: {place}{self.message}; {self.advice}"
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -51,23 +57,59 @@ class Alarm:
 class Advice:
     """What to try against each kind of alarm, in the names of the YAML."""
 
+    model: DecoderConfig
     objective: ObjectiveConfig
     optimizer: OptimizerConfig
     trainer: TrainerConfig
 
-    def against(self, kind: AlarmKind) -> str:
-        balance = f"raise objective.load_balance (now {self.objective.load_balance:g})"
-        rate = f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g})"
-        clip = f"trainer.gradient_clip_val (now {self.trainer.gradient_clip_val:g})"
+    def against(self, kind: AlarmKind, layer: str | None) -> str:
+        """Options with their values now; `layer` as in the keys of metrics."""
+        balance, rate = self._balance(layer), self._lower_rate()
         warmup = self.optimizer.schedule.warmup_fraction
         return {
-            "collapse": f"{balance}, or take router.type 'sigmoid_top_k', whose bias a rule balances",
-            "dead_experts": f"{balance}, take fewer experts, or a larger batch",
-            "nonfinite_logits": f"something before it broke: {rate} or {clip}",
+            "collapse": balance,
+            "dead_experts": f"{balance}, or take fewer experts or a larger batch",
+            "nonfinite_logits": f"something before it broke: {rate}",
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
-            "dropped": f"raise capacity.factor of the layer's ffn, or {balance}",
-            "loss_spike": f"{rate} or {clip}, or raise optimizer.schedule.warmup_fraction (now {warmup:g})",
+            "dropped": f"raise {self._capacity(layer)}, or balance better: {balance}",
+            "loss_spike": f"{rate}, or raise optimizer.schedule.warmup_fraction (now {warmup:g})",
         }[kind]
+
+    def _balance(self, layer: str | None) -> str:
+        ffn, where = self._ffn(layer)
+        router = ffn.routers().get("routing")
+        if router is not None and router[0].type in ("hash", "forced"):
+            return f"take another {where}.router.type than '{router[0].type}', which learns nothing"
+        raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
+        if getattr(router and router[0], "correction_bias", False):
+            rule = self.objective.bias_rule
+            rate = getattr(rule, "rate", None)
+            return raise_loss if rate is None else f"raise objective.bias_rule.rate (now {rate:g})"
+        return (
+            f"{raise_loss}, or take {where}.router.type 'sigmoid_top_k', whose bias a rule balances"
+        )
+
+    def _capacity(self, layer: str | None) -> str:
+        ffn, where = self._ffn(layer)
+        factor = getattr(getattr(ffn, "capacity", None), "factor", None)
+        return f"{where}.capacity.factor" + ("" if factor is None else f" (now {factor:g})")
+
+    def _ffn(self, layer: str | None) -> tuple[Any, str]:
+        """The block of a layer, and where it stands in the YAML."""
+        number, _, inner = (layer or "layer_00").removeprefix("layer_").partition("/")
+        ffn = self.model.layer_ffns()[int(number)]
+        where = "model.ffn" if ffn == self.model.ffn else "model.ffn_at"
+        # The block inside a mixture of depths.
+        return (getattr(ffn, "ffn", ffn), f"{where}.ffn") if inner else (ffn, where)
+
+    def _lower_rate(self) -> str:
+        clip = self.trainer.gradient_clip_val
+        what = (
+            f"lower trainer.gradient_clip_val (now {clip:g})"
+            if clip
+            else "set trainer.gradient_clip_val"
+        )
+        return f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {what}"
 
 
 class AlarmRules:
@@ -93,24 +135,24 @@ class AlarmRules:
         """
         troubles: list[_Trouble] = [("loss_spike", None, text) for text in self._of_loss(loss)]
         for layer, values in routing.items():
-            troubles.extend((kind, layer, f"{layer}: {t}") for kind, t in self._at_once(values))
+            troubles.extend((kind, layer, text) for kind, text in self._at_once(values))
             lasting = dict(self._while_it_lasts(values))
             for kind in _LASTING:
                 lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in lasting else 0
                 self._lasted[kind, layer] = lasted
                 if lasted >= self.config.after_steps:
-                    troubles.append((kind, layer, f"{layer}: {lasting[kind]} for {lasted} steps"))
+                    troubles.append((kind, layer, f"{lasting[kind]} for {lasted} steps"))
         return [
-            Alarm(step, kind, layer, text, self.advice.against(kind))
+            Alarm(step, kind, layer, text, self.advice.against(kind, layer))
             for kind, layer, text in troubles
-            if self._begins(step, kind, layer)
+            if self._begins(step, num_steps, kind, layer)
         ]
 
-    def _begins(self, step: int, kind: AlarmKind, layer: str | None) -> bool:
+    def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
         """Whether this was not seen for a while; a trouble that comes and goes rings once."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
-        return before is None or step - before > self.config.after_steps
+        return before is None or step - before > max(self.config.after_steps, num_steps)
 
     def _of_loss(self, loss: float) -> Iterator[str]:
         if not math.isfinite(loss):
@@ -118,7 +160,7 @@ class AlarmRules:
             return
         if len(self._losses) >= ROWS_BEFORE_SPIKES:
             usual = median(self._losses)
-            if loss > self.config.loss_spike * usual:
+            if loss > self.config.loss_spike * usual > 0:
                 yield (
                     f"train/loss {loss:.3f} is {loss / usual:.2f} times the median of the rows before, "
                     f"{usual:.3f} (limit {self.config.loss_spike:g})"
@@ -145,8 +187,8 @@ class AlarmRules:
         load, violation = values["load"].tolist(), values["max_violation"].item()
         # At worst one expert is among those of every token, and has 1 / k of the pairs.
         highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
-        limit = self.config.max_violation * highest
-        if violation > limit > 0:
+        limit = max(self.config.max_violation_share * highest, LEAST_COLLAPSE)
+        if violation > limit:
             busiest = max(range(len(load)), key=load.__getitem__)
             yield (
                 "collapse",

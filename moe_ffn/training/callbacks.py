@@ -1,7 +1,7 @@
 """What watches a run: rows of metrics for the loggers, and the results of the last validation.
 
-Neither calls `self.log`, which costs about 0.3 ms per key and step: they add up tensors and hand the
-loggers one row every `logging.every_n_steps`.
+Nothing here calls `self.log`, which costs about 0.3 ms per key and step: tensors are added up and the
+loggers handed one row every `logging.every_n_steps`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepLogger(Callback):
         self.total_tokens = 0
         self.total_seconds = 0.0
         self._routing = RoutingWindow(config)
-        self._window = _Window()
+        self._window = _LossWindow()
         self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
@@ -127,11 +127,11 @@ class StepLogger(Callback):
             self.bell.ring(alarms, trainer.loggers)
         self.last_row = row
         self._last_row_step = trainer.global_step
-        self._window = _Window()
+        self._window = _LossWindow()
 
 
 @dataclass
-class _Window:
+class _LossWindow:
     """Sums since the last row."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -179,8 +179,7 @@ class ValidationLogger(Callback):
         self._routing.update(outputs["routings"], counted=batch["index"] != FILLER)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.routing = self._routing.compute()
-        self._routing.reset()
+        self.routing = self._routing.close()
         self.last_step = trainer.global_step
         metrics = trainer.callback_metrics
         self.last = {

@@ -217,10 +217,10 @@ class AlarmsConfig(Config, frozen=True):
     after_steps: int = Field(default=50, ge=1)
     """Optimizer steps that imbalance or dropping has to last, and that an expert has to be without a
     token to count as dead."""
-    max_violation: float = Field(default=0.5, gt=0, le=1)
+    max_violation_share: float = Field(default=0.5, gt=0, le=1)
     """Imbalance that counts as collapse: MaxVio as a share of the highest possible, num_experts / k - 1."""
     router_logit: float = Field(default=50.0, gt=0)
-    """Size of a router's logit that counts as exploding."""
+    """Size of a router's logit, at the last step of a row, that counts as exploding."""
     dropped_fraction: float = Field(default=0.2, ge=0, lt=1)
     """Share of dropped pairs that is too much."""
     loss_spike: float = Field(default=1.3, gt=1)

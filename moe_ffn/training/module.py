@@ -6,6 +6,7 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypedDict
 
 import numpy as np
@@ -169,6 +170,12 @@ class LanguageModel(LightningModule):
         schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """What a step runs in, autocast or nothing, for what looks at the model between steps."""
+        if self._trainer is None:
+            return nullcontext()
+        return self.trainer.precision_plugin.forward_context()
 
     def _seed_batch(self, index: int) -> None:
         # The randomness of a step depends on which step it is and on nothing before it, so a resumed

@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from moe_ffn.training.callbacks import StepLogger
-from moe_ffn.training.rows import short_name
+from moe_ffn.training.rows import Row, short_name
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -49,6 +49,7 @@ class ProgressBar(Callback):
     def __init__(self, steps: StepLogger) -> None:
         self.steps = steps
         self._progress: _Bar | None = None
+        self._shown: Row | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -73,10 +74,11 @@ class ProgressBar(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._progress is not None:
-            self._progress.load = load_bars(self.steps.last_routing)
-            self._progress.update(
-                self._task, completed=trainer.global_step, status=status(self.steps)
-            )
+            self._progress.update(self._task, completed=trainer.global_step)
+            if self.steps.last_row is not self._shown:
+                self._shown = self.steps.last_row
+                self._progress.load = load_bars(self.steps.last_routing)
+                self._progress.update(self._task, status=status(self.steps))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._describe("validating")

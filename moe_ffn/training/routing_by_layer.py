@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_max, dim_zero_sum
 
 from moe_ffn.outputs import Routing
 
@@ -24,19 +26,60 @@ class RoutingByLayer:
             if layer not in self.layers:
                 device = routing.logits_TE.device
                 made = [metric(routing.num_experts).to(device) for metric in self.metrics]
+                for metric in made:
+                    metric.sync_on_compute = False  # `close` does it for all of them at once
                 self.layers[layer] = made
             if counted:
                 for metric in self.layers[layer]:
                     metric.update(routing)
 
-    def compute(self) -> dict[str, dict[str, Tensor]]:
-        """The values of each layer since the last reset, on every rank."""
-        return {layer: _values(metrics) for layer, metrics in sorted(self.layers.items())}
+    def close(self) -> dict[str, dict[str, Tensor]]:
+        """The values of each layer over all batches and ranks, on the CPU; then everything begins anew."""
+        metrics = [metric for layer in sorted(self.layers) for metric in self.layers[layer]]
+        reduce_over_ranks(metrics)
+        values = {layer: _values(self.layers[layer]) for layer in sorted(self.layers)}
+        for metric in metrics:
+            metric.reset()
+        return on_host(values)
 
-    def reset(self) -> None:
-        for metrics in self.layers.values():
-            for metric in metrics:
-                metric.reset()
+
+def reduce_over_ranks(metrics: Sequence[Metric]) -> None:
+    """Give the states of all metrics the sum or the maximum over the ranks, in one exchange for each.
+
+    torchmetrics by itself exchanges every state on its own: hundreds of times for a deep model.
+    """
+    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    operations = (
+        (dim_zero_sum, distributed.ReduceOp.SUM),
+        (dim_zero_max, distributed.ReduceOp.MAX),
+    )
+    for reduction, operation in operations:
+        states = [
+            state
+            for metric in metrics
+            for name, its_reduction in metric._reductions.items()
+            if its_reduction is reduction and isinstance(state := getattr(metric, name), Tensor)
+        ]
+        if states:
+            # float64 holds every count exactly.
+            flat = torch.cat([state.reshape(-1).double() for state in states])
+            distributed.all_reduce(flat, operation)
+            for state, reduced in zip(states, flat.split([s.numel() for s in states]), strict=True):
+                state.copy_(reduced.view_as(state))
+
+
+def on_host(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """All of it on the CPU in one copy: whoever reads a number later waits for no device."""
+    tensors = [value for of_layer in values.values() for value in of_layer.values()]
+    if not tensors or tensors[0].device.type == "cpu":
+        return values
+    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors]).cpu()
+    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    return {
+        layer: {name: next(parts).view(value.shape) for name, value in of_layer.items()}
+        for layer, of_layer in values.items()
+    }
 
 
 def _values(metrics: list[Metric]) -> dict[str, Tensor]:

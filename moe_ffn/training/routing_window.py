@@ -53,32 +53,31 @@ class RoutingWindow:
             step: the optimizer step that has been made.
             num_steps: how many of them the window covers.
         """
-        values = self._load.compute()
-        for layer, of_tokens in self._tokens.compute().items():
+        values = self._load.close()
+        for layer, of_tokens in self._tokens.close().items():
             values[layer] |= of_tokens
-        self._load.reset()
         # Forgotten and not only reset: an interrupted window has none of them, and should not say 0.
         self._tokens = RoutingByLayer(TokenMetrics)
         routers = module.decoder.routers()
         for layer, of_layer in values.items():
             load_E = of_layer["load"]
-            of_layer["dead_experts"] = self._dead_experts(layer, load_E, num_steps)
+            self._count_idle_steps(layer, load_E, num_steps)
+            of_layer["dead_experts"] = (self._idle_steps[layer] >= self.dead_after_steps).sum()
             if num_ranks > 1:
-                of_layer["rank_max_violation"] = rank_max_violation(load_E, num_ranks)
+                computing_E = load_E[: _num_networks(module, layer, len(load_E))]
+                of_layer["rank_max_violation"] = rank_max_violation(computing_E, num_ranks)
             bias_E = routers[layer].correction_bias_E if layer in routers else None
             if bias_E is not None:
-                of_layer["bias_spread"] = bias_E.max() - bias_E.min()
+                of_layer["bias_spread"] = (bias_E.max() - bias_E.min()).cpu()
         if step - self._last_look >= self.churn_every_n_steps:
             self._last_look = step
             for layer, churn in self._probe.look(module).items():
                 values[layer]["churn"] = churn
         return values
 
-    def _dead_experts(self, layer: str, load_E: Tensor, num_steps: int) -> Tensor:
-        """How many have had no token for `dead_after_steps`."""
+    def _count_idle_steps(self, layer: str, load_E: Tensor, num_steps: int) -> None:
         before_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
         self._idle_steps[layer] = idle_steps(before_E.to(load_E.device), load_E, num_steps)
-        return (self._idle_steps[layer] >= self.dead_after_steps).sum()
 
     def state_dict(self) -> dict[str, Any]:
         """What later rows need to know of earlier steps."""
@@ -92,3 +91,10 @@ class RoutingWindow:
         self._idle_steps = state["idle_steps"]
         self._probe.chosen = state["probe"]
         self._last_look = state["last_look"]
+
+
+def _num_networks(module: LanguageModel, layer: str, num_experts: int) -> int:
+    """How many of a layer's experts have a network; zero-computation experts, which stand last, have none."""
+    number, _, inner = layer.removeprefix("layer_").partition("/")
+    ffn = module.decoder.config.layer_ffns()[int(number)]
+    return getattr(getattr(ffn, "ffn", ffn) if inner else ffn, "num_experts", num_experts)

@@ -59,7 +59,10 @@ def test_two_processes_do_what_one_does(
     first, of_two = one.rows[0], two.rows[0]
     between_ranks = {f"routing/layer_0{layer}/rank_max_violation" for layer in range(2)}
     assert of_two.keys() - first.keys() == between_ranks
-    measured = {key for key in first if key.startswith("routing/")}
+    # The balancing loss is of each batch and rank by itself, and so another number.
+    measured = {
+        key for key in first if key.startswith("routing/") and not key.endswith("/load_balance")
+    }
     assert len(measured) > 2 * 15
     for key in measured:
         assert float(of_two[key]) == pytest.approx(float(first[key]), abs=1e-4), key

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import Advice, Alarm, AlarmRules
 from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
@@ -17,7 +18,13 @@ from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConf
 
 @pytest.fixture
 def rules() -> AlarmRules:
-    advice = Advice(ObjectiveConfig(), OptimizerConfig(), TrainerConfig())
+    return make_rules()
+
+
+def make_rules(model: dict[str, Any] | None = None, **trainer: Any) -> AlarmRules:
+    """The rules of a run with these options."""
+    decoder = DecoderConfig.model_validate(model or {"ffn": "moe"})
+    advice = Advice(decoder, ObjectiveConfig(), OptimizerConfig(), TrainerConfig(**trainer))
     return AlarmRules(AlarmsConfig(after_steps=20), advice)
 
 
@@ -48,15 +55,17 @@ def watch(rules: AlarmRules, *rows: dict[str, Tensor] | float, first: int = 10) 
 
 
 COLLAPSED = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92)
-BALANCE = "raise objective.load_balance (now 0.01)"
-RATE = "lower optimizer.learning_rate (now 0.003)"
-CLIP = "trainer.gradient_clip_val (now 1)"
+BALANCE = (
+    "raise objective.load_balance (now 0.01), or take model.ffn.router.type 'sigmoid_top_k', whose bias a "
+    "rule balances"
+)
+RATE = "lower optimizer.learning_rate (now 0.003) or lower trainer.gradient_clip_val (now 1)"
 
 SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "nonfinite_logits": (
         values(nonfinite_tokens=7),
         f"step 10: layer_03: 7 tokens reached the router with NaN or infinity; something before it broke: "
-        f"{RATE} or {CLIP}",
+        f"{RATE}",
     ),
     "exploding_logits": (
         values(logit_max=83.25),
@@ -65,8 +74,8 @@ SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
     ),
     "dead_experts": (
         values(dead_experts=2),
-        f"step 10: layer_03: 2 of 4 experts had no token in 20 steps; {BALANCE}, take fewer experts, or a "
-        "larger batch",
+        f"step 10: layer_03: 2 of 4 experts had no token in 20 steps; {BALANCE}, or take fewer experts "
+        "or a larger batch",
     ),
 }
 
@@ -86,7 +95,7 @@ def test_collapse_rings_when_it_lasts(rules: AlarmRules) -> None:
     assert alarm.kind == "collapse"
     assert str(alarm) == (
         "step 20: layer_03: expert 0 takes 48% of the pairs, MaxVio 0.92 (limit 0.50), for 20 steps; "
-        f"{BALANCE}, or take router.type 'sigmoid_top_k', whose bias a rule balances"
+        f"{BALANCE}"
     )
 
 
@@ -96,7 +105,7 @@ def test_dropping_rings_when_it_lasts(rules: AlarmRules) -> None:
     assert alarm.kind == "dropped"
     assert str(alarm) == (
         "step 20: layer_03: 31% of the pairs are dropped (limit 20%), for 20 steps; "
-        f"raise capacity.factor of the layer's ffn, or {BALANCE}"
+        f"raise model.ffn.capacity.factor, or balance better: {BALANCE}"
     )
 
 
@@ -120,7 +129,7 @@ def test_a_loss_spike_is_measured_against_the_median_of_the_rows_before(rules: A
     assert (alarm.kind, alarm.layer, alarm.step) == ("loss_spike", None, 60)
     assert str(alarm) == (
         "step 60: train/loss 4.200 is 2.00 times the median of the rows before, 2.100 (limit 1.3); "
-        f"{RATE} or {CLIP}, or raise optimizer.schedule.warmup_fraction (now 0.05)"
+        f"{RATE}, or raise optimizer.schedule.warmup_fraction (now 0.05)"
     )
 
 
@@ -139,6 +148,55 @@ def test_a_trouble_rings_when_it_begins_and_not_while_it_lasts(rules: AlarmRules
     # It comes and goes: one alarm. It was gone for longer than `after_steps`: another.
     assert watch(rules, values(), broken, first=510) == []
     assert len(watch(rules, values(), values(), values(), broken, first=530)) == 1
+
+
+def test_a_trouble_that_lasts_rings_once_however_many_steps_a_row_covers(rules: AlarmRules) -> None:
+    dead = values(dead_experts=1)
+    rung = [rules.check(step, 100, 2.0, {"layer_00": dead}) for step in range(100, 700, 100)]
+    assert [len(alarms) for alarms in rung] == [1, 0, 0, 0, 0, 0]
+
+
+def test_a_loss_of_zero_has_no_spikes(rules: AlarmRules) -> None:
+    assert watch(rules, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1) == []
+
+
+def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
+    rules: AlarmRules,
+) -> None:
+    # 7.5 of 8 experts per token: MaxVio is 0.07 at worst.
+    row = values(load=[0.12, 0.13] * 4, max_violation=0.06, experts_per_token=7.5)
+    assert watch(rules, row, row, row) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (
+            {"ffn": {"type": "moe", "router": "sigmoid_top_k"}},
+            "raise objective.bias_rule.rate (now 0.001)",
+        ),
+        (
+            {"ffn": {"type": "moe", "router": "forced"}},
+            "take another model.ffn.router.type than 'forced', which learns nothing",
+        ),
+        ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at")),
+    ],
+    ids=["bias", "forced", "one layer"],
+)
+def test_advice_names_what_the_layer_has(model: dict[str, Any], advice: str) -> None:
+    assert watch(make_rules(model), COLLAPSED, COLLAPSED)[0].advice == advice
+
+
+def test_advice_on_dropping_names_the_factor() -> None:
+    rules = make_rules({"ffn": {"type": "moe", "capacity": {"factor": 1.25}}})
+    row = values(dropped_fraction=0.5)
+    (alarm,) = watch(rules, row, row)
+    assert alarm.advice.startswith("raise model.ffn.capacity.factor (now 1.25), or ")
+
+
+def test_advice_where_nothing_is_clipped() -> None:
+    (alarm,) = watch(make_rules(gradient_clip_val=0.0), float("inf"))
+    assert "or set trainer.gradient_clip_val, or" in alarm.advice
 
 
 def test_layers_ring_each_for_itself(rules: AlarmRules) -> None:
@@ -186,6 +244,26 @@ def test_the_bell_prints_keeps_and_tells_wandb(
         "advice": "lower it",
     }
     assert bell.num_alarms == 2
+
+
+def test_many_layers_are_one_line_and_one_alert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        "moe_ffn.training.alarm_bell.alert", lambda loggers, title, text: told.append(title)
+    )
+    layers = [f"layer_0{number}" for number in range(3)]
+    alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]
+    bell = AlarmBell(tmp_path / "alarms.jsonl")
+
+    bell.ring(alarms, loggers=[])
+
+    text = "alarm: step 9: layer_00: too much; raise it (and layer_01, layer_02)\n"
+    assert capsys.readouterr().err == text
+    assert told == ["collapse, layer_00"]
+    assert [json.loads(line)["layer"] for line in bell.path.read_text().splitlines()] == layers
+    assert bell.num_alarms == 3
 
 
 def test_a_bell_that_cannot_write_still_prints(

@@ -177,3 +177,18 @@ def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
     halves = two["load"].view(2, 2).sum(dim=-1)
     assert two["rank_max_violation"].item() == pytest.approx(2 * halves.max().item() - 1)
     assert "bias_spread" not in two
+
+
+def test_experts_without_a_network_are_on_no_rank(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
+) -> None:
+    moe = {"type": "moe", "num_experts": 4, "zero_computation": {"num_zero": 4}}
+    other = build_module(make_config(model={"ffn": moe}), prepared)
+    other.batch_at = module.batch_at
+
+    found = values_of(other, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+
+    halves = found["load"][:4].view(2, 2).sum(dim=-1)
+    expected = 2 * halves.max() / halves.sum() - 1
+    assert found["load"].shape == (8,)
+    assert found["rank_max_violation"].item() == pytest.approx(expected.item())
