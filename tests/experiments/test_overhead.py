@@ -1,0 +1,27 @@
+"""What observing costs, measured on the default model by the program that promises it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.overhead import MAX_OBSERVING, main
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["null", "swiglu"], ids=["moe", "moe with a shared expert"])
+def test_observing_costs_less_than_promised(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, shared: str
+) -> None:
+    main(
+        [
+            *("--rounds", "1", "--logging.wandb.mode", "disabled"),
+            *("--model.ffn.shared_expert", shared, "--data.cache_dir", str(tmp_path / "cache")),
+        ]
+    )
+
+    found = re.search(r"^observing ([\d.]+)% of the time of a step", capsys.readouterr().out, re.M)
+    assert found is not None
+    assert 0 < float(found[1]) / 100 < MAX_OBSERVING
