@@ -40,6 +40,8 @@ def _nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # It is set by the code under test, and so that it is unset at the end.
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    # As where the environment is activated: wandb's program is found by its name.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
 
 
@@ -81,6 +83,25 @@ def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: An
 
 def test_a_run_that_is_to_be_offline_needs_no_reason(start: Any) -> None:
     assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
+
+
+@pytest.mark.parametrize(
+    ("python", "program"),
+    [
+        (".venv/bin/python", ".venv/bin/wandb"),
+        ("/an environment/python", "'/an environment/wandb'"),
+    ],
+)
+def test_where_no_environment_is_activated_the_commands_name_its_wandb(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, program: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / python))
+
+    folder = "runs/mine/wandb/offline-run-1"
+    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == (
+        f"wandb: offline; look: {program} leet {folder}; upload: {program} sync {folder}"
+    )
 
 
 def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
