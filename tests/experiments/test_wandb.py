@@ -110,7 +110,9 @@ SLOW = {
         server="forbidding midway",
     ),
     "wandb's process dies midway": with_key(
-        r"wandb: HandleAbandonedError; upload what it kept: wandb sync runs/kept/wandb/run-\S+",
+        # Which of the two depends on whether the end of the run or the end of the process is first.
+        r"wandb: (HandleAbandonedError|Connection lost); "
+        r"upload what it kept: wandb sync runs/kept/wandb/run-\S+",
         server="nonsense midway",
         dies=True,
     ),
