@@ -41,7 +41,7 @@ def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> 
     ]
     print(USAGE.format(command=command))
     for title, rows in sections:
-        console.print(Text(title, style="bold"))
+        _print_indented(console, Text(title, style="bold"), 0)
         for path, value, text in rows:
             _print_indented(console, Text.assemble((f"--{path} ", "cyan"), str(value)), 2)
             if text:
