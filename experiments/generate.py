@@ -11,13 +11,19 @@ from pathlib import Path
 
 from experiments.command_line import parse_value, validate
 from experiments.exit import exit_on_bad_input
+from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.generate", description=__doc__)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, finished or interrupted, with a best checkpoint",
+    )
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
     for name, field in SampleConfig.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
@@ -27,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     # A prompt is text whatever it looks like; the rest are numbers or null.
     values = {k: v if k == "prompt" else parse_value(v, f"--{k}") for k, v in options.items()}
     sample = validate(SampleConfig, values)
+    check_has_weights(folder)
     # Only now: a mistake in the options should not wait for torch.
     from experiments.sampling import sample_text
     from experiments.saved_run import load_run

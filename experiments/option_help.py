@@ -8,7 +8,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from moe_ffn.config import Config, TaggedConfig
@@ -42,16 +41,19 @@ def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> 
     ]
     print(USAGE.format(command=command))
     for title, rows in sections:
-        console.print(Text(title, style="bold"))
+        _print_indented(console, Text(title, style="bold"), 0)
         for path, value, text in rows:
-            console.print(
-                Padding(
-                    Text.assemble((f"--{path} ", "cyan"), str(value)), (0, 0, 0, 2), expand=False
-                )
-            )
+            _print_indented(console, Text.assemble((f"--{path} ", "cyan"), str(value)), 2)
             if text:
-                console.print(Padding(Text(text, style="dim"), (0, 0, 0, 6), expand=False))
+                _print_indented(console, Text(text, style="dim"), 6)
         console.print()
+
+
+def _print_indented(console: Console, text: Text, indent: int) -> None:
+    """Without the spaces with which rich fills the lines of a text that it wraps."""
+    for line in text.wrap(console, console.width - indent):
+        line.rstrip()
+        console.print(Text(" " * indent).append_text(line))
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""The folder of one run: made once, never written over."""
+"""The folder of one run: made once, never written over; and what a reader may find in it."""
 
 from __future__ import annotations
 
@@ -76,6 +76,35 @@ def _writing_to(parent: Path) -> Iterator[None]:
         ) from error
 
 
+def check_is_run(folder: Path) -> None:
+    """ConfigError where this is no folder of a run, with a hint of what it is."""
+    if not folder.is_dir():
+        what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
+        raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
+    if _is_run(folder):
+        return
+    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_run(path))
+    raise ConfigError(
+        f"'{folder}' is no run: it has no {CONFIG_FILE}; "
+        + (
+            f"it holds runs; give one of them, such as {folder / inside[0]}"
+            if inside
+            else "give the folder of a run, such as runs/my-run"
+        )
+    )
+
+
+def check_has_weights(folder: Path) -> None:
+    """ConfigError where no trained model can be read from this folder."""
+    check_is_run(folder)
+    for name in (CONFIG_FILE, TOKENIZER_FILE, BEST_CHECKPOINT):
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"'{folder}' has no {name}, so no model to load; give a run that has come to its "
+                "first validation"
+            )
+
+
 def git_revision() -> str | None:
     """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
     try:
@@ -90,6 +119,10 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 
 
 def _output_dir(config: TrainConfig) -> Path:

@@ -1,4 +1,4 @@
-"""A finished run, read back from its folder."""
+"""A run's best model, read back from its folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 from experiments.command_line import read_yaml, validate
 from experiments.config import TrainConfig
-from experiments.run_folder import BEST_CHECKPOINT, CONFIG_FILE, TOKENIZER_FILE
+from experiments.run_folder import (
+    BEST_CHECKPOINT,
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    check_has_weights,
+)
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Decoder
 
 _PREFIX = "decoder."
@@ -29,11 +33,9 @@ def load_run(folder: Path) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: the folder is no finished run.
+        ConfigError: this is no run's folder, or one without a checkpoint.
     """
-    for name in (CONFIG_FILE, TOKENIZER_FILE, BEST_CHECKPOINT):
-        if not (folder / name).is_file():
-            raise ConfigError(f"'{folder}' is no finished run: it has no {name}")
+    check_has_weights(folder)
     config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
     values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     tokenizer = config.data.tokenizer.restore(values)

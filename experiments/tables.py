@@ -111,7 +111,7 @@ def load_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
             *cells,
             f"{values['max_violation'].item():.2f}",
             f"{values['entropy'].item():.2f}",
-            f"{values['dropped_fraction'].item():.1%}",
+            f"{_percent(values['dropped_fraction'].item())}%",
         )
     return table
 
@@ -120,7 +120,13 @@ def _shade(share: float, fair: float) -> Text:
     """Green near the fair share, yellow beyond a factor 1.5 either way, red beyond 3."""
     ratio = max(share / fair, fair / share) if share > 0 else float("inf")
     style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
-    return Text(f"{100 * share:4.1f}", style=style)
+    return Text(f"{_percent(share):>4}", style=style)
+
+
+def _percent(share: float) -> str:
+    """`<0.1` where there is something that would round to nothing."""
+    text = f"{100 * share:.1f}"
+    return "<0.1" if share > 0 and text == "0.0" else text
 
 
 def _counts(total: int, active: int, flops: int) -> list[str]:

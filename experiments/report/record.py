@@ -22,8 +22,8 @@ from experiments.run_folder import (
     METRICS_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
+    check_is_run,
 )
-from moe_ffn.errors import ConfigError
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -161,27 +161,6 @@ def read_run(folder: Path, name: str | None = None) -> Run:
             for v in _lines(folder / ALARMS_FILE)
         ],
     )
-
-
-def check_is_run(folder: Path) -> None:
-    if not folder.is_dir():
-        what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
-        raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
-    if _is_run(folder):
-        return
-    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_run(path))
-    raise ConfigError(
-        f"'{folder}' is no run: it has no {CONFIG_FILE}; "
-        + (
-            f"it holds runs; give one of them, such as {folder / inside[0]}"
-            if inside
-            else "give the folder of a run, such as runs/my-run"
-        )
-    )
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 
 
 def _state(folder: Path, metrics: Mapping[str, Series], *, finished: bool) -> State:

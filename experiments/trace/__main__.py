@@ -14,11 +14,13 @@ from pathlib import Path
 
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.exit import exit_on_bad_input
+from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
+    check_has_weights(given.run)
     layers = None if given.layers is None else parse_layers(given.layers)
     text = read_text(given.text)
     if given.html is not None:
@@ -86,7 +88,12 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 def _parser() -> argparse.ArgumentParser:
     what = "Shows which experts each token of a text goes to, layer by layer."
     parser = argparse.ArgumentParser(prog="python -m experiments.trace", description=what)
-    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, finished or interrupted, with a best checkpoint",
+    )
     parser.add_argument("--text", required=True, help="the text; - reads standard input")
     parser.add_argument("--layers", help="these layers alone, as in 0,3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")

@@ -27,8 +27,8 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Wa
         layers: show these alone; None shows all that route.
 
     Raises:
-        ConfigError: no finished run, a run that routes nothing, a text that is too long for it, or a
-            layer that it does not route in.
+        ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for
+            it, or a layer that it does not route in.
     """
     run = load_run(folder)
     ids = run.tokenizer.encode(text).tolist()

@@ -31,7 +31,13 @@ _STYLE = """
 .pair.dropped { color: var(--quiet); border-style: dashed; }
 .pair.dropped s b { font-weight: normal; }
 .pair.through { color: var(--ink); border-color: var(--line); }
+@media (pointer: coarse) { .hint { display: none; } }
 """
+
+_COLOURS = (
+    "A colour stands for an expert's number within its layer: the same colour in another layer is "
+    "another expert."
+)
 
 
 def page(way: Way) -> str:
@@ -48,12 +54,15 @@ def page(way: Way) -> str:
     rows = "\n".join(_row(token, way, predicts) for token in way.tokens)
     means = "".join(f"<td>{_mean_entropy(way, layer)}</td>" for layer in way.layers)
     means += "<td></td>" if predicts else ""
-    explained = "\n".join(f"<li>{escape(line)}</li>" for line in legend(way))
+    lines = legend(way)
+    if any(not layer.is_gate for layer in way.layers):
+        lines.append(_COLOURS)
+    explained = "\n".join(f"<li>{escape(line)}</li>" for line in lines)
     count = f"{len(way.tokens)} token{'' if len(way.tokens) == 1 else 's'}"
     body = (
         "<h1>One text's way through the experts</h1>\n"
-        f'<p class="quiet">Run {escape(way.run)}, {count}. Rest the pointer on a cell '
-        "for the scores behind it.</p>\n"
+        f'<p class="quiet">Run {escape(way.run)}, {count}.'
+        '<span class="hint"> Rest the pointer on a cell for the scores behind it.</span></p>\n'
         '<div class="scroll"><table class="way">\n'
         f'<thead><tr><th scope="col">token</th>{heads}</tr></thead>\n'
         f"<tbody>\n{rows}\n</tbody>\n"

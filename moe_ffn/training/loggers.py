@@ -47,10 +47,18 @@ def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
 def close(loggers: Iterable[Logger], status: str = "success") -> None:
     """Write out what is pending. wandb's run ends here, so that a process may hold several.
 
+    One that fails, as on a full disk, keeps no other from ending; the first error is raised then.
+
     Args:
         status: how the run ended, `success` or `failed`.
     """
+    errors: list[Exception] = []
     for logger in loggers:
-        logger.finalize(status)
+        try:
+            logger.finalize(status)
+        except Exception as error:
+            errors.append(error)
         if isinstance(logger, WandbRun):
             logger.finish(status)
+    if errors:
+        raise errors[0]

@@ -123,7 +123,7 @@ def wandb_logger(
         run = start("offline")
     except Exception as error:
         return None, f"wandb: off ({_reason(error)}), metrics are in metrics.csv"
-    look = f"wandb leet {_folder(run)}"
+    look = f"{_command()} leet {_folder(run)}"
     line = f"wandb: offline{why_offline}; look: {look}; upload: {sync_command(run)}"
     return WandbRun(run, online=False), line
 
@@ -179,11 +179,22 @@ def _reason(error: Exception) -> str:
 
 def sync_command(run: Any) -> str:
     """What uploads a run from where a person stands."""
-    return f"wandb sync {_folder(run)}"
+    return f"{_command()} sync {_folder(run)}"
+
+
+def _command() -> str:
+    """The client's program; where no environment is activated, the one beside this Python."""
+    if shutil.which("wandb") is not None:
+        return "wandb"
+    return _from_here(Path(sys.executable).parent / "wandb")
 
 
 def _folder(run: Any) -> str:
-    path = Path(run.dir).parent
+    return _from_here(Path(run.dir).parent)
+
+
+def _from_here(path: Path) -> str:
+    """The path as a person would type it into a shell."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 

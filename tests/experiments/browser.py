@@ -55,13 +55,15 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(
-    browser: Browser, path: Path, *, width: int = DESKTOP, dark: bool = False
+    browser: Browser, path: Path, *, width: int = DESKTOP, dark: bool = False, touch: bool = False
 ) -> Iterator[Opened]:
-    """Open a file from disk with the network off."""
+    """Open a file from disk with the network off; `touch` where a finger is all that points."""
     context = browser.new_context(
         viewport={"width": width, "height": 900},
         color_scheme="dark" if dark else "light",
         offline=True,
+        has_touch=touch,
+        is_mobile=touch,
     )
     page = context.new_page()
     errors: list[str] = []

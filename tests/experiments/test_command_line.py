@@ -290,6 +290,20 @@ def test_help_names_every_section_and_option_in_under_three_seconds() -> None:
     assert not [line for line in done.stdout.splitlines() if len(line) > 100]
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_fits_the_terminal_and_ends_no_line_in_spaces(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        parse("--help")
+
+    _, _, options = capsys.readouterr().out.partition("type` drops the options of the old one.\n")
+    assert "\n  --model.ffn.type moe\n" in options
+    assert [line for line in options.splitlines() if line != line.rstrip()] == []
+    assert max(map(len, options.splitlines())) <= columns
+
+
 def _children_seconds() -> float:
     times = os.times()
     return times.children_user + times.children_system

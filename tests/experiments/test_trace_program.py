@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -361,6 +364,31 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
 
 
+@pytest.mark.parametrize("touch", [False, True])
+def test_only_a_reader_with_a_pointer_is_told_to_rest_it(
+    browser: Browser, tmp_path: Path, touch: bool
+) -> None:
+    path = tmp_path / "way.html"
+    path.write_text(page(small_way()), encoding="utf-8")
+
+    with opened(browser, path, touch=touch) as found:
+        assert found.page.locator("h1 + p").inner_text() == "Run tiny, 2 tokens." + (
+            "" if touch else " Rest the pointer on a cell for the scores behind it."
+        )
+
+
+def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
+    colours = (
+        "<li>A colour stands for an expert&#x27;s number within its layer: the same colour in "
+        "another layer is another expert.</li>"
+    )
+    way = small_way()
+    gates = tuple(layer for layer in way.layers if layer.is_gate)
+
+    assert colours in page(way)
+    assert colours not in page(replace(way, layers=gates)), "a gate has none"
+
+
 def test_a_long_token_leaves_room_for_its_way(browser: Browser, tmp_path: Path) -> None:
     way = wide_way(4, 8)
     path = tmp_path / "way.html"
@@ -385,16 +413,62 @@ def refused(trace: Trace, *argv: str | Path) -> str:
     return err.removeprefix("error: ").removesuffix("\n")
 
 
-def test_no_run_and_an_unfinished_one_are_refused(trace: Trace, moe_run: Any) -> None:
-    said = refused(trace, "runs/no", "--text", "a")
-    assert said == "'runs/no' is no finished run: it has no config.yaml"
+def test_what_is_no_run_is_refused(trace: Trace, moe_run: Any) -> None:
+    absent = "'runs/no' does not exist; give the folder of a run, such as runs/my-run"
+    assert refused(trace, "runs/no", "--text", "a") == absent
 
+    parent, run = moe_run.folder.parent, moe_run.folder
+    assert refused(trace, parent, "--text", "a") == (
+        f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as {run}"
+    )
+
+
+def test_a_run_without_a_checkpoint_is_refused(trace: Trace, moe_run: Any) -> None:
     unfinished = Path("unfinished")
     unfinished.mkdir()
     for name in ("config.yaml", "tokenizer.json"):
         (unfinished / name).write_bytes((moe_run.folder / name).read_bytes())
-    said = refused(trace, "unfinished", "--text", "a")
-    assert said == "'unfinished' is no finished run: it has no checkpoints/best.ckpt"
+
+    assert refused(trace, "unfinished", "--text", "a") == (
+        "'unfinished' has no checkpoints/best.ckpt, so no model to load; give a run that has come to "
+        "its first validation"
+    )
+
+
+def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
+    shutil.copytree(moe_run.folder, "interrupted", ignore=shutil.ignore_patterns("summary.json"))
+
+    code, out, err = trace("interrupted", "--text", TEXT)
+
+    assert (code, err) == (0, "")
+    assert "layer 0" in out
+
+
+@pytest.mark.parametrize("program", ["trace.__main__", "generate"])
+def test_what_is_no_run_is_refused_without_waiting_for_torch(program: str) -> None:
+    code = f"""
+import sys
+from experiments.{program} import main
+from moe_ffn.errors import ConfigError
+try:
+    main(["runs/no", *sys.argv[1:]])
+except ConfigError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+    options = ["--text", "a"] if program == "trace.__main__" else []
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.stderr, done.stdout) == (
+        "",
+        "'runs/no' does not exist; give the folder of a run, such as runs/my-run\nFalse\n",
+    )
 
 
 def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: Path) -> None:

@@ -1,7 +1,8 @@
 """The program with the real wandb client, in situations that make it ask, wait or fail.
 
 Each run is a process of its own, with a home folder of its own. Where a server is needed, it is a
-stand-in on this machine (`fake_wandb.py`).
+stand-in on this machine (`fake_wandb.py`). The quick suite has one situation of each kind, here or with
+the client in its own process (`tests/training/test_wandb_client.py`); `make test-slow` has them all.
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ DEFAULT = {
     "key, a server that never answers": with_key(
         rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
     ),
+    "network silent midway": with_key(TIMED_OUT, server="silent midway"),
+    "not installed, leftover folder wandb": Situation(
+        r"wandb: not installed, metrics are in metrics\.csv \(pip install wandb\)",
+        files={"wandb/latest-run/run.log": ""},
+        installed=False,
+        kept=False,
+    ),
 }
 SLOW = {
     "no key, no terminal": Situation(NO_KEY),
@@ -95,7 +103,6 @@ SLOW = {
     "key and a server": with_key(
         r"wandb: online, http://127\.0\.0\.1:\d+/me/moe_ffn/runs/\w+", server="well"
     ),
-    "network silent midway": with_key(TIMED_OUT, server="silent midway"),
     "network gone midway": with_key(TIMED_OUT, server="gone midway"),
     "server failing midway": with_key(TIMED_OUT, server="failing midway"),
     "key withdrawn midway": with_key(
@@ -103,7 +110,9 @@ SLOW = {
         server="forbidding midway",
     ),
     "wandb's process dies midway": with_key(
-        r"wandb: HandleAbandonedError; upload what it kept: wandb sync runs/kept/wandb/run-\S+",
+        # Which of the two depends on whether the end of the run or the end of the process is first.
+        r"wandb: (HandleAbandonedError|Connection lost); "
+        r"upload what it kept: wandb sync runs/kept/wandb/run-\S+",
         server="nonsense midway",
         dies=True,
     ),
@@ -130,12 +139,6 @@ SLOW = {
     "leftover folder wandb": Situation(NO_KEY, files={"wandb/latest-run/run.log": ""}),
     "not installed": Situation(
         r"wandb: not installed, metrics are in metrics\.csv \(pip install wandb\)",
-        installed=False,
-        kept=False,
-    ),
-    "not installed, leftover folder wandb": Situation(
-        r"wandb: not installed, metrics are in metrics\.csv \(pip install wandb\)",
-        files={"wandb/latest-run/run.log": ""},
         installed=False,
         kept=False,
     ),

@@ -88,11 +88,12 @@ def train(
 
 
 def client_environment(home: Path) -> dict[str, str]:
-    """This process's, without anybody's wandb settings."""
+    """This process's, activated, without anybody's wandb settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
     return {
         **kept,
         "HOME": str(home),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "200",
         "OMP_NUM_THREADS": "1",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +66,19 @@ def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither settings nor a key of anybody, in a folder of the test's own."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    # It is set by the code under test, and so that it is unset at the end.
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    # As where the environment is activated: wandb's program is found by its name.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

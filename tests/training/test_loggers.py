@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from stub_wandb import StubRun
 
 from moe_ffn.training.loggers import alert, close, columns, csv_logger
@@ -39,6 +40,12 @@ def test_the_csv_has_the_columns(run_folder: Path) -> None:
             {"load/expert_00": "0.25", "load/expert_01": "0.75", "loss": "", "step": "4"},
             {"load/expert_00": "", "load/expert_01": "", "loss": "1.5", "step": "5"},
         ]
+
+
+@pytest.fixture(autouse=True)
+def _activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment, so that wandb's program is found by its name."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
 
 
 @pytest.fixture
@@ -102,3 +109,19 @@ def test_closing_says_how_to_upload_what_was_not(
         "wandb: Timed out finishing run; "
         "upload what it kept: wandb sync '/somewhere else/wandb/run-1'\n"
     )
+
+
+class FullDisk(CSVLogger):
+    """Cannot write what is pending."""
+
+    def finalize(self, status: str) -> None:
+        raise OSError(28, f"No space left on device, {self.root_dir}")
+
+
+def test_a_logger_that_cannot_end_keeps_no_other_from_ending() -> None:
+    run = StubRun()
+
+    with pytest.raises(OSError, match="No space left on device, first"):
+        close([FullDisk("first"), WandbRun(run, online=True), FullDisk("second")], "failed")
+
+    assert run.exit_codes == [1]

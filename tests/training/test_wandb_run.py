@@ -1,46 +1,28 @@
-"""What becomes of wandb without a key, a network or a package; rows; a resumed run.
+"""What becomes of wandb without a key, a network or a package; rows.
 
-The last tests use the real client. In whole runs of the program, it is in
-`tests/experiments/test_wandb.py`.
+With the real client: `test_wandb_client.py`, and `tests/experiments/test_wandb.py` for whole runs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 from stub_wandb import StubRun, StubWandb
-from wandb_records import history, inspect
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.config import TrainConfig
-from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.loggers import close
 from moe_ffn.training.wandb_run import WandbRun, wandb_logger
+
+pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 
 COMMANDS = (
     "look: wandb leet runs/mine/wandb/offline-run-1; "
     "upload: wandb sync runs/mine/wandb/offline-run-1"
 )
-
-
-@pytest.fixture(autouse=True)
-def _nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
-        monkeypatch.delenv(name)
-    # It is set by the code under test, and so that it is unset at the end.
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -81,6 +63,25 @@ def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: An
 
 def test_a_run_that_is_to_be_offline_needs_no_reason(start: Any) -> None:
     assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
+
+
+@pytest.mark.parametrize(
+    ("python", "program"),
+    [
+        (".venv/bin/python", ".venv/bin/wandb"),
+        ("/an environment/python", "'/an environment/wandb'"),
+    ],
+)
+def test_where_no_environment_is_activated_the_commands_name_its_wandb(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, program: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / python))
+
+    folder = "runs/mine/wandb/offline-run-1"
+    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == (
+        f"wandb: offline; look: {program} leet {folder}; upload: {program} sync {folder}"
+    )
 
 
 def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
@@ -182,89 +183,3 @@ def test_a_row_that_fails_stops_nothing(capsys: pytest.CaptureFixture[str]) -> N
     logger.log_metrics({"loss": 0.5}, step=2)
 
     assert capsys.readouterr().err == "wandb: Broken pipe; metrics go to metrics.csv alone\n"
-
-
-# -- the real client
-
-
-@pytest.fixture
-def real_wandb() -> Iterator[Any]:
-    import wandb
-
-    yield wandb
-    wandb.teardown()
-
-
-def test_a_file_where_wandb_would_write_is_no_hindrance(real_wandb: Any, tmp_path: Path) -> None:
-    run_dir = tmp_path / "mine"
-    run_dir.mkdir()
-    (run_dir / "wandb").write_text("in the way")
-
-    logger, line = wandb_logger(WandbConfig(mode="offline"), run_dir, [], {})
-
-    assert logger is None
-    assert line.startswith("wandb: off (")
-    assert line.endswith("), metrics are in metrics.csv")
-
-
-class KilledError(Exception):
-    pass
-
-
-class KillAfterValidation(Callback):
-    """Saves and breaks off once the first validation is over."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.save_checkpoint(self.checkpoint)
-        raise KilledError
-
-
-def test_a_resumed_run_goes_on_as_the_same_wandb_run(
-    real_wandb: Any,
-    make_config: Callable[..., TrainConfig],
-    prepared: PreparedData,
-    run_folder: Path,
-) -> None:
-    config = make_config(
-        model={"ffn": {"type": "moe", "num_experts": 4}},
-        trainer={"accelerator": "cpu"},
-        logging={"every_n_steps": 1},
-    )
-    checkpoint = run_folder / "cut.ckpt"
-    with pytest.raises(KilledError):
-        _fit(config, prepared, run_folder, [KillAfterValidation(checkpoint)])
-    _fit(config, prepared, run_folder, [], resume_from=checkpoint)
-
-    folders = sorted((run_folder / "wandb").glob("offline-run-*"))
-    first, second = [inspect(folder, dict(os.environ)) for folder in folders]
-    ids = {r["run"]["run_id"] for r in [*first, *second] if r["type"] == "run"}
-    assert len(ids) == 1
-    rows = history([*first, *second])
-    steps = {"train/loss": list(range(1, 13)), "validation/loss": [4, 8, 12]}
-    for key, expected in steps.items():
-        assert [row["trainer/global_step"] for row in rows if key in row] == expected, key
-    assert len(rows) == 12 + 3
-
-
-def _fit(
-    config: TrainConfig,
-    data: PreparedData,
-    folder: Path,
-    callbacks: list[Callback],
-    resume_from: Path | None = None,
-) -> None:
-    torch.manual_seed(0)
-    module = build_module(config, data)
-    logger, _ = wandb_logger(WandbConfig(mode="offline"), folder, [], {})
-    assert logger is not None
-    trainer = build_trainer(
-        config, folder, "32-true", [logger], make_callbacks(config, data, folder)
-    )
-    trainer.callbacks.extend(callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
-    finally:
-        close([logger])
