@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from experiments.report.markup import number, short, text
+from experiments.report.markup import layer_name, number, short, text
 from experiments.report.record import Alarm, Run
-from experiments.report.routing import layer_name
 
 STATES = {
     "waiting": ("warn", "waiting for the first row"),

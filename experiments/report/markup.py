@@ -35,6 +35,12 @@ def short(count: Any) -> str:
     return f"{count:.0f}"
 
 
+def layer_name(layer: str) -> str:
+    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
+    number, *parts = layer.removeprefix("layer_").split("/")
+    return " ".join([str(int(number)), *parts])
+
+
 def table(
     caption: str, headers: Sequence[str], rows: Iterable[Sequence[str]], kind: str = ""
 ) -> str:

@@ -119,17 +119,20 @@ class Run:
         }
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     """The runs, each under a name of its own: its folder's, or its path where two are the same."""
     names = [folder.resolve().name for folder in folders]
     return [
-        read_run(folder, str(folder) if names.count(name) > 1 else name)
+        read_run(folder, str(folder) if names.count(name) > 1 else name, has_ended=has_ended)
         for folder, name in zip(folders, names, strict=True)
     ]
 
 
-def read_run(folder: Path, name: str | None = None) -> Run:
+def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
     """
+    Args:
+        has_ended: nobody trains it any more; otherwise its files decide, by when they were written.
+
     Raises:
         ConfigError: this is no folder of a run.
     """
@@ -140,7 +143,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        state=_state(folder, metrics, finished=bool(summary)),
+        state=_state(folder, metrics, is_finished=bool(summary), has_ended=has_ended),
         metrics=metrics,
         config=_yaml_mapping(text),
         config_text=text,
@@ -184,9 +187,13 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 
 
-def _state(folder: Path, metrics: Mapping[str, Series], *, finished: bool) -> State:
-    if finished:
+def _state(
+    folder: Path, metrics: Mapping[str, Series], *, is_finished: bool, has_ended: bool
+) -> State:
+    if is_finished:
         return "finished"
+    if has_ended:
+        return "interrupted"
     files = [folder / name for name in WATCHED]
     written = [path.stat().st_mtime for path in files if path.is_file()]
     rows = max(map(len, metrics.values()), default=0)

@@ -19,6 +19,7 @@ from experiments.report.figures import (
     load_figure,
     square_figure,
 )
+from experiments.report.markup import layer_name
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
 
@@ -213,12 +214,6 @@ def coactivation_plots(run: Run) -> list[Plot]:
     if len(chosen) < len(found):
         note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
     return [Plot("Co-activation", figures, note)]
-
-
-def layer_name(layer: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
-    number, *parts = layer.removeprefix("layer_").split("/")
-    return " ".join([str(int(number)), *parts])
 
 
 def _found(run: Run, measure: Measure) -> dict[str, Series]:

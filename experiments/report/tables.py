@@ -15,9 +15,8 @@ from experiments.report.headline import (
     tokens_per_second,
     validation_loss,
 )
-from experiments.report.markup import NONE, number, short, table, text
+from experiments.report.markup import NONE, layer_name, number, short, table, text
 from experiments.report.record import Run
-from experiments.report.routing import layer_name
 
 MOST_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""

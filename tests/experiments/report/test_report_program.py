@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from synthetic_run import age, write_run
+from without_plotly import WITHOUT_PLOTLY
 
 from experiments.exit import exit_on_bad_input
 from experiments.report import page
@@ -16,6 +17,7 @@ from experiments.report.__main__ import main
 from experiments.report.watch import watch
 
 Program = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -105,17 +107,23 @@ def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: s
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_without_plotly_it_says_what_to_install(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dense(Path("a"))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        page.importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own, where no module was imported before."""
+    run = dense(tmp_path / "a")
+    code = WITHOUT_PLOTLY + (
+        "from experiments.report.__main__ import main; sys.exit(exit_on_bad_input(main))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
     )
 
     message = "error: the report needs plotly; install it with: pip install plotly\n"
-    assert program("a") == (2, "", message)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not (run / "report.html").exists()
 
 
 def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,3 +198,13 @@ def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
     age(run, 5000)
     page.write_report([run], run / "report.html", reload_every=5)
     assert not reloads(run / "report.html")
+
+
+def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
+    assert shown.state == "interrupted"
+    assert not reloads(run / "report.html")
+    whole = dense(Path("whole"))
+    (shown,) = page.write_report([whole], whole / "report.html", has_ended=True)
+    assert shown.state == "finished"
