@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="write again whenever a file of a run changed, until all runs have ended",
+        help="wait for the runs, and write again whenever a file of one changed, until all have ended",
     )
     parser.add_argument(
         "--every", default="10", metavar="SECONDS", help="how often --watch looks (default: 10)"

@@ -86,8 +86,8 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
             "'runs' cannot be written (Is a directory); choose another file with --output",
         ),
         (
-            ["--watch", "absent"],
-            "'absent' does not exist; give the folder of a run, such as runs/my-run",
+            ["--watch", "runs"],
+            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
         ),
         (
             ["runs/a", "--watch", "--every", "0"],
@@ -161,6 +161,72 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
     assert said == ["run/report.html is kept current; Ctrl-C ends it", "finished: run/report.html"]
     assert not reloads(output)
     assert "2.0000" in output.read_text()
+
+
+def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> None:
+    run, said, looks = Path("runs/x"), [], []
+
+    def begin(_seconds: float) -> None:
+        looks.append(run.exists())
+        if len(looks) == 2:
+            run.mkdir(parents=True)
+        if len(looks) == 4:
+            write_run(Path("made"), experts=0, rows=20)
+            Path("made").rename(run)
+
+    watch([run], Path("page.html"), 7, said.append, begin)
+
+    assert looks == [False, False, True, True]
+    assert said == [
+        "waiting for runs/x",
+        "page.html is kept current; Ctrl-C ends it",
+        "finished: page.html",
+    ]
+
+
+def test_ctrl_c_while_nothing_has_begun(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+
+    said = "waiting for x\nno longer waited for; x/report.html was not written\n"
+    assert program("--watch", "x") == (0, said, "")
+
+
+def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
+    run, said = dense(Path("run"), is_finished=False), []
+
+    def fall_silent(_seconds: float) -> None:
+        age(run, 5000)
+
+    watch([run], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "interrupted: page.html"
+    assert not reloads(Path("page.html"))
+
+    watch([run, dense(Path("whole"))], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "finished, but run was interrupted: page.html"
+
+
+def test_a_page_is_followed_through_a_moment_in_which_it_cannot_be_made(program: Program) -> None:
+    run, said, looks = dense(Path("run"), is_finished=False), [], []
+
+    def go_on(_seconds: float) -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            run.rename("away")
+        if len(looks) == 4:
+            Path("away").rename(run)
+            (run / "summary.json").write_text('{"validation_loss": 2.0}')
+
+    watch([run], Path("page.html"), 7, said.append, go_on)
+
+    assert said == [
+        "page.html is kept current; Ctrl-C ends it",
+        "'run' does not exist; give the folder of a run, such as runs/my-run; looking again every 7 s",
+        "finished: page.html",
+    ]
+    assert "2.0000" in Path("page.html").read_text()
 
 
 def test_an_unchanged_run_is_not_written_again(program: Program) -> None:
