@@ -219,7 +219,7 @@ def test_a_plot_says_its_values_to_who_points_at_it(moe: Opened) -> None:
     assert loss.startswith("step 3")
     assert "training : 1." in loss
     load = hover(moe.page, "Load, layer 0")
-    assert load.startswith("step 310, expert 4")
+    assert load.startswith("step 310, expert 3"), "expert 0 is at the top"
     assert "% of the pairs, " in load
     assert load.endswith(" times the even share")
     assert "layer 3 : " in hover(moe.page, "Dropped")
@@ -248,7 +248,7 @@ def test_a_layer_is_chosen_from_many(browser: Browser, page_of: Pages) -> None:
         plot = found.page.locator('.plot[aria-label="Load of each expert"]')
         shares = "plot => plot.data[0].customdata[1].at(-1)"
         assert plot.evaluate(shares) > 0
-        found.page.select_option('select[data-plot="plot-6"]', label="layer 1")
+        found.page.select_option('select[data-plot="plot-7"]', label="layer 1")
         assert plot.evaluate(shares) == 0, "expert 1 of layer 1 is dead"
         assert found.errors == []
 

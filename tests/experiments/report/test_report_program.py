@@ -57,6 +57,13 @@ def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> N
     assert "<title>a, b</title>" in Path("runs/report.html").read_text()
 
 
+def test_one_run_given_twice_is_one_run(program: Program) -> None:
+    dense(Path("runs/a"))
+
+    assert program("runs/a", "runs/b/../a/", "./runs/a")[0] == 0
+    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
+
+
 def test_the_page_may_go_elsewhere(program: Program) -> None:
     dense(Path("a"))
 
