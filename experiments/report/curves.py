@@ -48,8 +48,9 @@ def curve_plots(run: Run) -> list[Plot]:
 def _loss(run: Run) -> Plot | None:
     unigram = run.summary.get("unigram_loss")
     keys = {"training": "train/loss", "validation": "validation/loss"}
-    is_known = isinstance(unigram, int | float) and math.isfinite(unigram)
-    levels = {"unigram model": unigram} if is_known else {}
+    levels: dict[str, float] = {}
+    if isinstance(unigram, int | float) and math.isfinite(unigram):
+        levels["unigram model"] = unigram
     return _curve(run, "Loss", LOSS, keys, levels=levels, is_wide=True)
 
 
