@@ -41,7 +41,7 @@ from experiments.run_folder import (
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import first_line
 from moe_ffn.training.data_module import TokenData, validation_batches
 from moe_ffn.training.loggers import close
 from moe_ffn.training.module import LanguageModel
@@ -87,11 +87,11 @@ def train(config: TrainConfig) -> None:
         status = "success"
     except SystemExit:  # Lightning's answer to Ctrl-C
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
-        if is_main:
-            add_report(folder)
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         close(loggers, status)
+        if is_main and status == "failed":
+            add_report(folder)
     if is_main:
         results = make_results(config, data, callbacks, folder)
         results.write()
@@ -110,11 +110,11 @@ def write_run_files(
 
 
 def add_report(folder: Path) -> None:
-    """The run as a page, `report.html`; a line where it cannot be made, since the run itself is whole."""
+    """The run, which has ended, as a page, `report.html`; one line where that cannot be made."""
     try:
-        write_report([folder], folder / REPORT_FILE)
-    except ConfigError as error:
-        print(f"{REPORT_FILE}: {error}", file=sys.stderr)
+        write_report([folder], folder / REPORT_FILE, has_ended=True)
+    except Exception as error:  # of any kind: a run is not to be lost to its page
+        print(f"{REPORT_FILE}: {first_line(error)}", file=sys.stderr)
 
 
 def finish_validation(

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="write again whenever a file of a run changed, until all runs have ended",
+        help="wait for the runs, and write again whenever a file of one changed, until all have ended",
     )
     parser.add_argument(
         "--every", default="10", metavar="SECONDS", help="how often --watch looks (default: 10)"
@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
 def default_output(folders: Sequence[Path]) -> Path:
     """In the run, or, of several, in the folder that holds the first."""
     first = folders[0]
-    return (first if len(folders) == 1 else first.resolve().parent) / "report.html"
+    is_one = len({folder.resolve() for folder in folders}) == 1
+    return (first if is_one else first.resolve().parent) / "report.html"
 
 
 def _seconds(text: str) -> float:

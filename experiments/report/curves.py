@@ -14,11 +14,21 @@ MOST_POINTS = 500
 """Of a curve: more than a screen has pixels for."""
 
 LOSS = Unit("loss (nats per token)", ".4f")
+OBJECTIVE = Unit("objective (nats per token)", ".4f")
 BITS = Unit("bits per byte", ".4f")
 RATE = Unit("learning rate", ".3~g")
 NORM = Unit("gradient norm (L2)")
 SPEED = Unit("tokens per second", ",.0f")
-PART = Unit("loss (dimensionless)", ".4~g")
+PART = Unit("loss, before its weight", ".4~g")
+
+NOT_BALANCING = {"loss", "objective", "learning_rate", "gradient_norm", "tokens_per_second"}
+"""What stands under `train/` beside the balancing losses, of which a run may have any."""
+
+BALANCING_NOTES = {
+    "load_balance": "Load balance is 1 where every expert takes the same.",
+    "router_z": "Router z is in squared nats.",
+    "router_entropy": "Router entropy is in nats.",
+}
 
 
 def curve_plots(run: Run) -> list[Plot]:
@@ -29,13 +39,8 @@ def curve_plots(run: Run) -> list[Plot]:
         _curve(run, "Throughput", SPEED, {"training": "train/tokens_per_second"}),
         _curve(run, "Learning rate", RATE, {"learning rate": "train/learning_rate"}),
         _curve(run, "Gradient norm", NORM, {"gradient norm": "train/gradient_norm"}),
-        _curve(
-            run,
-            "Balancing losses",
-            PART,
-            {"load balance": "train/load_balance", "router z": "train/router_z"},
-            "Before their weights; load balance is 1 where every expert takes the same. ",
-        ),
+        _objective(run),
+        _balancing_losses(run),
     ]
     return [plot for plot in plots if plot is not None]
 
@@ -43,8 +48,28 @@ def curve_plots(run: Run) -> list[Plot]:
 def _loss(run: Run) -> Plot | None:
     unigram = run.summary.get("unigram_loss")
     keys = {"training": "train/loss", "validation": "validation/loss"}
-    levels = {"unigram model": unigram} if isinstance(unigram, int | float) else {}
+    levels: dict[str, float] = {}
+    if isinstance(unigram, int | float) and math.isfinite(unigram):
+        levels["unigram model"] = unigram
     return _curve(run, "Loss", LOSS, keys, levels=levels, is_wide=True)
+
+
+def _objective(run: Run) -> Plot | None:
+    """Nothing where it is the loss alone."""
+    loss, objective = run.series("train/loss"), run.series("train/objective")
+    if objective.values.tobytes() == loss.values.tobytes():
+        return None
+    keys = {"objective": "train/objective", "training loss": "train/loss"}
+    note = "What is minimised: the loss and the weighted balancing losses. "
+    return _curve(run, "Objective", OBJECTIVE, keys, note) if objective else None
+
+
+def _balancing_losses(run: Run) -> Plot | None:
+    names = [key.removeprefix("train/") for key in run.metrics if key.startswith("train/")]
+    names = sorted(set(names) - NOT_BALANCING)
+    notes = [BALANCING_NOTES[name] for name in names if name in BALANCING_NOTES]
+    keys = {name.replace("_", " "): f"train/{name}" for name in names}
+    return _curve(run, "Balancing losses", PART, keys, "".join(f"{note} " for note in notes))
 
 
 def _curve(
@@ -64,7 +89,7 @@ def _curve(
     for number, name in enumerate(keys):
         if name in found:
             grid = average(found[name], MOST_POINTS)
-            dash = DASHES[number]
+            dash = DASHES[number % len(DASHES)]
             traces.append(line(grid.steps, grid.values[0], name, unit, colour=number, dash=dash))
     span = [step for series in found.values() for step in series.steps]
     traces += [level(value, span, name, unit) for name, value in (levels or {}).items()]

@@ -155,7 +155,8 @@ def load_figure(grid: Grid) -> go.Figure:
         STEP,
         "expert",
         height=_height(num_experts),
-        y_options={"dtick": _tick_distance(num_experts)},
+        # Expert 0 at the top, as in the co-activation map and in the table.
+        y_options={"dtick": _tick_distance(num_experts), "autorange": "reversed"},
     )
     return _figure([trace], layout)
 
@@ -190,7 +191,7 @@ def pack_shares(rows: Sequence[Sequence[Value]]) -> str:
     packed = array(
         "H",
         [
-            NOT_MEASURED if v is None else round(min(max(v, 0), 1) * top)
+            NOT_MEASURED if v is None or v != v else round(min(max(v, 0), 1) * top)
             for row in rows
             for v in row
         ],

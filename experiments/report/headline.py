@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from experiments.report.markup import number, short, text
+from experiments.report.markup import layer_name, number, short, text
 from experiments.report.record import Alarm, Run
-from experiments.report.routing import layer_name
 
 STATES = {
     "waiting": ("warn", "waiting for the first row"),
@@ -28,7 +27,7 @@ def headline(run: Run) -> str:
             short(run.fact("num_params")),
             f"{short(run.fact('num_active_params'))} active",
         ),
-        ("throughput", number(tokens_per_second(run), ",.0f"), "tokens per second"),
+        ("throughput", number(tokens_per_second(run), ",.0f"), f"tokens per second{_span(run)}"),
         ("FLOPs", short(run.fact("flops_per_token")), "per token, forward"),
     ]
     drawn = "".join(
@@ -46,11 +45,13 @@ def headline(run: Run) -> str:
 
 def alarms(runs: Sequence[Run]) -> str:
     """Every alarm with its advice, or the sentence that there was none."""
-    found = [(run, alarm) for run in runs for alarm in run.alarms]
-    if not found:
+    number_of_alarms = sum(len(run.alarms) for run in runs)
+    if not number_of_alarms:
         return '<p class="good calm">No alarm was raised.</p>\n'
-    items = "".join(_alarm(alarm, run.name if len(runs) > 1 else "") for run, alarm in found)
-    count = f"{len(found)} alarm{'s' if len(found) > 1 else ''}"
+    items = "".join(
+        _entry(same, run.name if len(runs) > 1 else "") for run in runs for same in _grouped(run)
+    )
+    count = f"{number_of_alarms} alarm{'s' if number_of_alarms > 1 else ''}"
     return f'<section class="alarms" aria-label="alarms"><h2>{count}</h2>\n<ul>{items}</ul></section>\n'
 
 
@@ -105,7 +106,14 @@ def _state(run: Run) -> str:
 
 def _layers(run: Run) -> str:
     layers, width = run.option("model.num_layers"), run.option("model.d_model")
-    return f" · {layers} layers of width {width}" if layers and width else ""
+    return f" · {text(layers)} layers of width {text(width)}" if layers and width else ""
+
+
+def _span(run: Run) -> str:
+    """Of what part of the run the throughput is: the curve beside it has every row."""
+    if run.summary.get("tokens_per_second") is not None:
+        return ", mean of the run"
+    return ", last row" if run.series("train/tokens_per_second") else ""
 
 
 def _best(run: Run) -> str:
@@ -127,13 +135,24 @@ def _short_hash(run: Run) -> str:
     return f'<code title="{text(sha)}">{text(sha[:12])}</code>'
 
 
-def _alarm(alarm: Alarm, run_name: str) -> str:
-    place = f", {alarm.layer}" if alarm.layer else ""
-    if alarm.layer and alarm.layer.startswith("layer_"):
-        place = f", layer {layer_name(alarm.layer)}"
+def _grouped(run: Run) -> Iterable[list[Alarm]]:
+    """The alarms of one kind at one step together, whichever their layers."""
+    groups: dict[tuple[int, str], list[Alarm]] = {}
+    for alarm in run.alarms:
+        groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
+    return groups.values()
+
+
+def _entry(alarms: Sequence[Alarm], run_name: str) -> str:
+    """One item: the message and the advice of the first, and the layers of all."""
+    first = alarms[0]
+    layers = [layer_name(alarm.layer) for alarm in alarms if alarm.layer]
+    place = f", layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}" if layers else ""
     whose = f"{run_name}, " if run_name else ""
+    # Older runs repeat the layer at the beginning of the message.
+    message = first.message.removeprefix(f"{first.layer}: ")
     return (
-        f"<li><strong>{text(alarm.kind.replace('_', ' '))}</strong> "
-        f'<span class="quiet">{text(whose)}step {alarm.step:,}{text(place)}</span><br>'
-        f"{text(alarm.message)} <em>{text(alarm.advice)}</em></li>\n"
+        f"<li><strong>{text(first.kind.replace('_', ' '))}</strong> "
+        f'<span class="quiet">{text(whose)}step {first.step:,}{text(place)}</span><br>'
+        f"{text(message)}<br><em>{text(first.advice)}</em></li>\n"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,7 +13,7 @@ from experiments.report.curves import BITS, LOSS, NORM, RATE, SPEED, how_drawn
 from experiments.report.figures import DASHES, STEP, Plot, Unit, line, line_figure
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
-from experiments.report.routing import MEASURES
+from experiments.report.routing import MEASURES, measured
 
 MOST_POINTS = 400
 
@@ -46,16 +47,18 @@ def overlay_measures(runs: Sequence[Run]) -> list[Plot]:
     """Each routing measure, mean over the layers of a run."""
     plots: list[Plot] = []
     for measure in MEASURES:
-        found = {run.name: series for run in runs if (series := mean_over_layers(run, measure.key))}
-        if found and len({v for series in found.values() for v in series.values}) > 1:
+        found = {
+            run.name: series for run in runs if (series := mean_over_layers(measured(run, measure)))
+        }
+        if len({v for series in found.values() for v in series.values}) > 1:
             note = f"{measure.note} Mean over the layers."
             plots.append(_plot(runs, measure.title, measure.unit, found, {STEP: _one}, note))
     return plots
 
 
-def mean_over_layers(run: Run, key: str) -> Series:
+def mean_over_layers(layers: Mapping[str, Series]) -> Series:
     """A measure averaged over the layers that have it, at each step; NaN where one of them is."""
-    found = [series for layer in run.layers.values() if (series := layer.get(key))]
+    found = [series for series in layers.values() if series]
     result = Series()
     if found:
         steps = np.concatenate([np.asarray(series.steps) for series in found])
@@ -77,7 +80,7 @@ def flops_per_step(run: Run) -> float | None:
     ]
     flops: float = FLOPS_PER_FORWARD
     for count in counts:
-        if not isinstance(count, int | float):
+        if not isinstance(count, int | float) or not math.isfinite(count):
             return None
         flops *= count
     return flops

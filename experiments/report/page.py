@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,19 +25,25 @@ HERE = Path(__file__).parent
 
 
 def write_report(
-    folders: Sequence[Path], output: Path, *, reload_every: float | None = None
+    folders: Sequence[Path],
+    output: Path,
+    *,
+    reload_every: float | None = None,
+    has_ended: bool = False,
 ) -> list[Run]:
     """Write the page of these runs, whole or not at all; returns what it shows.
 
     Args:
         reload_every: seconds after which the page loads itself anew, while a run is going on; None
             for a page that stays as it is.
+        has_ended: nobody trains these runs any more, which their files cannot say of an interrupted
+            one until it has been silent for long.
 
     Raises:
         ConfigError: a folder is no run, plotly is not installed, or `output` cannot be written.
     """
     check_plotly()
-    runs = read_runs(folders)
+    runs = read_runs(folders, has_ended=has_ended)
     html = report_html(runs, reload_every=reload_every)
     try:
         write_page(output, html)
@@ -49,8 +55,10 @@ def write_report(
 
 
 def check_plotly() -> None:
-    if importlib.util.find_spec("plotly") is None:
-        raise ConfigError("the report needs plotly; install it with: pip install plotly")
+    try:
+        importlib.import_module("plotly.graph_objects")
+    except ImportError as error:
+        raise ConfigError("the report needs plotly; install it with: pip install plotly") from error
 
 
 def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> str:

@@ -100,6 +100,11 @@ class Run:
         return _by_layer(self.metrics, "")
 
     @cached_property
+    def validated_layers(self) -> Mapping[str, Mapping[str, Series]]:
+        """The same of the validation rows."""
+        return _by_layer(self.metrics, "validation/")
+
+    @cached_property
     def loads(self) -> Mapping[str, Sequence[Series]]:
         """Sparse layer -> the load of each expert over the training rows."""
         return {layer: loads for layer, found in self.layers.items() if (loads := _experts(found))}
@@ -115,32 +120,44 @@ class Run:
                 **{key: series.last for key, series in found.items()},
                 "load": [series.last for series in _experts(found)],
             }
-            for layer, found in _by_layer(self.metrics, "validation/").items()
+            for layer, found in self.validated_layers.items()
         }
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, each under a name of its own: its folder's, or its path where two are the same."""
+def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
+    """The runs, each once and under a name of its own: its folder's, or its path where two are the same."""
+    distinct: dict[Path, Path] = {}
+    for folder in folders:
+        distinct.setdefault(folder.resolve(), folder)
+    folders = list(distinct.values())
     names = [folder.resolve().name for folder in folders]
     return [
-        read_run(folder, str(folder) if names.count(name) > 1 else name)
+        read_run(folder, str(folder) if names.count(name) > 1 else name, has_ended=has_ended)
         for folder, name in zip(folders, names, strict=True)
     ]
 
 
-def read_run(folder: Path, name: str | None = None) -> Run:
+def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
     """
+    Args:
+        has_ended: nobody trains it any more; otherwise its files decide, by when they were written.
+
     Raises:
         ConfigError: this is no folder of a run.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
-    metrics = read_metrics(folder / METRICS_FILE)
+    try:
+        metrics = read_metrics(folder / METRICS_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder / METRICS_FILE}' cannot be read ({error.strerror}); mend its permissions"
+        ) from error
     summary = _mapping(folder / SUMMARY_FILE)
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        state=_state(folder, metrics, finished=bool(summary)),
+        state=_state(folder, metrics, is_finished=bool(summary), has_ended=has_ended),
         metrics=metrics,
         config=_yaml_mapping(text),
         config_text=text,
@@ -163,9 +180,13 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     )
 
 
-def _state(folder: Path, metrics: Mapping[str, Series], *, finished: bool) -> State:
-    if finished:
+def _state(
+    folder: Path, metrics: Mapping[str, Series], *, is_finished: bool, has_ended: bool
+) -> State:
+    if is_finished:
         return "finished"
+    if has_ended:
+        return "interrupted"
     files = [folder / name for name in WATCHED]
     written = [path.stat().st_mtime for path in files if path.is_file()]
     rows = max(map(len, metrics.values()), default=0)
@@ -192,19 +213,25 @@ def _experts(found: Mapping[str, Series]) -> list[Series]:
 
 
 def _text(path: Path) -> str:
+    """Empty where the file is absent or cannot be read: the rest of the page does not need it."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     """A JSON object; empty where the file is absent or only half written."""
-    try:
-        value = json.loads(_text(path))
-    except ValueError:
-        return {}
+    value = _json(_text(path))
     return value if isinstance(value, dict) else {}
+
+
+def _json(text: str) -> Any:
+    """None where this is no JSON; None, too, for a NaN or an infinity, which JSON does not have."""
+    try:
+        return json.loads(text, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
@@ -218,10 +245,7 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, one per line; a line that is none, or half written, is left out."""
     for line in _text(path).split("\n"):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
+        value = _json(line)
         if isinstance(value, dict):
             yield value
 

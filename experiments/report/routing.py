@@ -19,6 +19,7 @@ from experiments.report.figures import (
     load_figure,
     square_figure,
 )
+from experiments.report.markup import layer_name
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
 
@@ -48,6 +49,8 @@ class Measure:
     title: str
     unit: Unit
     note: str
+    is_validated: bool = False
+    """Taken in validation alone; the others are drawn from the training rows."""
 
 
 MEASURES = (
@@ -56,6 +59,12 @@ MEASURES = (
         "MaxVio",
         Unit("MaxVio (dimensionless)", NATS),
         "The busiest expert over the even share, minus 1: 0 is balance.",
+    ),
+    Measure(
+        "load_cv",
+        "Variation of the load",
+        Unit("CV (dimensionless)", NATS),
+        "Standard deviation of the experts' loads over their mean: 0 is balance.",
     ),
     Measure(
         "dropped_fraction",
@@ -79,7 +88,7 @@ MEASURES = (
         "dead_experts",
         "Dead experts",
         Unit("dead experts (count)", COUNT),
-        "Experts that take no token.",
+        "Experts without a token for logging.alarms.after_steps steps.",
     ),
     Measure(
         "churn",
@@ -133,7 +142,8 @@ MEASURES = (
         "coactivation_max",
         "Strongest pair of experts",
         Unit("co-activation (percent)", SHARE, tick_form=".2~%"),
-        "Largest share of one expert's tokens that also went to one other.",
+        "Largest share of one expert's tokens that also went to one other, on the validation split.",
+        is_validated=True,
     ),
     Measure(
         "bias_spread",
@@ -147,7 +157,7 @@ MEASURES = (
         Unit("loss (dimensionless)", NATS),
         "Before its weight; 1 at balance.",
     ),
-    Measure("router_z", "Router z-loss", Unit("loss (dimensionless)", COUNT), "Before its weight."),
+    Measure("router_z", "Router z-loss", Unit("loss (squared nats)", COUNT), "Before its weight."),
     Measure(
         "nonfinite_tokens",
         "Tokens without a finite score",
@@ -178,7 +188,7 @@ def measure_plots(run: Run) -> list[Plot]:
     """Those measures that were taken and moved; `constant_measures` names the others."""
     plots: list[Plot] = []
     for measure in MEASURES:
-        found = _found(run, measure)
+        found = measured(run, measure)
         if found and _constant(found) is None:
             plots.append(_measure_plot(run, measure, found))
     return plots
@@ -186,7 +196,7 @@ def measure_plots(run: Run) -> list[Plot]:
 
 def constant_measures(run: Run) -> list[str]:
     """`Dropped: 0%`, for each measure that had one value in all layers and at all steps."""
-    values = {measure: _constant(_found(run, measure)) for measure in MEASURES}
+    values = {measure: _constant(measured(run, measure)) for measure in MEASURES}
     return [
         f"{m.title.lower() if m.title != 'MaxVio' else m.title} "
         + (f"{value:.4g}" if "percent" not in m.unit.axis else f"{100 * value:.4g}%")
@@ -215,18 +225,17 @@ def coactivation_plots(run: Run) -> list[Plot]:
     return [Plot("Co-activation", figures, note)]
 
 
-def layer_name(layer: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
-    number, *parts = layer.removeprefix("layer_").split("/")
-    return " ".join([str(int(number)), *parts])
-
-
-def _found(run: Run, measure: Measure) -> dict[str, Series]:
+def measured(run: Run, measure: Measure) -> dict[str, Series]:
+    """Sparse layer -> the measure's series, for the layers that have it."""
     return {
         layer: series
-        for layer, found in run.layers.items()
+        for layer, found in _layers(run, measure).items()
         if (series := found.get(measure.key)) is not None
     }
+
+
+def _layers(run: Run, measure: Measure) -> Mapping[str, Mapping[str, Series]]:
+    return run.validated_layers if measure.is_validated else run.layers
 
 
 def _constant(found: Mapping[str, Series]) -> float | None:
@@ -237,7 +246,7 @@ def _constant(found: Mapping[str, Series]) -> float | None:
 
 
 def _measure_plot(run: Run, measure: Measure, found: Mapping[str, Series]) -> Plot:
-    if len(run.layers) > MOST_LINES:
+    if len(_layers(run, measure)) > MOST_LINES:
         most = max(MOST_CELLS // len(found), 60)
         grid = average_all(list(found.values()), most)
         figure = heat_figure(grid, [layer_name(layer) for layer in found], measure.unit)
@@ -249,7 +258,7 @@ def _measure_plot(run: Run, measure: Measure, found: Mapping[str, Series]) -> Pl
 
 
 def _lines(run: Run, measure: Measure, found: Mapping[str, Series]) -> list:
-    numbers = {layer: number for number, layer in enumerate(run.layers)}
+    numbers = {layer: number for number, layer in enumerate(_layers(run, measure))}
     traces = []
     for layer, series in found.items():
         grid = average_all([series], MOST_POINTS)
@@ -270,4 +279,5 @@ def _sizes(run: Run) -> Sequence[int]:
 def _even_entropies(run: Run, measure: Measure) -> str:
     if not measure.key.startswith("entropy"):
         return ""
-    return " ".join(f"log {size} = {math.log(size):.3f}." for size in _sizes(run))
+    even = ", ".join(f"log {size} = {math.log(size):.3f}" for size in _sizes(run))
+    return f"An even choice has {even}." if even else ""

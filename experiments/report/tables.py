@@ -15,9 +15,8 @@ from experiments.report.headline import (
     tokens_per_second,
     validation_loss,
 )
-from experiments.report.markup import NONE, number, short, table, text
+from experiments.report.markup import NONE, layer_name, number, short, table, text
 from experiments.report.record import Run
-from experiments.report.routing import layer_name
 
 MOST_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
@@ -44,7 +43,7 @@ def expert_table(run: Run) -> str:
     if widest <= MOST_COLUMNS:
         rows = [
             [
-                layer_name(layer),
+                text(layer_name(layer)),
                 *(_share(share, len(_shares(values))) for share in _shares(values)),
                 *[""] * (widest - len(_shares(values))),
                 *_ends(values),
@@ -53,7 +52,7 @@ def expert_table(run: Run) -> str:
         ]
         headers = ["layer", *map(str, range(widest)), *ends]
         return table(caption, headers, rows, "experts")
-    rows = [[layer_name(k), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
+    rows = [[text(layer_name(k)), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
     headers = ["layer", "experts", "busiest", "median", "idlest", "without a pair", *ends]
     blocks = "".join(_block(layer, values) for layer, values in layers.items())
     return (
@@ -67,13 +66,13 @@ def comparison(runs: Sequence[Run]) -> str:
     """One row per run, in the order given, which is that of the colours."""
     headers = [
         "run",
+        "validation loss (nats)",
         "state",
         "steps",
         "block",
         "parameters",
         "active",
         "FLOPs per token",
-        "validation loss (nats)",
         "bits per byte",
         "tokens per second",
         "MaxVio",
@@ -83,13 +82,13 @@ def comparison(runs: Sequence[Run]) -> str:
     rows = [
         [
             f"{swatch(place)}{text(run.name)}",
+            _best_in_bold(validation_loss(run), losses),
             STATES[run.state][1],
             progress(run),
             text(ffn_type(run)),
             short(run.fact("num_params")),
             short(run.fact("num_active_params")),
             short(run.fact("flops_per_token")),
-            _best_in_bold(validation_loss(run), losses),
             number(bits_per_byte(run)),
             number(tokens_per_second(run), ",.0f"),
             number(layer_mean(run, "max_violation"), ".2f"),
@@ -203,7 +202,7 @@ def _block(layer: str, values: Mapping[str, Any]) -> str:
         for start in range(0, len(shares), BLOCK_COLUMNS)
     ]
     headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
-    return table(f"Layer {layer_name(layer)}", headers, rows, "experts")
+    return table(f"Layer {text(layer_name(layer))}", headers, rows, "experts")
 
 
 def _finite(value: Any) -> float | None:

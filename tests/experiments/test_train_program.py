@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -43,23 +42,6 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "checkpoints/last.ckpt",
     }
     assert written - {"hparams.yaml"} == set(listed)  # CSVLogger's own, and empty
-
-
-def test_without_plotly_the_run_is_whole_and_says_what_is_missing(
-    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "plotly" else find(name, *a)
-    )
-
-    run = run_train(tmp_path, "--trainer.max_steps", "2")
-
-    assert run.code == 0
-    said = "report.html: the report needs plotly; install it with: pip install plotly"
-    assert said in run.stderr.splitlines()
-    assert (run.folder / "summary.json").exists()
-    assert "report.html" not in run.stdout
 
 
 def test_the_facts_tell_runs_apart(moe_run: Any) -> None:

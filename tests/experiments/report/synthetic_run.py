@@ -158,7 +158,7 @@ def _row(
         row |= {
             "trainer/global_step": step,
             "train/loss": loss,
-            "train/objective": loss + 0.012,
+            "train/objective": loss + (0.012 if experts else 0),
             "train/learning_rate": 0.003 * math.cos(1.45 * part),
             "train/gradient_norm": 0.4 + 2 * math.exp(-5 * part) + abs(rng.gauss(0, 0.1)),
             "train/tokens_per_second": 41_000 + rng.gauss(0, 900),
@@ -168,6 +168,8 @@ def _row(
     for layer in range(layers if experts else 0):
         for key, value in _routing(part, layer, experts, rng).items():
             if (prefix or step % 50) and key == "churn":
+                continue
+            if not prefix and key == "coactivation_max":
                 continue
             row[f"{prefix}routing/layer_{layer:02d}/{key}"] = value
     return row

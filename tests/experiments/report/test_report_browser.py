@@ -101,6 +101,24 @@ def test_every_plot_is_drawn_on_a_phone(overlay: Opened) -> None:
     check_drawn(overlay)
 
 
+IN_SIGHT = """table => [...table.rows].map(row => [...row.cells].slice(0, 2).map(cell => {
+    const [box, frame] = [cell, table.parentElement].map(e => e.getBoundingClientRect());
+    const there = document.elementFromPoint(box.left + 3, box.top + 3);
+    return box.left >= frame.left - 1 && box.right <= frame.right + 1 && cell.contains(there);
+}))"""
+
+
+def test_a_phone_shows_the_losses_first_and_keeps_the_names_of_the_runs(overlay: Opened) -> None:
+    table = overlay.page.locator("table.runs")
+    table.scroll_into_view_if_needed()
+    heads = table.locator("thead th").all_text_contents()
+    assert heads[:2] == ["run", "validation loss (nats)"]
+    assert table.evaluate(IN_SIGHT) == [[True, True]] * 4
+    table.evaluate("table => { table.parentElement.scrollLeft = 300 }")
+    assert table.evaluate(IN_SIGHT) == [[True, False]] * 4
+    table.evaluate("table => { table.parentElement.scrollLeft = 0 }")
+
+
 def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: Opened) -> None:
     moe.page.set_viewport_size({"width": PHONE, "height": 900})
     moe.page.wait_for_function(
@@ -219,7 +237,7 @@ def test_a_plot_says_its_values_to_who_points_at_it(moe: Opened) -> None:
     assert loss.startswith("step 3")
     assert "training : 1." in loss
     load = hover(moe.page, "Load, layer 0")
-    assert load.startswith("step 310, expert 4")
+    assert load.startswith("step 310, expert 3"), "expert 0 is at the top"
     assert "% of the pairs, " in load
     assert load.endswith(" times the even share")
     assert "layer 3 : " in hover(moe.page, "Dropped")
@@ -248,7 +266,7 @@ def test_a_layer_is_chosen_from_many(browser: Browser, page_of: Pages) -> None:
         plot = found.page.locator('.plot[aria-label="Load of each expert"]')
         shares = "plot => plot.data[0].customdata[1].at(-1)"
         assert plot.evaluate(shares) > 0
-        found.page.select_option('select[data-plot="plot-6"]', label="layer 1")
+        found.page.select_option('select[data-plot="plot-7"]', label="layer 1")
         assert plot.evaluate(shares) == 0, "expert 1 of layer 1 is dead"
         assert found.errors == []
 

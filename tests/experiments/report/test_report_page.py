@@ -14,13 +14,20 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
+from synthetic_run import MEASURES as KEYS_OF_MEASURES
 from synthetic_run import age, raise_alarms, write_metrics, write_run
 
 from experiments.report.figures import label, pack_shares
+from experiments.report.headline import headline
 from experiments.report.page import report_html
 from experiments.report.record import read_runs
-from experiments.report.tables import comparison
+from experiments.report.routing import MEASURES, constant_measures, measure_plots
+from experiments.report.tables import comparison, differences, flatten
+from experiments.report.texts import options
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -45,6 +52,10 @@ class Written:
     def traces(self, title: str) -> dict[str, dict[str, Any]]:
         (figure,) = self.figures[title]
         return {trace["name"]: trace for trace in figure["data"]}
+
+    def of_one(self) -> dict[str, list[dict[str, Any]]]:
+        """The plots without a choice."""
+        return {title: figures for title, figures in self.figures.items() if len(figures) == 1}
 
 
 def row_of(text: str, cells: Sequence[object]) -> bool:
@@ -77,7 +88,7 @@ def test_the_head_of_a_page(folder: Path, page: Written) -> None:
         f"bits per byte {summary['validation_bits_per_byte']:.4f}",
         "unigram model 3.0800 nats per token",
         "parameters 2.45 M 870.00 k active",
-        "throughput 41,207 tokens per second",
+        "throughput 41,207 tokens per second, mean of the run",
         "FLOPs 1.74 M per token, forward",
         "code 146dbad7166a-dirty , corpus sha256 66b795b1a032 , precision bf16-mixed",
         "No alarm was raised.",
@@ -98,6 +109,32 @@ def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
     assert page.text.index("2 alarms") < page.text.index("Curves")
 
 
+def test_alarms_of_one_kind_at_one_step_are_one_entry(moe: Path) -> None:
+    alarms = [
+        {"step": 50, "kind": "dead_experts", "layer": layer, "message": said, "advice": "Do."}
+        for layer, said in (
+            ("layer_00", "2 of 8 are dead."),
+            ("layer_01", "1 of 8 is dead."),
+            ("layer_05/inner", "3 of 8 are dead."),
+        )
+    ]
+    old = {"step": 60, "kind": "dead_experts", "layer": "layer_02", "message": "layer_02: 4 are."}
+    alarms += [{**old, "advice": "Do."}]
+    (moe / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
+    body = Written(moe).body
+
+    first, second = re.findall(r"<li>.*?</li>", body[: body.index("<nav")])
+    assert "<h2>4 alarms</h2>" in body
+    assert first == (
+        '<li><strong>dead experts</strong> <span class="quiet">step 50, layers 0, 1, 5 inner</span>'
+        "<br>2 of 8 are dead.<br><em>Do.</em></li>"
+    )
+    assert second == (
+        '<li><strong>dead experts</strong> <span class="quiet">step 60, layer 2</span>'
+        "<br>4 are.<br><em>Do.</em></li>"
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0, "training , step 300 of 600"), (5000, "interrupted , step 300 of 600")],
@@ -109,6 +146,7 @@ def test_a_run_without_an_end(tmp_path: Path, seconds: float, said: str) -> None
 
     assert said in page.text
     assert "unigram model - nats per token" in page.text
+    assert " tokens per second, last row FLOPs" in page.text
 
 
 def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
@@ -141,6 +179,97 @@ def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
     assert set(traces["unigram model"]["y"]) == {3.08}
 
 
+def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) -> None:
+    traces = page.traces("Objective")
+
+    assert list(traces) == ["objective", "training loss"]
+    above = np.subtract(traces["objective"]["y"], traces["training loss"]["y"])
+    assert above == pytest.approx(np.full(60, 0.012))
+
+
+def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
+    names = [*BALANCING_LOSSES, "load_balance_pooled", "load_balance_global", "relu_sparsity"]
+    losses = {f"train/{name}": 1.0 + place for place, name in enumerate(names)}
+    write_metrics(tmp_path / "metrics.csv", [{"step": step, **losses} for step in (1, 2)])
+    page = Written(tmp_path)
+
+    drawn = {name: trace["y"][0] for name, trace in page.traces("Balancing losses").items()}
+    assert drawn == {key[6:].replace("_", " "): value for key, value in losses.items()}
+    assert "Router entropy is in nats. Router z is in squared nats." in page.text
+
+
+def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
+    run = read_runs([folder])[0]
+    keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
+    keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
+
+    assert {measure.key for measure in MEASURES} == keys == set(KEYS_OF_MEASURES)
+    assert len(measure_plots(run)) + len(constant_measures(run)) == len(MEASURES)
+
+
+def test_what_only_validation_measures_is_drawn_over_its_steps(page: Written) -> None:
+    traces = page.traces("Strongest pair of experts")
+    assert traces["layer 2"]["x"] == list(range(100, 601, 100))
+    assert "went to one other, on the validation split." in page.text
+
+
+def test_units_and_notes_of_the_measures(page: Written) -> None:
+    axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
+
+    assert axis["Router z-loss"] == "loss (squared nats)"
+    assert axis["Variation of the load"] == "CV (dimensionless)"
+    assert "Experts without a token for logging.alarms.after_steps steps." in page.text
+
+
+def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["unigram_loss"] = math.nan
+    summary["routing"]["layer_00"]["coactivation"][0][1] = math.nan
+    (moe / "summary.json").write_text(json.dumps(summary))
+    assert "NaN" in (moe / "summary.json").read_text()
+    page = Written(moe)
+
+    assert "unigram model - nats per token" in page.text
+    assert list(page.traces("Loss")) == ["training", "validation"]
+
+
+def test_expert_0_stands_at_the_top_of_every_heat_map(page: Written) -> None:
+    titles = [f"Load, layer {layer}" for layer in range(4)] + ["Co-activation"]
+    ranges = [f["layout"]["yaxis"]["autorange"] for title in titles for f in page.figures[title]]
+    assert ranges == ["reversed"] * 8
+
+
+def test_nothing_that_a_run_says_is_markup(moe: Path) -> None:
+    """Each value of the config in turn, and every name in the results."""
+    evil = "<script>alert(1)</script>"
+    config = yaml.safe_load((moe / "config.yaml").read_text())
+    paths = list(flatten(config))
+    assert "model.num_layers" in paths
+    for path in paths:
+        changed = json.loads(json.dumps(config))
+        *parents, last = path.split(".")
+        inner = changed
+        for part in parents:
+            inner = inner[part]
+        inner[last] = evil
+        (moe / "config.yaml").write_text(yaml.safe_dump(changed))
+        run = read_runs([moe])[0]
+        for html in (headline(run), comparison([run, run]), differences([run]), options(run)):
+            assert "<script" not in html, path
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["routing"] = {evil: summary["routing"]["layer_00"]}
+    (moe / "summary.json").write_text(json.dumps(summary))
+    alarm = {"step": 1, "kind": evil, "layer": evil, "message": evil, "advice": evil}
+    (moe / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    facts = dict.fromkeys(json.loads((moe / "facts.json").read_text()), evil)
+    (moe / "facts.json").write_text(json.dumps(facts))
+    (moe / "config.yaml").write_text(yaml.safe_dump({**config, evil: {evil: evil}}))
+    other = write_run(moe.parent / "other", layers=2)
+    for page in (Written(moe), Written(moe, other)):
+        assert "<script" not in page.body
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.body
+
+
 def test_the_load_goes_into_the_page_as_two_bytes_a_share(folder: Path, page: Written) -> None:
     ((trace,),) = [figure["data"] for figure in page.figures["Load, layer 0"]]
     packed = base64.b64decode(trace["meta"]["shares"])
@@ -162,7 +291,7 @@ def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
         traces = page.traces(title)
         assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
         assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
-    assert "log 8 = 2.079." in page.text
+    assert "low where it is sure. An even choice has log 8 = 2.079." in page.text
 
 
 def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:
@@ -177,7 +306,7 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
 
     assert len(page.figures["Load of each expert"]) == 12
-    assert '<select aria-label="layer" data-plot="plot-6">' in page.body
+    assert '<select aria-label="layer" data-plot="plot-7">' in page.body
     (max_violation,) = page.figures["MaxVio"]
     assert max_violation["data"][0]["type"] == "heatmap"
     assert max_violation["data"][0]["y"] == [str(layer) for layer in range(12)]
@@ -311,9 +440,8 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     page = Written(*folders)
 
     loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
-    cells = ["dense", "finished", "600 of 600", "swiglu", "2.45 M", "870.00 k", "1.74 M"]
-    assert row_of(page.text, cells)
-    assert f"{loss:.4f}" in page.text
+    cells = ["finished", "600 of 600", "swiglu", "2.45 M", "870.00 k", "1.74 M"]
+    assert row_of(page.text, ["dense", f"{loss:.4f}", *cells])
     assert row_of(page.text, ["optimizer.learning_rate", "0.003", "0.001", "0.003"])
     assert row_of(page.text, ["model.ffn.num_experts", "8", "16", "-"])
     assert "trainer.max_steps" not in page.text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from synthetic_run import age, write_run
+from without_plotly import WITHOUT_PLOTLY
 
 from experiments.exit import exit_on_bad_input
 from experiments.report import page
@@ -16,6 +17,7 @@ from experiments.report.__main__ import main
 from experiments.report.watch import watch
 
 Program = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -55,6 +57,13 @@ def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> N
     assert "<title>a, b</title>" in Path("runs/report.html").read_text()
 
 
+def test_one_run_given_twice_is_one_run(program: Program) -> None:
+    dense(Path("runs/a"))
+
+    assert program("runs/a", "runs/b/../a/", "./runs/a")[0] == 0
+    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
+
+
 def test_the_page_may_go_elsewhere(program: Program) -> None:
     dense(Path("a"))
 
@@ -84,8 +93,8 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
             "'runs' cannot be written (Is a directory); choose another file with --output",
         ),
         (
-            ["--watch", "absent"],
-            "'absent' does not exist; give the folder of a run, such as runs/my-run",
+            ["--watch", "runs"],
+            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
         ),
         (
             ["runs/a", "--watch", "--every", "0"],
@@ -105,17 +114,23 @@ def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: s
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_without_plotly_it_says_what_to_install(
-    program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dense(Path("a"))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        page.importlib.util, "find_spec", lambda name: None if name == "plotly" else find(name)
+def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own, where no module was imported before."""
+    run = dense(tmp_path / "a")
+    code = WITHOUT_PLOTLY + (
+        "from experiments.report.__main__ import main; sys.exit(exit_on_bad_input(main))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
     )
 
     message = "error: the report needs plotly; install it with: pip install plotly\n"
-    assert program("a") == (2, "", message)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not (run / "report.html").exists()
 
 
 def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,6 +170,72 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
     assert "2.0000" in output.read_text()
 
 
+def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> None:
+    run, said, looks = Path("runs/x"), [], []
+
+    def begin(_seconds: float) -> None:
+        looks.append(run.exists())
+        if len(looks) == 2:
+            run.mkdir(parents=True)
+        if len(looks) == 4:
+            write_run(Path("made"), experts=0, rows=20)
+            Path("made").rename(run)
+
+    watch([run], Path("page.html"), 7, said.append, begin)
+
+    assert looks == [False, False, True, True]
+    assert said == [
+        "waiting for runs/x",
+        "page.html is kept current; Ctrl-C ends it",
+        "finished: page.html",
+    ]
+
+
+def test_ctrl_c_while_nothing_has_begun(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+
+    said = "waiting for x\nno longer waited for; x/report.html was not written\n"
+    assert program("--watch", "x") == (0, said, "")
+
+
+def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
+    run, said = dense(Path("run"), is_finished=False), []
+
+    def fall_silent(_seconds: float) -> None:
+        age(run, 5000)
+
+    watch([run], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "interrupted: page.html"
+    assert not reloads(Path("page.html"))
+
+    watch([run, dense(Path("whole"))], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "finished, but run was interrupted: page.html"
+
+
+def test_a_page_is_followed_through_a_moment_in_which_it_cannot_be_made(program: Program) -> None:
+    run, said, looks = dense(Path("run"), is_finished=False), [], []
+
+    def go_on(_seconds: float) -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            run.rename("away")
+        if len(looks) == 4:
+            Path("away").rename(run)
+            (run / "summary.json").write_text('{"validation_loss": 2.0}')
+
+    watch([run], Path("page.html"), 7, said.append, go_on)
+
+    assert said == [
+        "page.html is kept current; Ctrl-C ends it",
+        "'run' does not exist; give the folder of a run, such as runs/my-run; looking again every 7 s",
+        "finished: page.html",
+    ]
+    assert "2.0000" in Path("page.html").read_text()
+
+
 def test_an_unchanged_run_is_not_written_again(program: Program) -> None:
     run = dense(Path("run"), is_finished=False)
     times = []
@@ -190,3 +271,13 @@ def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
     age(run, 5000)
     page.write_report([run], run / "report.html", reload_every=5)
     assert not reloads(run / "report.html")
+
+
+def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
+    assert shown.state == "interrupted"
+    assert not reloads(run / "report.html")
+    whole = dense(Path("whole"))
+    (shown,) = page.write_report([whole], whole / "report.html", has_ended=True)
+    assert shown.state == "finished"

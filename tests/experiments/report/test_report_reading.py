@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import age, raise_alarms, write_run
 
+from experiments.report import record
 from experiments.report.metrics_file import Series, read_metrics
 from experiments.report.record import Alarm, Sample, read_run, read_runs
 from moe_ffn.errors import ConfigError
@@ -141,6 +142,39 @@ def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
     assert run.state == "training"
     assert run.config == run.facts == run.summary == {}
     assert run.samples == [Sample(1, "a", "b"), Sample(2, "", ""), Sample(0, "", "")]
+
+
+def test_what_cannot_be_read_is_as_good_as_absent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", experts=0)
+    for name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()  # is no FileNotFoundError
+
+    run = read_run(folder)
+
+    assert (run.samples, run.alarms, run.facts, run.state) == ([], [], {}, "finished")
+
+
+def test_metrics_that_cannot_be_read_are_a_mistake_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "a", experts=0)
+
+    def refuse(_path: Path) -> dict[str, Series]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(record, "read_metrics", refuse)
+    with pytest.raises(ConfigError) as raised:
+        read_run(folder)
+    said = f"'{folder}/metrics.csv' cannot be read (Permission denied); mend its permissions"
+    assert str(raised.value) == said
+
+
+def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
+    again = tmp_path / "b" / ".." / "a"
+
+    assert [(run.name, run.folder) for run in read_runs([a, b, again])] == [("a", a), ("b", b)]
 
 
 def test_alarms(tmp_path: Path) -> None:
