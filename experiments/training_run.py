@@ -89,9 +89,11 @@ def train(config: TrainConfig) -> None:
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
-        close(loggers, status)
-        if is_main and status == "failed":
-            add_report(folder)
+        try:
+            close(loggers, status)
+        finally:
+            if is_main and status == "failed":
+                add_report(folder)
     if is_main:
         results = make_results(config, data, callbacks, folder)
         results.write()

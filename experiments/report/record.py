@@ -24,6 +24,7 @@ from experiments.run_folder import (
     SUMMARY_FILE,
     check_is_run,
 )
+from moe_ffn.errors import ConfigError
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
