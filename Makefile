@@ -19,8 +19,8 @@ setup: $(INSTALLED)  ## make .venv with the locked versions
 train: $(INSTALLED)  ## train the default model, an 8-expert top-2 MoE
 	$(PY) -m experiments.train
 
-test: lint  ## lint, types and tests
-	$(PY) -m pytest
+test: lint  ## lint, types and tests, in two processes
+	$(PY) -m pytest -n 2 --dist loadfile
 
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"

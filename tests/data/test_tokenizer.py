@@ -67,7 +67,9 @@ def test_a_batch_encodes_as_its_texts_do(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer"), [(BytesConfig(), BytesTokenizer()), (BPEConfig(), BPE)], ids=str
+    ("config", "tokenizer"),
+    [(BytesConfig(), BytesTokenizer()), (BPEConfig(), BPE)],
+    ids=["bytes", "bpe"],
 )
 def test_a_tokenizer_is_restored_from_json(config: TokenizerConfig, tokenizer: Tokenizer) -> None:
     restored = config.restore(json.loads(json.dumps(tokenizer.to_dict())))
