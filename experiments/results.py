@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experiments.run_folder import ALARMS_FILE, SUMMARY_FILE
 from experiments.tables import load_table
-from moe_ffn.training.rows import short_name
+from moe_ffn.layer_names import short_name
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn.config import FFNConfig
+from moe_ffn.layer_names import short_name
 from moe_ffn.sizes import linear_flops
-from moe_ffn.training.rows import short_name
 
 MOST_EXPERT_COLUMNS = 8
 """More experts than this have no columns of their own: a terminal has 80."""

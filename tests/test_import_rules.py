@@ -17,7 +17,15 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "moe_ffn"
 
 # What stands below every room: values and arithmetic that know no FFN.
-FOUNDATION = {"config", "errors", "outputs", "activations", "sizes", "initialization"}
+FOUNDATION = {
+    "config",
+    "errors",
+    "outputs",
+    "activations",
+    "sizes",
+    "initialization",
+    "layer_names",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation itself: each alone.
@@ -29,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": set(),
     "sizes": set(),
     "initialization": set(),
+    "layer_names": set(),
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).

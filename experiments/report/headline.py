@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from experiments.report.markup import layer_name, number, short, text
+from experiments.report.markup import number, short, text
 from experiments.report.record import Alarm, Run
+from moe_ffn.layer_names import short_name
 
 STATES = {
     "waiting": ("warn", "waiting for the first row"),
@@ -146,7 +147,7 @@ def _grouped(run: Run) -> Iterable[list[Alarm]]:
 def _entry(alarms: Sequence[Alarm], run_name: str) -> str:
     """One item: the message and the advice of the first, and the layers of all."""
     first = alarms[0]
-    layers = [layer_name(alarm.layer) for alarm in alarms if alarm.layer]
+    layers = [short_name(alarm.layer) for alarm in alarms if alarm.layer]
     place = f", layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}" if layers else ""
     whose = f"{run_name}, " if run_name else ""
     # Older runs repeat the layer at the beginning of the message.

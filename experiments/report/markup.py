@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -12,8 +11,6 @@ NONE = "-"
 """Stands where a value is absent."""
 
 CONTROL_PICTURES = 0x2400
-
-LAYER = re.compile(r"layer_(\d+)((?:/inner)*)", re.ASCII)
 
 
 def text(value: object) -> str:
@@ -36,12 +33,6 @@ def short(count: Any) -> str:
         if count >= size:
             return f"{count / size:.2f}{suffix}"
     return f"{count:.0f}"
-
-
-def layer_name(layer: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner, not escaped; another name as it is."""
-    match = LAYER.fullmatch(layer)
-    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else layer
 
 
 def table(

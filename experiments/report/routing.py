@@ -19,9 +19,9 @@ from experiments.report.figures import (
     load_figure,
     square_figure,
 )
-from experiments.report.markup import layer_name
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
+from moe_ffn.layer_names import short_name
 
 MOST_LINES = 6
 """More layers than this become rows of a heat map, and their load heat maps one with a choice."""
@@ -174,7 +174,7 @@ def load_plots(run: Run) -> list[Plot]:
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MOST_LOADS // rows, 32), 200)
     figures = {
-        f"layer {layer_name(layer)}": load_figure(average_all(loads, columns))
+        f"layer {short_name(layer)}": load_figure(average_all(loads, columns))
         for layer, loads in run.loads.items()
     }
     found = [series for loads in run.loads.values() for series in loads]
@@ -216,7 +216,7 @@ def coactivation_plots(run: Run) -> list[Plot]:
     most = max(MOST_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
     chosen = spread(list(found), most)
     figures = {
-        f"layer {layer_name(layer)}": square_figure(found[layer], unit, ("expert j", "expert i"))
+        f"layer {short_name(layer)}": square_figure(found[layer], unit, ("expert j", "expert i"))
         for layer in chosen
     }
     note = "On the validation split."
@@ -249,7 +249,7 @@ def _measure_plot(run: Run, measure: Measure, found: Mapping[str, Series]) -> Pl
     if len(_layers(run, measure)) > MOST_LINES:
         most = max(MOST_CELLS // len(found), 60)
         grid = average_all(list(found.values()), most)
-        figure = heat_figure(grid, [layer_name(layer) for layer in found], measure.unit)
+        figure = heat_figure(grid, [short_name(layer) for layer in found], measure.unit)
     else:
         most = MOST_POINTS
         figure = line_figure(_lines(run, measure, found), measure.unit)
@@ -262,7 +262,7 @@ def _lines(run: Run, measure: Measure, found: Mapping[str, Series]) -> list:
     traces = []
     for layer, series in found.items():
         grid = average_all([series], MOST_POINTS)
-        number, name = numbers[layer], f"layer {layer_name(layer)}"
+        number, name = numbers[layer], f"layer {short_name(layer)}"
         traces.append(
             line(grid.steps, grid.values[0], name, measure.unit, colour=number, dash=DASHES[number])
         )

@@ -15,8 +15,9 @@ from experiments.report.headline import (
     tokens_per_second,
     validation_loss,
 )
-from experiments.report.markup import NONE, layer_name, number, short, table, text
+from experiments.report.markup import NONE, number, short, table, text
 from experiments.report.record import Run
+from moe_ffn.layer_names import short_name
 
 MOST_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
@@ -43,7 +44,7 @@ def expert_table(run: Run) -> str:
     if widest <= MOST_COLUMNS:
         rows = [
             [
-                text(layer_name(layer)),
+                text(short_name(layer)),
                 *(_share(share, len(_shares(values))) for share in _shares(values)),
                 *[""] * (widest - len(_shares(values))),
                 *_ends(values),
@@ -52,7 +53,7 @@ def expert_table(run: Run) -> str:
         ]
         headers = ["layer", *map(str, range(widest)), *ends]
         return table(caption, headers, rows, "experts")
-    rows = [[text(layer_name(k)), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
+    rows = [[text(short_name(k)), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
     headers = ["layer", "experts", "busiest", "median", "idlest", "without a pair", *ends]
     blocks = "".join(_block(layer, values) for layer, values in layers.items())
     return (
@@ -202,7 +203,7 @@ def _block(layer: str, values: Mapping[str, Any]) -> str:
         for start in range(0, len(shares), BLOCK_COLUMNS)
     ]
     headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
-    return table(f"Layer {text(layer_name(layer))}", headers, rows, "experts")
+    return table(f"Layer {text(short_name(layer))}", headers, rows, "experts")
 
 
 def _finite(value: Any) -> float | None:

@@ -17,6 +17,7 @@ from experiments.trace.way import Choice, Layer, Prediction, TokenTrace, Visit, 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.config import FFNConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.layer_names import parse_layer
 from moe_ffn.outputs import Routing
 
 
@@ -146,7 +147,7 @@ def _chosen(
     """The names of the layers to show, in the model's order."""
     if layers is None:
         return list(routings)
-    numbers = {name: _number(name) for name in routings}
+    numbers = {name: parse_layer(name)[0] for name in routings}
     for layer in layers:
         if layer not in numbers.values():
             known = ", ".join(map(str, dict.fromkeys(numbers.values())))
@@ -156,12 +157,8 @@ def _chosen(
     return [name for name, number in numbers.items() if number in layers]
 
 
-def _number(name: str) -> int:
-    return int(name.removeprefix("layer_").partition("/")[0])
-
-
 def _layer(name: str, routing: Routing, run: SavedRun) -> Layer:
-    ffn = run.config.model.layer_ffns()[_number(name)]
+    ffn = run.config.model.layer_ffns()[parse_layer(name)[0]]
     if isinstance(ffn, MixtureOfDepthsConfig):
         if not name.endswith("/inner"):
             return Layer(name, ("through",), _capacity(routing, ffn), is_gate=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from moe_ffn.layer_names import short_name
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -67,8 +69,7 @@ class Layer:
     @property
     def title(self) -> str:
         """`layer_03/inner` as `layer 3 inner`."""
-        number, _, part = self.name.removeprefix("layer_").partition("/")
-        return f"layer {int(number)} {part}".rstrip()
+        return f"layer {short_name(self.name)}"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.ffn.config import FFNConfig, MoEConfig
+from moe_ffn.layer_names import parse_layer
 from moe_ffn.sizes import linear_flops, linear_params
 
 if TYPE_CHECKING:
@@ -220,6 +221,12 @@ class DecoderConfig(Config, frozen=True):
             for layer in chosen:
                 layers[layer] = ffn
         return layers
+
+    def routed_ffn(self, layer: str) -> FFNConfig:
+        """The block behind a routing, by the routing's name."""
+        number, is_inner = parse_layer(layer)
+        ffn = self.layer_ffns()[number]
+        return getattr(ffn, "ffn", ffn) if is_inner else ffn
 
     def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
         """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""

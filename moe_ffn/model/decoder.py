@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_ffn.layer_names import layer_names
 from moe_ffn.model.block import Block, PostNormBlock, PreNormBlock
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
@@ -113,8 +114,3 @@ class Decoder(nn.Module):
                 "FFNOutput", checkpoint(layer, x, self.positions, context, use_reentrant=False)
             )
         return layer(x, self.positions, context)
-
-
-def layer_names(index: int) -> dict[str, str]:
-    """What the routings of a layer are called, by their names in `FFNOutput`."""
-    return {"routing": f"layer_{index:02d}", "inner_routing": f"layer_{index:02d}/inner"}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from moe_ffn.layer_names import parse_layer
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
@@ -96,11 +97,10 @@ class Advice:
 
     def _ffn(self, layer: str | None) -> tuple[Any, str]:
         """The block of a layer, and where it stands in the YAML."""
-        number, _, inner = (layer or "layer_00").removeprefix("layer_").partition("/")
-        ffn = self.model.layer_ffns()[int(number)]
-        where = "model.ffn" if ffn == self.model.ffn else "model.ffn_at"
-        # The block inside a mixture of depths.
-        return (getattr(ffn, "ffn", ffn), f"{where}.ffn") if inner else (ffn, where)
+        number, is_inner = parse_layer(layer or "layer_00")
+        where = "model.ffn" if self.model.layer_ffns()[number] == self.model.ffn else "model.ffn_at"
+        ffn = self.model.routed_ffn(layer or "layer_00")
+        return ffn, f"{where}.ffn" if is_inner else where
 
     def _lower_rate(self) -> str:
         clip = self.trainer.gradient_clip_val

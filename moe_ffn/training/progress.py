@@ -21,8 +21,9 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
+from moe_ffn.layer_names import short_name
 from moe_ffn.training.callbacks import StepLogger
-from moe_ffn.training.rows import Row, short_name
+from moe_ffn.training.rows import Row
 
 SECONDS_BETWEEN_LINES = 15.0
 

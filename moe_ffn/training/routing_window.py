@@ -64,7 +64,9 @@ class RoutingWindow:
             self._count_idle_steps(layer, load_E, num_steps)
             of_layer["dead_experts"] = (self._idle_steps[layer] >= self.dead_after_steps).sum()
             if num_ranks > 1:
-                computing_E = load_E[: _num_networks(module, layer, len(load_E))]
+                # Zero-computation experts, which stand last, are on no rank.
+                ffn = module.decoder.config.routed_ffn(layer)
+                computing_E = load_E[: getattr(ffn, "num_experts", len(load_E))]
                 of_layer["rank_max_violation"] = rank_max_violation(computing_E, num_ranks)
             bias_E = routers[layer].correction_bias_E if layer in routers else None
             if bias_E is not None:
@@ -91,10 +93,3 @@ class RoutingWindow:
         self._idle_steps = state["idle_steps"]
         self._probe.chosen = state["probe"]
         self._last_look = state["last_look"]
-
-
-def _num_networks(module: LanguageModel, layer: str, num_experts: int) -> int:
-    """How many of a layer's experts have a network; zero-computation experts, which stand last, have none."""
-    number, _, inner = layer.removeprefix("layer_").partition("/")
-    ffn = module.decoder.config.layer_ffns()[int(number)]
-    return getattr(getattr(ffn, "ffn", ffn) if inner else ffn, "num_experts", num_experts)

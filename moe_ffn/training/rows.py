@@ -25,9 +25,3 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
             elif value.ndim == 0 and not value.isnan():
                 row[key] = float(value)
     return row
-
-
-def short_name(layer: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner."""
-    number, _, part = layer.removeprefix("layer_").partition("/")
-    return f"{int(number)} {part}".rstrip()

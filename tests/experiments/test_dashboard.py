@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from layer_measures import MEASURES
 
 from experiments.dashboard.library import workspaces as ws
 from experiments.dashboard.panels import LOAD_FIGURE
@@ -21,27 +22,8 @@ STEP = "trainer/global_step"
 
 LAYERS = ("layer_00", "layer_03", "layer_03/inner", "layer_117")
 
-# The contract of a run's folder: what each sparse layer logs, some of it only in some runs.
-OF_A_LAYER = {
-    "max_violation",
-    "load_cv",
-    "dead_experts",
-    "dropped_fraction",
-    "capacity_used",
-    "experts_per_token",
-    "nonfinite_tokens",
-    "entropy",
-    "entropy_of_mean",
-    "top1_margin",
-    "logit_max",
-    "router_z",
-    "load_balance",
-    "sequence_max_violation",
-    "shared_share",
-    "rank_max_violation",
-    "bias_spread",
-    "churn",
-}
+# What training rows have; co-activation is measured in validation alone.
+OF_A_LAYER = set(MEASURES) - {"coactivation_max"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from moe_ffn.training.rows import routing_row, short_name
+from moe_ffn.training.rows import routing_row
 
 
 def test_a_row_has_one_key_for_a_load_and_none_for_what_does_not_exist() -> None:
@@ -21,10 +20,3 @@ def test_a_row_has_one_key_for_a_load_and_none_for_what_does_not_exist() -> None
         "validation/routing/layer_03/load": [0.25, 0.75],
         "validation/routing/layer_12/dead_experts": 2,
     }
-
-
-@pytest.mark.parametrize(
-    ("layer", "name"), [("layer_03", "3"), ("layer_12", "12"), ("layer_00/inner", "0 inner")]
-)
-def test_short_names(layer: str, name: str) -> None:
-    assert short_name(layer) == name
