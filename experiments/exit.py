@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 
 from moe_ffn.errors import ConfigError
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_DIVERGED = 3
+"""Too many steps in a row had to be skipped."""
 EXIT_INTERRUPTED = 130
+"""128 and the number of the signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:

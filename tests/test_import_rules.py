@@ -25,6 +25,7 @@ FOUNDATION = {
     "sizes",
     "initialization",
     "layer_names",
+    "files",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sizes": set(),
     "initialization": set(),
     "layer_names": set(),
+    "files": set(),
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).

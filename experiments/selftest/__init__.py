@@ -1,0 +1,8 @@
+"""What the project promises of its reliability, tried on this machine and counted.
+
+    __main__.py  the command
+    case.py      what a chapter is, and a case of one; running them
+    scene.py     a small corpus, tiny runs in processes of their own, and when two runs are equal
+
+One file a chapter, in the order of docs/reliability.md; `chapters.py` lists them.
+"""
