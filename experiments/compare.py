@@ -3,8 +3,8 @@
     python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
 
 Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
-same NAME again, finished ones are not repeated, so an interrupted comparison goes on where it was;
-what an unfinished run left is set aside.
+same NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
+unfinished run with other options left is set aside.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def main(argv: Sequence[str]) -> int:
     failed: list[Path] = []
     for file, config in configs.items():
         if file in todo:
-            set_aside(named_run_folder(config))
-            print(f"{file.stem}: training ({todo.index(file) + 1} of {len(todo)})", flush=True)
-            if not train(file, config, overrides):
+            begun = has_begun(config)
+            how = "resuming" if begun else "training"
+            print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
+            if not train(file, config, overrides, begun):
                 failed.append(file)
                 continue
         results.append(read_result(file.stem, config))
@@ -104,21 +105,34 @@ def is_finished(config: TrainConfig) -> bool:
     return True
 
 
-def set_aside(folder: Path) -> None:
-    """Rename what an unfinished run left, so that nothing of it is lost or written over."""
-    if folder.exists():
-        aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-        folder.rename(aside)
-        print(f"{folder.name}: an unfinished run is now {aside}")
+def has_begun(config: TrainConfig) -> bool:
+    """Whether this very run was begun and can be resumed.
+
+    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
+    """
+    folder = named_run_folder(config)
+    if not folder.exists():
+        return False
+    try:
+        if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) == config:
+            return True
+    except ConfigError:  # the file is damaged, or of another version
+        pass
+    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
+    folder.rename(aside)
+    print(f"{folder.name}: an unfinished run with other options is now {aside}")
+    return False
 
 
-def train(file: Path, config: TrainConfig, overrides: Sequence[str]) -> bool:
+def train(file: Path, config: TrainConfig, overrides: Sequence[str], begun: bool) -> bool:
     """Train in a process of its own, so that no run finds the memory or threads of another."""
     start = time.monotonic()
+    resume = ["--resume", str(named_run_folder(config))] if begun else []
     done = subprocess.run(
         [
             *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
+            *resume,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
