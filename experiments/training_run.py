@@ -26,9 +26,9 @@ from experiments.assemble import (
 )
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
-from experiments.exit import EXIT_INTERRUPTED
+from experiments.exit import EXIT_DIVERGED, EXIT_INTERRUPTED
 from experiments.report.page import REPORT_FILE, write_report
-from experiments.results import Results
+from experiments.results import Results, say_diverged
 from experiments.run_folder import (
     BEST_CHECKPOINT,
     CONFIG_FILE,
@@ -43,6 +43,7 @@ from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.errors import first_line
 from moe_ffn.training.data_module import TokenData, validation_batches
+from moe_ffn.training.guard import Diverged
 from moe_ffn.training.loggers import close
 from moe_ffn.training.module import LanguageModel
 
@@ -88,6 +89,10 @@ def train(config: TrainConfig) -> None:
     except SystemExit:  # Lightning's answer to Ctrl-C
         console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
         raise SystemExit(EXIT_INTERRUPTED) from None
+    except Diverged as error:
+        if is_main:
+            say_diverged(error, config, folder)
+        raise SystemExit(EXIT_DIVERGED) from None
     finally:
         try:
             close(loggers, status)
@@ -148,6 +153,7 @@ def make_results(
         unigram_loss=unigram_loss_of(config, data),
         tokens_per_second=callbacks.steps.tokens_per_second,
         num_alarms=callbacks.steps.bell.num_alarms,
+        num_skipped_steps=callbacks.steps.num_skipped,
         routing=callbacks.validation.routing,
         sample=callbacks.samples.last,
         sample_prompt=config.sample.prompt,

@@ -186,6 +186,7 @@ def test_checkpoints_load_with_weights_only_into_a_fresh_model(
         config.model,
         config.optimizer,
         config.objective,
+        config.trainer.guard,
         byte_lengths=torch.ones(VOCAB_SIZE),
         max_seq_len=config.data.seq_len,
         max_steps=6,
