@@ -18,6 +18,7 @@ from experiments.config import TrainConfig
 from experiments.run_folder import ALARMS_FILE, SUMMARY_FILE
 from experiments.tables import load_table
 from moe_ffn.layer_names import short_name
+from moe_ffn.training.alarms import Advice
 from moe_ffn.training.guard import Diverged
 
 
@@ -107,13 +108,9 @@ def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
     """On stderr: what happened and where it began, what is left, and what to try."""
     saved = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
-    rate, clip = config.optimizer.learning_rate, config.trainer.gradient_clip_val
-    print(
-        f"diverged: {error}\n"
-        f"diverged: {left}; try another optimizer.learning_rate than {rate:g} or "
-        f"trainer.gradient_clip_val than {clip:g}",
-        file=sys.stderr,
-    )
+    advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
+    what_to_try = advice.against("loss_spike", None)
+    print(f"diverged: {error}\ndiverged: {left}; {what_to_try}", file=sys.stderr)
 
 
 MOST_COACTIVATION = 64

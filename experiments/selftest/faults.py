@@ -55,9 +55,9 @@ class Fault(Callback):
         name = self.place.removeprefix("into:")
         modules = dict(decoder.named_modules())
         if self.place.startswith("into:"):
-            modules[name].register_forward_pre_hook(lambda _, x: (self._broken(x[0]), *x[1:]))
+            modules[name].register_forward_pre_hook(self._break_input)
         elif name in modules:
-            modules[name].register_forward_hook(lambda _, x, y: self._broken(y))
+            modules[name].register_forward_hook(self._break_output)
         elif name != "loss":
             decoder.get_parameter(name).register_hook(self._broken)
 
@@ -75,6 +75,12 @@ class Fault(Callback):
 
     def _recognize(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._now = any(torch.equal(args[0], ids) for ids in self._ids)
+
+    def _break_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._broken(args[0]), *args[1:])
+
+    def _break_output(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return self._broken(output)
 
     def _broken(self, values: Tensor) -> Tensor:
         if not self._now:

@@ -92,7 +92,7 @@ class StepGuard:
         limit = self.config.max_skipped_in_a_row
         if skipped.num_in_a_row >= limit:
             steps = "1 step was" if limit == 1 else f"{limit} steps in a row were"
-            raise Diverged(skipped.step, f"{steps} skipped; of the last, {skipped}")
+            raise Diverged(skipped.step, f"{steps} skipped; the last because {skipped}")
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, which a checkpoint loads without running code."""

@@ -203,6 +203,8 @@ class LanguageModel(LightningModule):
         step = self.trainer.global_step + 1
         looks = not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None
         began_in = self._where_it_began(scale) if looks else None
+        if looks and began_in is None:
+            reason += ", but not when the step was repeated"
         self.skipped_step = self.guard.skip(step, reason, began_in)
         return False
 
