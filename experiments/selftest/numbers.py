@@ -58,6 +58,9 @@ def _cases() -> Iterator[Case]:
             f"every step breaks, at most {limit} in a row",
             lambda folder, limit=limit: _ends_the_run(folder, limit),
         )
+    yield Case(
+        "every step breaks on one of two ranks", lambda folder: _ends_the_run(folder, 3, ranks=2)
+    )
     for dtype, how in product(("float16", "bfloat16"), ("weights too", "autocast")):
         yield Case(
             f"huge activations in every router, {dtype}, {how}",
@@ -94,7 +97,7 @@ def _skips_once(folder: Path, ffn: str, place: str, value: float, accumulate: in
     for name, tensor in faulty.state.items():
         assert tensor.isfinite().all(), f"{name} is not finite"
         assert torch.equal(tensor, expected.state[name]), f"{name} is not as without the step"
-    alarms = [json.loads(line) for line in (faulty.folder / "alarms.jsonl").open()]
+    alarms = map(json.loads, (faulty.folder / "alarms.jsonl").read_text().splitlines())
     (alarm,) = (alarm for alarm in alarms if alarm["kind"] == "skipped_step")
     assert alarm["step"] == SKIPPED, f"step {alarm['step']} is said to be skipped, not {SKIPPED}"
     if math.isfinite(value):
@@ -119,15 +122,19 @@ def _config(folder: Path, ffn: str, accumulate: int) -> TrainConfig:
 
 
 BREAKS = '''
+import os
+
 import torch
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput
 
 
 class BreaksConfig(FFNConfig, frozen=True):
-    """Returns its input, and from the seventh batch of training on NaN."""
+    """Returns its input, and from the seventh batch of training on NaN; on the last rank alone."""
+
+    last_rank: str
 
     def build(self, d_model):
-        return Breaks()
+        return Breaks(self.last_rank)
 
     def num_params(self, d_model):
         return 0
@@ -137,23 +144,29 @@ class BreaksConfig(FFNConfig, frozen=True):
 
 
 class Breaks(FFNBlock):
-    num_batches = 0
+    def __init__(self, last_rank):
+        super().__init__()
+        self.breaks = os.environ.get("LOCAL_RANK", "0") == last_rank
+        self.num_batches = 0
 
     def forward(self, x, context=None):
         self.num_batches += self.training
-        return FFNOutput(x * torch.nan if self.num_batches > 6 else x)
+        return FFNOutput(x * torch.nan if self.breaks and self.num_batches > 6 else x)
 '''
 
 
-def _ends_the_run(folder: Path, limit: int) -> None:
+def _ends_the_run(folder: Path, limit: int, ranks: int = 1) -> None:
     """A block of somebody's own breaks for good: the program ends, and says all that is needed."""
     import torch
 
     (folder / "breaks.py").write_text(BREAKS)
+    block = f"{{type: '{folder / 'breaks.py'}:BreaksConfig', last_rank: '{ranks - 1}'}}"
     done = run(
         *options(
             folder,
-            model__ffn_at=f"{{'1': {{type: '{folder / 'breaks.py'}:BreaksConfig'}}}}",
+            model__ffn_at=f"{{'1': {block}}}",
+            trainer__devices=str(ranks),
+            trainer__strategy="auto" if ranks == 1 else "ddp",
             trainer__guard__max_skipped_in_a_row=str(limit),
             trainer__max_steps="40",
             run__name="broken",

@@ -114,6 +114,7 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
         *("step", "trainer/global_step"),
         *("train/loss", "train/objective", "train/load_balance", "train/router_z"),
         *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
+        "train/skipped_steps",
         *("validation/loss", "validation/bits_per_byte"),
         *(
             f"{split}routing/layer_{layer:02d}/{name}"
