@@ -94,6 +94,32 @@ def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
     assert fitted.watchers.steps.num_skipped == 1
 
 
+def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted]) -> None:
+    class Outputs(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.decoder.unembedding.register_forward_hook(self.keep)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportCallIssue]
+
+        def keep(self, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if module.training:
+                self.seen.append(output.detach())
+
+    outputs = Outputs()
+    fit(
+        *(outputs, Fault("layers.0.attention_norm.weight", math.nan, range(7, 8))),
+        model={"ffn": {**BIASED, "router": "noisy_top_k"}, "dropout": 0.5},
+        trainer={"accumulate_grad_batches": 2, "max_steps": 5},
+    )
+
+    # Batches 6 and 7 make up the step; after them come the same two again, then 8 and 9.
+    assert len(outputs.seen) == 12
+    for batch in (6, 7):
+        assert torch.equal(outputs.seen[batch], outputs.seen[batch + 2])
+    assert not torch.equal(outputs.seen[8], outputs.seen[9])
+
+
 def test_a_row_is_of_the_steps_that_were_taken(fit: Callable[..., Fitted]) -> None:
     fault = Fault("embedding", math.inf, range(2, 4))
 
