@@ -100,7 +100,7 @@ def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted
             self.seen: list[Tensor] = []
 
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            pl_module.decoder.unembedding.register_forward_hook(self.keep)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportCallIssue]
+            pl_module.decoder.unembedding.register_forward_hook(self.keep)  # pyright: ignore[reportAttributeAccessIssue]
 
         def keep(self, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             if module.training:
