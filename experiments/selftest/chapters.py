@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.selftest import kills, resume
+from experiments.selftest import kills, numbers, resume
 from experiments.selftest.case import Chapter
 
-CHAPTERS: tuple[Chapter, ...] = (resume.CHAPTER, kills.CHAPTER)
+CHAPTERS: tuple[Chapter, ...] = (resume.CHAPTER, kills.CHAPTER, numbers.CHAPTER)
