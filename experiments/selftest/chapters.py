@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from experiments.selftest import endurance, kills, resume
+from experiments.selftest import endurance, kills, numbers, resume
 from experiments.selftest.case import Chapter
 
-CHAPTERS: tuple[Chapter, ...] = (resume.CHAPTER, kills.CHAPTER, endurance.CHAPTER)
+CHAPTERS: tuple[Chapter, ...] = (
+    resume.CHAPTER,
+    kills.CHAPTER,
+    numbers.CHAPTER,
+    endurance.CHAPTER,
+)

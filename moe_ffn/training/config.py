@@ -117,6 +117,17 @@ class EarlyStoppingConfig(Config, frozen=True):
     """The least fall, in nats per token, that counts as improvement."""
 
 
+class GuardConfig(Config, frozen=True):
+    """Which optimizer steps are skipped: those with NaN or infinity in the loss or the gradient, always, and
+    those with a loss that is far too high.
+    """
+
+    max_loss_ratio: float | None = Field(default=10.0, gt=1)
+    """Loss of a step over the median of the last 32 steps taken that is far too high; null: none is."""
+    max_skipped_in_a_row: int = Field(default=10, ge=1)
+    """So many steps skipped one after the other end the run, with exit code 3."""
+
+
 LIGHTNING_ARGUMENTS = (
     "accelerator",
     "benchmark",
@@ -182,6 +193,8 @@ class TrainerConfig(Config, frozen=True):
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""
+    guard: GuardConfig = GuardConfig()
+    """Which optimizer steps are skipped, and how many in a row end the run."""
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
