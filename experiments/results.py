@@ -15,10 +15,11 @@ from rich.text import Text
 from torch import Tensor
 
 from experiments.config import TrainConfig
-from experiments.run_folder import ALARMS_FILE, SUMMARY_FILE
+from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import load_table
 from moe_ffn.layer_names import short_name
 from moe_ffn.training.alarms import Advice
+from moe_ffn.training.checkpoint_folder import step_checkpoints
 from moe_ffn.training.guard import Diverged
 
 
@@ -107,8 +108,8 @@ class Results:
 
 def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
     """On stderr: what happened and where it began, what is left, and what to try."""
-    saved = sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+    saved = step_checkpoints(folder / CHECKPOINTS_FOLDER)
+    left = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved before"
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     what_to_try = advice.against("loss_spike", None)
     print(f"diverged: {error}\ndiverged: {left}; {what_to_try}", file=sys.stderr)

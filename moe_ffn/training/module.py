@@ -29,7 +29,7 @@ from moe_ffn.training.config import GuardConfig, ObjectiveConfig, OptimizerConfi
 from moe_ffn.training.guard import SkippedStep, StepGuard
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
 from moe_ffn.training.objective import Objective, objective
-from moe_ffn.training.optimizer import build_optimizer, build_schedule
+from moe_ffn.training.optimizer import build_optimizer, build_schedule, restate_options
 from moe_ffn.training.steering import RouterSteering
 from moe_ffn.training.step_totals import StepTotals, count_step
 
@@ -241,6 +241,7 @@ class LanguageModel(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.guard.load_state_dict(checkpoint["guard"])
+        restate_options(checkpoint, self.optimizer_config, self.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.decoder, self.optimizer_config)
