@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.command_line import read_yaml, validate
+from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     BEST_CHECKPOINT,
@@ -36,7 +36,7 @@ def load_run(folder: Path) -> SavedRun:
         ConfigError: this is no run's folder, or one without a checkpoint.
     """
     check_has_weights(folder)
-    config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
+    config = read_config(folder / CONFIG_FILE, TrainConfig)
     values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     tokenizer = config.data.tokenizer.restore(values)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from moe_ffn.errors import ConfigError, did_you_mean
+from moe_ffn.errors import ConfigError, did_you_mean, shorten, show
 from moe_ffn.import_path import import_class
 
 FAMILY_KEY = "x-family"
@@ -54,7 +54,7 @@ class Config(BaseModel, frozen=True):
         unknown = [key for key in data if key not in known]
         if unknown:
             raise _errors_at(
-                cls, {str(key): cls.explain_unknown(str(key)) for key in unknown}, data
+                cls, {shorten(str(key)): cls.explain_unknown(str(key)) for key in unknown}, data
             )
         return handler(data)
 
@@ -62,7 +62,7 @@ class Config(BaseModel, frozen=True):
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         if not isinstance(data, Mapping):
             raise PydanticCustomError(
-                "not_a_mapping", "must be a mapping of options, got {got}", {"got": repr(data)}
+                "not_a_mapping", "must be a mapping of options, got {got}", {"got": show(data)}
             )
         return data
 
@@ -157,8 +157,11 @@ class TaggedConfig(Config, frozen=True):
                 return import_class(tag, family=cls)
             except ConfigError as error:
                 raise _errors_at(cls, {"type": str(error)}, data) from error
-        hint = did_you_mean(str(tag), cls.members)
-        raise _errors_at(cls, {"type": f"unknown '{tag}'{hint}; known: {known}"}, data)
+        if not isinstance(tag, str):
+            message = f"must be a name, got {show(tag)}; known: {known}"
+        else:
+            message = f"unknown {show(tag)}{did_you_mean(tag, cls.members)}; known: {known}"
+        raise _errors_at(cls, {"type": message}, data)
 
     @classmethod
     def __get_pydantic_json_schema__(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -30,9 +32,19 @@ def explain(error: ValidationError) -> list[str]:
         else:
             message = rule.format(**item.get("ctx", {}))
             if item["type"] != "missing":
-                message += f", got {_shorten(repr(item['input']))}"
-        lines.append(f"{path}: {message}" if path else message)
+                message += f", got {show(item['input'])}"
+        lines.append(_on_one_line(f"{path}: {message}" if path else message))
     return lines
+
+
+def show(value: Any) -> str:
+    """A value as code would write it, up to sixty characters; takes no longer for a huge one."""
+    return shorten(_repr.repr(value))
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """`text`, its end replaced by dots where it is longer than `limit`."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
@@ -71,5 +83,10 @@ _RULES = {
 }
 
 
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 200
+
+
+def _on_one_line(text: str) -> str:
+    """`text` without line breaks and control characters, which a key or a value may have brought in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
