@@ -31,8 +31,8 @@ from moe_ffn.import_path import telling_imports
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
-_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 10_000, 50
-"""A config of a hundred layers that all differ is half as large; PyYAML needs a second for 100 kB."""
+_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
+"""A config of sixty layers that all differ fits, and PyYAML reads no more than that in half a second."""
 
 
 def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> RootConfig:
@@ -221,6 +221,12 @@ class _Loader(yaml.SafeLoader):
         self._depth = self._num_values = 0
         self._values_at: dict[int, int] = {}
         """Of every node that is complete, by its id: the values in it, those behind aliases too."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        # The scanner reads ahead, and the deeper the slower.
+        if self.flow_level >= _MAX_DEPTH:
+            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.model_size import check_fits
 from experiments.run_folder import check_run_folder
 
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, TrainConfig, command="python -m experiments.train")
     if "LOCAL_RANK" not in os.environ:  # the first of the ranks, which makes the folder
         check_run_folder(config)
+    check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
     from experiments.training_run import train
 

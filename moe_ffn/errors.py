@@ -21,11 +21,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def is_near(name: str, other: str) -> bool:
+    """Whether `other` looks like a misspelt `name`."""
+    return bool(difflib.get_close_matches(name, [other]))
+
+
 def explain(error: ValidationError) -> list[str]:
     """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
+        path = ".".join(str(part) or "''" for part in item["loc"])
         rule = _RULES.get(item["type"])
         if rule is None:
             message = item["msg"].removeprefix("Value error, ")
@@ -33,7 +38,8 @@ def explain(error: ValidationError) -> list[str]:
             message = rule.format(**item.get("ctx", {}))
             if item["type"] != "missing":
                 message += f", got {show(item['input'])}"
-        lines.append(_on_one_line(f"{path}: {message}" if path else message))
+        line = f"{path}: {message}" if path else message
+        lines.append(shorten(_on_one_line(line), _LONGEST_LINE))
     return lines
 
 
@@ -82,6 +88,9 @@ _RULES = {
     "string_too_short": "must not be empty",
 }
 
+
+_LONGEST_LINE = 480
+"""More than any mistake needs, but what a stranger's code says may be of any length."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200
