@@ -147,14 +147,12 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}") from error
     if len(content) > _MAX_BYTES:
-        raise ConfigError(
-            f"{where}: is longer than {_MAX_BYTES} bytes, and so no config; give a file of options"
-        )
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: is not a UTF-8 text file") from error
-    options = _parse_yaml(text, where)
+    options = parse_yaml(text, where)
     if options is None:
         return {}
     if not isinstance(options, dict):
@@ -185,15 +183,18 @@ def parse_value(text: str, where: str) -> Any:
     `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
-        return _parse_yaml(text, where)
+        return parse_yaml(text, where)
     try:
-        value = _parse_yaml(text, where)
+        value = parse_yaml(text, where)
     except ConfigError:
         return text
     return text if isinstance(value, str | dict | list) else value
 
 
-def _parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """What is written in YAML; a ConfigError that begins with `where` for anything but plain values."""
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -17,6 +17,7 @@ from experiments.run_folder import (
     check_has_weights,
 )
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import Decoder
 
 _PREFIX = "decoder."
@@ -33,12 +34,11 @@ def load_run(folder: Path) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: this is no run's folder, or one without a checkpoint.
+        ConfigError: this is no run's folder, or one without a checkpoint, or a file of it is damaged.
     """
     check_has_weights(folder)
     config = read_config(folder / CONFIG_FILE, TrainConfig)
-    values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-    tokenizer = config.data.tokenizer.restore(values)
+    tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     checkpoint = torch.load(folder / BEST_CHECKPOINT, map_location="cpu", weights_only=True)
     state = {
@@ -46,5 +46,21 @@ def load_run(folder: Path) -> SavedRun:
         for name, value in checkpoint["state_dict"].items()
         if name.startswith(_PREFIX)
     }
-    decoder.load_state_dict(state)
+    try:
+        decoder.load_state_dict(state)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"'{folder / CONFIG_FILE}' describes another model than {BEST_CHECKPOINT} holds; "
+            "one of the two is not of this run"
+        ) from error
     return SavedRun(config, tokenizer, decoder.eval())
+
+
+def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return config.data.tokenizer.restore(values)
+    except Exception as error:  # of whatever kind: what is wrong is in the file
+        raise ConfigError(
+            f"'{path}' is not the tokenizer that this run was trained with: {first_line(error)}"
+        ) from error

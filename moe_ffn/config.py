@@ -154,9 +154,8 @@ class TaggedConfig(Config, frozen=True):
             return cls.members[tag]
         known = ", ".join(cls.members)
         if tag is None:
-            slip = next(
-                (f", but there is '{key}'" for key in data if is_near("type", str(key))), ""
-            )
+            near = [key for key in map(str, data) if key != "type" and is_near("type", key)]
+            slip = f", but there is '{near[0]}'" if near else ""
             message = f"missing{slip}; one of: {known}, or module:ClassName"
             raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:

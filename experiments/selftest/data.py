@@ -342,7 +342,7 @@ def _cases() -> Iterator[Case]:
         ("2 GB with 256 MB of memory", _larger_than_memory(2048, 256)),
     ):
         yield Case(name, check)
-    yield Case("64 MB with 32 MB of memory", _larger_than_memory(64, 32), short=True)
+    yield Case("32 MB with 24 MB of memory", _larger_than_memory(32, 24), short=True)
 
 
 def _remove(corpus: Path) -> None:
