@@ -43,7 +43,7 @@ FILES = {
         + "".join(
             f"{b}: &{b} [{', '.join(8 * [f'*{a}'])}]\n" for a, b in zip("abcd", "bcde", strict=True)
         ),
-        r"is not valid YAML \(line 5\): more than 5000 values$",
+        r"is not valid YAML \(line 4\): more than 5000 values$",
     ),
     "deep": ("a: " + "[" * 60, r"is not valid YAML \(line 1\): nested deeper than 50 levels$"),
     "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, and so no config$"),
