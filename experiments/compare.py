@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from experiments.command_line import parse_config, read_yaml, validate
+from experiments.command_line import parse_config, read_config, validate
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
@@ -97,7 +97,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = named_run_folder(config)
     if not (folder / SUMMARY_FILE).is_file():
         return False
-    if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) != config:
+    if read_config(folder / CONFIG_FILE, TrainConfig) != config:
         raise ConfigError(
             f"'{folder}' holds a run with other options; give the options it had, or choose another "
             "--name"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from experiments.checkpoints import newest_good, refusal_of_weights
-from experiments.command_line import read_yaml, validate
+from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -21,7 +21,7 @@ from experiments.run_folder import (
     check_has_weights,
 )
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
@@ -40,12 +40,11 @@ def load_run(folder: Path) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: this is no run's folder, or one without a good checkpoint.
+        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged.
     """
     check_has_weights(folder)
-    config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
-    values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-    tokenizer = config.data.tokenizer.restore(values)
+    config = read_config(folder / CONFIG_FILE, TrainConfig)
+    tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     decoder.load_state_dict(_weights(folder, decoder))
     return SavedRun(config, tokenizer, decoder.eval())
@@ -82,3 +81,13 @@ def _of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in state.items()
         if str(name).startswith(_PREFIX)
     }
+
+
+def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return config.data.tokenizer.restore(values)
+    except Exception as error:  # of whatever kind: what is wrong is in the file
+        raise ConfigError(
+            f"'{path}' is not the tokenizer that this run was trained with: {first_line(error)}"
+        ) from error

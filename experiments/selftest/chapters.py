@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from experiments.selftest import endurance, kills, numbers, resume
+from experiments.selftest import configs, damaged_runs, data, endurance, kills, numbers, resume
 from experiments.selftest.case import Chapter
 
 CHAPTERS: tuple[Chapter, ...] = (
     resume.CHAPTER,
     kills.CHAPTER,
+    damaged_runs.CHAPTER,
     numbers.CHAPTER,
+    configs.CHAPTER,
+    data.CHAPTER,
     endurance.CHAPTER,
 )

@@ -15,6 +15,7 @@ import pytest
 import moe_ffn.data.prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.config import BPEConfig, BytesConfig, DataConfig, TextConfig, TokenizerConfig
+from moe_ffn.data.documents import changed
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.errors import ConfigError
 
@@ -282,6 +283,14 @@ class TestMemory:
             tracemalloc.stop()
         assert data.train_size.num_bytes + data.validation_size.num_bytes == 64 << 20
         assert peak < 16 << 20
+
+
+def test_the_documents_are_listed_and_a_change_is_named(prepared: Prepare, texts: Path) -> None:
+    before = prepared().documents
+    assert before.count == 40
+    assert changed(before, prepared().documents) is None
+    (texts / "7.txt").unlink()
+    assert changed(before, prepared().documents) == "'7.txt' was removed"
 
 
 class TestMistakes:
