@@ -36,8 +36,8 @@ def check_run_folder(config: TrainConfig) -> None:
     """
     folder = parent = _output_dir(config)
     with _writing_to(parent):
-        if config.run.name is not None:
-            _refuse_existing(parent / config.run.name)
+        if config.run.name is not None and (taken := parent / config.run.name).exists():
+            raise _taken(taken)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
@@ -58,8 +58,10 @@ def make_run_folder(config: TrainConfig) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         if config.run.name is not None:
             folder = parent / config.run.name
-            _refuse_existing(folder)
-            folder.mkdir()
+            try:
+                folder.mkdir()
+            except FileExistsError:  # of a run that was faster, since `check_run_folder`
+                raise _taken(folder) from None
             return folder
         stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
         return _make_first_free(parent, stem)
@@ -129,11 +131,10 @@ def _output_dir(config: TrainConfig) -> Path:
     return expand_path(config.run.output_dir, "run.output_dir")
 
 
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise ConfigError(
-            f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
-        )
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
+    )
 
 
 def _make_first_free(parent: Path, stem: str) -> Path:
