@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.selftest import offline, properties, together
 from experiments.selftest.case import Chapter
 
-CHAPTERS: tuple[Chapter, ...] = ()
+CHAPTERS: tuple[Chapter, ...] = (properties.CHAPTER, together.CHAPTER, offline.CHAPTER)
