@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import Logger
 
+from experiments.checkpoints import identity
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     ALARMS_FILE,
-    BEST_CHECKPOINT,
-    LAST_CHECKPOINT,
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
     SAMPLES_FILE,
     git_revision,
 )
@@ -29,11 +30,13 @@ from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import Advice, AlarmRules
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.data_module import TokenData
-from moe_ffn.training.loggers import csv_logger
+from moe_ffn.training.metrics_file import MetricsFile
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.precision import resolve_precision
 from moe_ffn.training.progress import progress_display
+from moe_ffn.training.stopping import StopOnRequest, StopRequest
 from moe_ffn.training.wandb_run import wandb_logger
 
 
@@ -44,8 +47,8 @@ class RunCallbacks:
     samples: SampleLog
     steps: StepLogger
     validation: ValidationLogger
-    best: ModelCheckpoint
-    last: ModelCheckpoint
+    checkpoints: CheckpointKeeper
+    stop: StopOnRequest
 
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
@@ -110,28 +113,21 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 
 
 def make_callbacks(config: TrainConfig, data: PreparedData, folder: Path) -> RunCallbacks:
-    """Rows every few steps; a text, the best weights and the last ones at every validation."""
-    best, last = folder / BEST_CHECKPOINT, folder / LAST_CHECKPOINT
+    """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for."""
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
+    checkpoints = CheckpointKeeper(
+        folder / CHECKPOINTS_FOLDER,
+        config.checkpoints,
+        config.trainer.validate_every_n_steps,
+        identity(config, data),
+    )
     return RunCallbacks(
         SampleLog(folder / SAMPLES_FILE, data.tokenizer, config.sample, config.seed),
         StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
-        ModelCheckpoint(
-            dirpath=best.parent,
-            filename=best.stem,
-            monitor="validation/loss",
-            save_on_exception=False,
-            enable_version_counter=False,
-        ),
-        ModelCheckpoint(
-            dirpath=last.parent,
-            filename=last.stem,
-            every_n_train_steps=config.trainer.validate_every_n_steps,
-            save_on_exception=False,
-            enable_version_counter=False,
-        ),
+        checkpoints,
+        StopOnRequest(StopRequest(), checkpoints),
     )
 
 
@@ -148,8 +144,6 @@ def build_trainer(
         run_callbacks.samples,  # before the clock of `steps` starts again
         run_callbacks.steps,
         run_callbacks.validation,
-        run_callbacks.best,
-        run_callbacks.last,
         progress_display(run_callbacks.steps),
     ]
     if options.early_stopping is not None:
@@ -159,6 +153,8 @@ def build_trainer(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )
+    # Last, so that what is saved is what all the others have made of the step.
+    callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
         "max_steps": options.max_steps,
         "max_epochs": -1,
@@ -168,6 +164,8 @@ def build_trainer(
         "val_check_interval": options.validate_every_n_steps * options.accumulate_grad_batches,
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
+        "plugins": [run_callbacks.checkpoints.io],
+        "enable_checkpointing": False,  # Lightning's own; `checkpoints` is ours
         "logger": loggers,
         "default_root_dir": str(folder),
         "enable_progress_bar": False,
@@ -185,7 +183,7 @@ def make_loggers(
     """The CSV logger and, unless off, wandb's, with a line on what became of wandb."""
     tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
     wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
-    loggers: list[Logger] = [csv_logger(folder)]
+    loggers: list[Logger] = [MetricsFile(folder / METRICS_FILE)]
     return loggers if wandb is None else [*loggers, wandb], line
 
 

@@ -28,10 +28,15 @@ from moe_ffn.errors import ConfigError, explain
 RootConfig = TypeVar("RootConfig", bound=Config)
 
 
-def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> RootConfig:
+def parse_config(
+    argv: Sequence[str], root: type[RootConfig], command: str, also: str = ""
+) -> RootConfig:
     """The config that defaults, `--config` files and dotted overrides make, later ones winning.
 
     Answers `--help`, `--print-config` and `--print-schema` itself, and exits.
+
+    Args:
+        also: lines of the help about what the caller has taken out of `argv`.
 
     Raises:
         ConfigError: one line per mistake.
@@ -50,7 +55,7 @@ def parse_config(argv: Sequence[str], root: type[RootConfig], command: str) -> R
         options = merge(options, read_yaml(Path(path)))
     options = merge(options, parse_overrides(rest))
     if named.help:
-        print_help(root, options, command)
+        print_help(root, options, command, also)
         raise SystemExit(0)
     config = validate(root, options)
     if named.print_config:

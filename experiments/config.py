@@ -10,6 +10,7 @@ from moe_ffn.config import Config
 from moe_ffn.data.config import DataConfig
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import (
+    CheckpointsConfig,
     LoggingConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -53,6 +54,8 @@ class TrainConfig(Config, frozen=True):
     """How it is minimised."""
     trainer: TrainerConfig = TrainerConfig()
     """The training loop; further arguments of lightning.Trainer may be given here."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """What a run is resumed from."""
     logging: LoggingConfig = LoggingConfig()
     """What is written while training."""
     sample: SampleConfig = SampleConfig()

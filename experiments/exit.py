@@ -11,8 +11,9 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 """Too many steps in a row had to be skipped."""
-EXIT_INTERRUPTED = 130
-"""128 and the number of the signal, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+EXIT_SIGNAL = 128
+"""To which the number of the signal is added, as shells do: 130 for Ctrl-C, 143 for SIGTERM."""
+EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:

@@ -17,7 +17,7 @@ USAGE = """\
 usage: {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]
 
   --config FILE ...   YAML files, merged left to right over the defaults
-  --print-config      print the resolved YAML and stop
+{also}  --print-config      print the resolved YAML and stop
   --print-schema      print the JSON schema of the YAML, for editors, and stop
   --help              this page; with other options, for what they choose:
                       {command} --model.ffn.type swiglu --help
@@ -28,8 +28,13 @@ another `type` drops the options of the old one.
 """
 
 
-def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> None:
+def print_help(
+    root: type[Config], options: Mapping[str, Any], command: str, also: str = ""
+) -> None:
     """Print the usage, then the options of `root` with the values in `options`.
+
+    Args:
+        also: lines of the usage about what this command alone takes.
 
     Raises:
         ConfigError: a `type` is unknown; nothing is printed then.
@@ -39,7 +44,7 @@ def print_help(root: type[Config], options: Mapping[str, Any], command: str) -> 
         (f"{name}: {field.description}", list(_rows(field.annotation, options.get(name), name)))
         for name, field in root.model_fields.items()
     ]
-    print(USAGE.format(command=command))
+    print(USAGE.format(command=command, also=also))
     for title, rows in sections:
         _print_indented(console, Text(title, style="bold"), 0)
         for path, value, text in rows:

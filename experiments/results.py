@@ -56,9 +56,10 @@ class Results:
             say("\nSample:")
             console.print(Text(self.sample_prompt, style="bold") + Text(_visible(self.sample)))
         say(f"\nResults in {self.folder}/")
-        for name, meaning in _FILES.items():
-            if (self.folder / name).exists():
-                say(f"  {name:22} {meaning}")
+        for pattern, meaning in _FILES.items():
+            for path in sorted(self.folder.glob(pattern))[-1:]:
+                name = path.relative_to(self.folder).as_posix()
+                say(f"  {name:31} {meaning}")
 
     def write(self) -> None:
         """Write `summary.json` and `sample.txt` into the run's folder."""
@@ -117,7 +118,7 @@ _FILES = {
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
     "checkpoints/best.ckpt": "weights of the lowest validation loss",
-    "checkpoints/last.ckpt": "the final weights",
+    "checkpoints/step_*.ckpt": "the last weights; --resume goes on from them",
     "wandb": "the run for wandb",
 }
 

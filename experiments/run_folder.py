@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from experiments.config import TrainConfig
 from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.files import write_whole
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
@@ -19,14 +20,19 @@ SUMMARY_FILE = "summary.json"
 ALARMS_FILE = "alarms.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FILE = "tokenizer.json"
-BEST_CHECKPOINT = "checkpoints/best.ckpt"
-LAST_CHECKPOINT = "checkpoints/last.ckpt"
+RESUMES_FILE = "resumes.jsonl"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 def named_run_folder(config: TrainConfig) -> Path:
     """Where a run that has a name is, or would be."""
     assert config.run.name is not None
-    return _output_dir(config) / config.run.name
+    return output_dir(config) / config.run.name
+
+
+def output_dir(config: TrainConfig) -> Path:
+    """The folder that holds this run and others; ConfigError where that names none."""
+    return expand_path(config.run.output_dir, "run.output_dir")
 
 
 def check_run_folder(config: TrainConfig) -> None:
@@ -34,7 +40,7 @@ def check_run_folder(config: TrainConfig) -> None:
 
     Asked first, so that a run that cannot be kept costs nobody the preparation of its data.
     """
-    folder = parent = _output_dir(config)
+    folder = parent = output_dir(config)
     with _writing_to(parent):
         if config.run.name is not None and (taken := parent / config.run.name).exists():
             raise _taken(taken)
@@ -47,24 +53,42 @@ def check_run_folder(config: TrainConfig) -> None:
             pass
 
 
-def make_run_folder(config: TrainConfig) -> Path:
-    """A new folder: the given name, or the FFN type and the time.
+def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
+    """A new folder with `files` in it: the given name, or the FFN type and the time.
+
+    It appears whole; a process that dies before leaves a hidden folder that nobody takes for a run.
 
     Raises:
         ConfigError: the name is taken, or the folder cannot be written.
     """
-    parent = _output_dir(config)
+    parent = output_dir(config)
     with _writing_to(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        if config.run.name is not None:
-            folder = parent / config.run.name
-            try:
-                folder.mkdir()
-            except FileExistsError:  # of a run that was faster, since `check_run_folder`
-                raise _taken(folder) from None
-            return folder
-        stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
-        return _make_first_free(parent, stem)
+        with tempfile.TemporaryDirectory(prefix=".run-", dir=parent) as temporary:
+            built = Path(temporary) / "run"
+            built.mkdir()
+            for name, text in files.items():
+                write_whole(built / name, text)
+            if config.run.name is not None:
+                folder = parent / config.run.name
+                if not _take(built, folder):
+                    raise _taken(folder)
+                return folder
+            stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
+            return _take_first_free(built, parent, stem)
+
+
+def _take(built: Path, folder: Path) -> bool:
+    """Put `built` in the place of `folder`; whether nobody else was there."""
+    if folder.exists():
+        return False
+    try:
+        built.rename(folder)
+    except OSError:
+        if folder.exists():  # another process was faster
+            return False
+        raise
+    return True
 
 
 @contextmanager
@@ -99,8 +123,8 @@ def check_is_run(folder: Path) -> None:
 def check_has_weights(folder: Path) -> None:
     """ConfigError where no trained model can be read from this folder."""
     check_is_run(folder)
-    for name in (CONFIG_FILE, TOKENIZER_FILE, BEST_CHECKPOINT):
-        if not (folder / name).is_file():
+    for name in (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER):
+        if not (folder / name).exists():
             raise ConfigError(
                 f"'{folder}' has no {name}, so no model to load; give a run that has come to its "
                 "first validation"
@@ -127,24 +151,17 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 
 
-def _output_dir(config: TrainConfig) -> Path:
-    return expand_path(config.run.output_dir, "run.output_dir")
-
-
 def _taken(folder: Path) -> ConfigError:
     return ConfigError(
         f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
     )
 
 
-def _make_first_free(parent: Path, stem: str) -> Path:
+def _take_first_free(built: Path, parent: Path, stem: str) -> Path:
     for attempt in range(1, 1000):
         folder = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
-        try:
-            folder.mkdir()
-        except FileExistsError:  # another run of the same second
-            continue
-        return folder
+        if _take(built, folder):  # else another run of the same second has it
+            return folder
     raise ConfigError(f"run.output_dir: no free name like '{stem}' in '{parent}'")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from experiments.sampling import sample_text
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import first_line
 from moe_ffn.training.config import SampleConfig
+from moe_ffn.training.json_lines import JsonLines
 from moe_ffn.training.module import LanguageModel
 
 
@@ -24,10 +24,10 @@ class SampleLog(Callback):
 
     def __init__(self, path: Path, tokenizer: Tokenizer, options: SampleConfig, seed: int) -> None:
         """A log that appends to `path`, one JSON object a line."""
-        self.path = path
         self.tokenizer = tokenizer
         self.options = options
         self.seed = seed
+        self._file = JsonLines(path)
         self.last = ""
         """The newest text, without the prompt; empty where the model can write none."""
 
@@ -55,8 +55,10 @@ class SampleLog(Callback):
             "prompt": self.options.prompt,
             "text": self.last,
         }
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            print(f"sample: '{self.path}' cannot be written ({error.strerror})", file=sys.stderr)
+        self._file.add([line])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last = state_dict["last"]

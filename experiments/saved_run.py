@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+from torch import Tensor
 
+from experiments.checkpoints import newest_good, refusal_of_weights
 from experiments.command_line import read_yaml, validate
 from experiments.config import TrainConfig
 from experiments.run_folder import (
-    BEST_CHECKPOINT,
+    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     TOKENIZER_FILE,
     check_has_weights,
 )
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Decoder
+from moe_ffn.training.checkpoint_file import CheckpointError
+from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
 
 _PREFIX = "decoder."
 
@@ -33,18 +40,45 @@ def load_run(folder: Path) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: this is no run's folder, or one without a checkpoint.
+        ConfigError: this is no run's folder, or one without a good checkpoint.
     """
     check_has_weights(folder)
     config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
     values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
     tokenizer = config.data.tokenizer.restore(values)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
-    checkpoint = torch.load(folder / BEST_CHECKPOINT, map_location="cpu", weights_only=True)
-    state = {
-        name.removeprefix(_PREFIX): value
-        for name, value in checkpoint["state_dict"].items()
-        if name.startswith(_PREFIX)
-    }
-    decoder.load_state_dict(state)
+    decoder.load_state_dict(_weights(folder, decoder))
     return SavedRun(config, tokenizer, decoder.eval())
+
+
+def _weights(folder: Path, decoder: Decoder) -> Mapping[str, Tensor]:
+    """The best, or the newest where those are damaged."""
+    checkpoints = folder / CHECKPOINTS_FOLDER
+    state = decoder.state_dict()
+    best = checkpoints / BEST_NAME
+    paths = [*([best] if best.exists() else []), *step_checkpoints(checkpoints)]
+    found, passed_over = newest_good(
+        paths, lambda values: refusal_of_weights(_of_decoder(values), state)
+    )
+    why = "; ".join(passed_over)
+    if found is not None:
+        if why:
+            print(f"{checkpoints}: {why}; taking {found.path.name}", file=sys.stderr)
+        return _of_decoder(found.values)
+    raise ConfigError(
+        f"'{checkpoints}' has no good checkpoint: {why}"
+        if why
+        else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has come to its "
+        "first validation"
+    )
+
+
+def _of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
+    state = values.get("state_dict")
+    if not isinstance(state, Mapping):
+        raise CheckpointError("lacks 'state_dict', so it is no checkpoint of a run")
+    return {
+        name.removeprefix(_PREFIX): value
+        for name, value in state.items()
+        if str(name).startswith(_PREFIX)
+    }

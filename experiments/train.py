@@ -11,17 +11,30 @@ from collections.abc import Sequence
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.resume import find_resume, take_resume
 from experiments.run_folder import check_run_folder
+
+COMMAND = "python -m experiments.train"
+
+RESUME_HELP = """\
+  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from its newest
+                      good checkpoint and with its own options
+"""
 
 
 def main(argv: Sequence[str]) -> int:
-    config = parse_config(argv, TrainConfig, command="python -m experiments.train")
-    if "LOCAL_RANK" not in os.environ:  # the first of the ranks, which makes the folder
-        check_run_folder(config)
+    run, options = take_resume(argv)
+    if run is None:
+        resume, config = None, parse_config(options, TrainConfig, COMMAND, RESUME_HELP)
+        if "LOCAL_RANK" not in os.environ:  # the first of the ranks, which makes the folder
+            check_run_folder(config)
+    else:
+        resume = find_resume(run, options, command=COMMAND)
+        config = resume.config
     # Only now: a mistake in the options should not wait for torch and lightning.
     from experiments.training_run import train
 
-    train(config)
+    train(config, resume)
     return 0
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
@@ -24,91 +24,119 @@ from experiments.assemble import (
     quiet_libraries,
     run_facts,
 )
+from experiments.checkpoints import identity
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
-from experiments.exit import EXIT_INTERRUPTED
+from experiments.exit import EXIT_INTERRUPTED, EXIT_SIGNAL
 from experiments.report.page import REPORT_FILE, write_report
+from experiments.restart import find_start, first_precision, go_back, how_to_go_on
 from experiments.results import Results
+from experiments.resume import Resume
 from experiments.run_folder import (
-    BEST_CHECKPOINT,
     CONFIG_FILE,
     FACTS_FILE,
-    LAST_CHECKPOINT,
     TOKENIZER_FILE,
     check_run_folder,
     make_run_folder,
 )
+from experiments.run_lock import locked
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.errors import first_line
-from moe_ffn.training.data_module import TokenData, validation_batches
+from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.loggers import close
-from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.stopping import Interrupted
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, resume: Resume | None = None) -> None:
     """Prepare the data, train, and print what came of it.
 
+    Args:
+        resume: the run to go on with; None starts a new one.
+
     Raises:
-        ConfigError: the data or the output folder cannot be used; no run folder was made then.
+        ConfigError: the data or the output folder cannot be used, and no run folder was made then; or no
+            checkpoint of the run to go on with is good.
+        SystemExit: the run did not come to its end; the code says why.
     """
     quiet_libraries()
     is_main = getattr(rank_zero_only, "rank", 0) == 0
     console = Console(quiet=not is_main)
-    if is_main:
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if is_main and resume is None:
         check_run_folder(config)
     precision = check_trainer(config)
     data = prepare(config.data, progress=is_main)
     torch.manual_seed(config.seed)
     module = build_module(config, data)
     console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-    console.print(f"\n{describe_data(data)}", highlight=False, soft_wrap=True)
+    say(f"\n{describe_data(data)}")
 
-    folder = Path(config.run.output_dir)
-    loggers: list[Logger] = []
-    if is_main:
-        folder = make_run_folder(config)
-        facts = run_facts(config, data, precision)
-        write_run_files(config, data, facts, folder)
-        loggers, wandb_line = make_loggers(config, folder, facts)
-        for line in (f"precision {precision}", wandb_line, f"writing to {folder}/\n"):
-            console.print(line, highlight=False, soft_wrap=True)
-
-    callbacks = make_callbacks(config, data, folder)
-    trainer = build_trainer(config, folder, precision, loggers, callbacks)
-    token_data = make_token_data(config, data)
-    if config.trainer.compile:
-        module.decoder.compile()
-    status = "failed"
-    try:
-        trainer.fit(module, datamodule=token_data)
-        finish_validation(trainer, module, token_data, callbacks, folder)
-        status = "success"
-    except SystemExit:  # Lightning's answer to Ctrl-C
-        console.print(f"interrupted at step {trainer.global_step}; what was saved is in {folder}/")
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    finally:
+    facts = run_facts(config, data, precision)
+    folder, start = Path(config.run.output_dir), None
+    with ExitStack() as stack:
+        if resume is not None:
+            folder = resume.folder
+            stack.enter_context(locked(folder) if is_main else nullcontext())
+            start = find_start(folder, identity(config, data), module.state_dict())
+            say(start.describe(folder))
+            if config.trainer.precision == "auto":
+                precision = first_precision(folder, precision)
+            if is_main:
+                go_back(resume, start)
+        elif is_main:
+            folder = make_run_folder(config, run_files(config, data, facts))
+            stack.enter_context(locked(folder))
+        loggers: list[Logger] = []
+        if is_main:
+            loggers, wandb_line = make_loggers(config, folder, facts)
+            say(f"precision {precision}")
+            say(wandb_line)
+            say(f"writing to {folder}/\n")
+        callbacks = make_callbacks(config, data, folder)
+        trainer = build_trainer(config, folder, precision, loggers, callbacks)
+        token_data = make_token_data(config, data)
+        if config.trainer.compile:
+            module.decoder.compile()
+        status = "failed"
         try:
-            close(loggers, status)
+            with callbacks.stop.request.listening():
+                trainer.fit(
+                    module, datamodule=token_data, ckpt_path=start.checkpoint if start else None
+                )
+                if callbacks.validation.last_step != trainer.global_step:
+                    trainer.validate(module, datamodule=token_data, verbose=False)
+            status = "success"
+        except Interrupted as interrupted:
+            say(f"{interrupted}; {how_to_go_on(folder)}")
+            raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None
+        except SystemExit:  # Lightning's answer to Ctrl-C a second time
+            say(f"interrupted at step {trainer.global_step}; {how_to_go_on(folder)}")
+            raise SystemExit(EXIT_INTERRUPTED) from None
         finally:
-            if is_main and status == "failed":
-                add_report(folder)
-    if is_main:
-        results = make_results(config, data, callbacks, folder)
-        results.write()
-        add_report(folder)
-        results.print(console)
+            try:
+                close(loggers, status)
+            finally:
+                if is_main and status == "failed":
+                    add_report(folder)
+        if is_main:
+            results = make_results(config, data, callbacks, folder)
+            results.write()
+            add_report(folder)
+            results.print(console)
 
 
-def write_run_files(
-    config: TrainConfig, data: PreparedData, facts: dict[str, Any], folder: Path
-) -> None:
-    """What the run was, before its first step: options, facts and tokenizer."""
-    (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
-    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    tokenizer = json.dumps(data.tokenizer.to_dict())
-    (folder / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
+def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
+    """What the run is, before its first step: options, facts and tokenizer, each the text of a file."""
+    return {
+        CONFIG_FILE: to_yaml(config),
+        FACTS_FILE: json.dumps(facts, indent=2) + "\n",
+        TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
+    }
 
 
 def add_report(folder: Path) -> None:
@@ -117,22 +145,6 @@ def add_report(folder: Path) -> None:
         write_report([folder], folder / REPORT_FILE, has_ended=True)
     except Exception as error:  # of any kind: a run is not to be lost to its page
         print(f"{REPORT_FILE}: {first_line(error)}", file=sys.stderr)
-
-
-def finish_validation(
-    trainer: Trainer,
-    module: LanguageModel,
-    token_data: TokenData,
-    callbacks: RunCallbacks,
-    folder: Path,
-) -> None:
-    """Validate the final weights if the last validation is older, and save them."""
-    if callbacks.validation.last_step != trainer.global_step:
-        trainer.validate(module, datamodule=token_data, verbose=False)
-        best_score = callbacks.best.best_model_score
-        if best_score is None or callbacks.validation.last["loss"] < float(best_score):
-            trainer.save_checkpoint(folder / BEST_CHECKPOINT)
-    trainer.save_checkpoint(folder / LAST_CHECKPOINT)
 
 
 def make_results(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from experiments.selftest import offline, properties, together
+from experiments.selftest import kills, offline, properties, resume, together
 from experiments.selftest.case import Chapter
 
-CHAPTERS: tuple[Chapter, ...] = (properties.CHAPTER, together.CHAPTER, offline.CHAPTER)
+CHAPTERS: tuple[Chapter, ...] = (
+    resume.CHAPTER,
+    kills.CHAPTER,
+    properties.CHAPTER,
+    together.CHAPTER,
+    offline.CHAPTER,
+)

@@ -112,7 +112,7 @@ for number in range(200):
     name = {"name": f"run-{number}"} if sys.argv[2] == "named" else {}
     config = TrainConfig.model_validate({"run": {"output_dir": sys.argv[1], **name}})
     try:
-        print(make_run_folder(config).name)
+        print(make_run_folder(config, {"config.yaml": str(number)}).name)
     except ConfigError as error:
         print(error, file=sys.stderr)
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,6 +10,7 @@ from pathlib import Path
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.training.alarms import Alarm
+from moe_ffn.training.json_lines import JsonLines
 from moe_ffn.training.loggers import alert
 
 
@@ -19,14 +19,11 @@ class AlarmBell:
 
     def __init__(self, path: Path) -> None:
         """A bell that appends to `path`, one JSON object a line; the file appears with the first alarm."""
-        self.path = path
         self.num_alarms = 0
+        self.file = JsonLines(path)
 
     def ring(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
-        """One line for each kind, however many layers it concerns; the file has them all.
-
-        A file that cannot be written is a line too: no run is lost to its alarms.
-        """
+        """One line for each kind, however many layers it concerns; the file has them all."""
         self.num_alarms += len(alarms)
         in_order = sorted(alarms, key=lambda alarm: alarm.kind)
         for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
@@ -38,9 +35,4 @@ class AlarmBell:
             title = kind.replace("_", " ")
             # wandb keeps back what comes under the same title too soon.
             alert(loggers, title if first.layer is None else f"{title}, {first.layer}", text)
-        if alarms:
-            try:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(alarm.to_dict()) + "\n" for alarm in alarms)
-            except OSError as error:
-                print(f"alarm: '{self.path}' cannot be written ({error.strerror})", file=sys.stderr)
+        self.file.add(alarm.to_dict() for alarm in alarms)

@@ -148,6 +148,20 @@ class AlarmRules:
             if self._begins(step, num_steps, kind, layer)
         ]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What earlier rows were like."""
+        return {
+            "losses": list(self._losses),
+            "lasted": [[*key, steps] for key, steps in self._lasted.items()],
+            "last_seen": [[*key, step] for key, step in self._last_seen.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self._lasted = {(kind, layer): steps for kind, layer, steps in state["lasted"]}
+        self._last_seen = {(kind, layer): step for kind, layer, step in state["last_seen"]}
+
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
         """Whether this was not seen for a while; a trouble that comes and goes rings once."""
         before = self._last_seen.get((kind, layer))

@@ -23,7 +23,7 @@ from moe_ffn.training.alarms import AlarmRules
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.loaders import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
-from moe_ffn.training.routing_by_layer import RoutingByLayer
+from moe_ffn.training.routing_by_layer import RoutingByLayer, mean_over_ranks
 from moe_ffn.training.routing_window import RoutingWindow
 from moe_ffn.training.rows import Row, routing_row
 
@@ -53,7 +53,6 @@ class StepLogger(Callback):
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_row_step = trainer.global_step
         self._clock = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,10 +97,25 @@ class StepLogger(Callback):
         return step % self.config.every_n_steps == 0 or step == trainer.max_steps
 
     def state_dict(self) -> dict[str, Any]:
-        return self._routing.state_dict()
+        """The row that is not full yet, and what later rows are compared with; every rank has to ask."""
+        return {
+            "window": self._window.state_dict(),
+            "routing": self._routing.state_dict(),
+            "rules": self.rules.state_dict(),
+            "num_alarms": self.bell.num_alarms,
+            "last_row_step": self._last_row_step,
+            "total_tokens": self.total_tokens,
+            "total_seconds": self.total_seconds,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._routing.load_state_dict(state_dict)
+        self._window.load_state_dict(state_dict["window"])
+        self._routing.load_state_dict(state_dict["routing"])
+        self.rules.load_state_dict(state_dict["rules"])
+        self.bell.num_alarms = state_dict["num_alarms"]
+        self._last_row_step = state_dict["last_row_step"]
+        self.total_tokens = state_dict["total_tokens"]
+        self.total_seconds = state_dict["total_seconds"]
 
     def _values(self, trainer: Trainer, pl_module: LightningModule) -> Row:
         assert isinstance(pl_module, LanguageModel)
@@ -143,7 +157,8 @@ class _LossWindow:
         losses = outputs["objective"]
         values = {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
         for name, value in values.items():
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            before = self.sums.get(name)
+            self.sums[name] = value if before is None else before.to(value.device) + value
         self.num_batches += 1
         self.tokens += tokens
 
@@ -153,6 +168,21 @@ class _LossWindow:
         means = trainer.strategy.reduce(means, reduce_op="mean")
         assert isinstance(means, Tensor)
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Means over the ranks, which any number of ranks may go on from."""
+        return {
+            "sums": {name: mean_over_ranks(value) for name, value in self.sums.items()},
+            "num_batches": self.num_batches,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = dict(state["sums"])
+        self.num_batches = state["num_batches"]
+        self.tokens = state["tokens"]
+        self.seconds = state["seconds"]
 
 
 class ValidationLogger(Callback):
@@ -187,6 +217,14 @@ class ValidationLogger(Callback):
         }
         row: Row = {f"validation/{name}": value for name, value in self.last.items()}
         log_row(trainer, row | routing_row(self.routing, prefix="validation/"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last, "last_step": self.last_step, "routing": self.routing}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last = state_dict["last"]
+        self.last_step = state_dict["last_step"]
+        self.routing = state_dict["routing"]
 
 
 def log_row(trainer: Trainer, row: Row) -> None:

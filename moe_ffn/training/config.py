@@ -227,6 +227,15 @@ class AlarmsConfig(Config, frozen=True):
     """A row's loss over the median of the ten rows before that counts as a spike."""
 
 
+class CheckpointsConfig(Config, frozen=True):
+    """What a run is resumed from; the weights of the lowest validation loss are kept beside it."""
+
+    every_n_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps between checkpoints; null saves at every validation."""
+    keep_last: int = Field(default=2, ge=1)
+    """How many of them are kept."""
+
+
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 

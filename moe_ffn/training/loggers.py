@@ -1,37 +1,12 @@
-"""Where metrics go: always a CSV, and wandb unless it is off or absent."""
+"""What the loggers of a run, `metrics.csv` and wandb, have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import Logger
 
 from moe_ffn.training.wandb_run import WandbRun
-
-
-class ColumnLogger(CSVLogger):
-    """Lightning's CSV logger, for rows in which a value may be a list."""
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        super().log_metrics(columns(metrics), step)
-
-
-def columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"load": [0.25, 0.75]}` as `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
-    flat: dict[str, Any] = {}
-    for key, value in row.items():
-        if isinstance(value, list):
-            flat |= {f"{key}/expert_{e:02d}": share for e, share in enumerate(value)}
-        else:
-            flat[key] = value
-    return flat
-
-
-def csv_logger(run_dir: Path) -> ColumnLogger:
-    """Writes `metrics.csv` in the run's folder, row by row."""
-    return ColumnLogger(str(run_dir), name="", version="", flush_logs_every_n_steps=1)
 
 
 def alert(loggers: Iterable[Logger], title: str, text: str) -> None:

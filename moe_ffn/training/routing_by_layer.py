@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor, distributed
@@ -19,6 +20,7 @@ class RoutingByLayer:
         """`metrics`: classes of `metrics.routing`, which are made of a number of experts."""
         self.metrics = metrics
         self.layers: dict[str, list[Metric]] = {}
+        self._loaded: dict[str, list[dict[str, Tensor]]] = {}
 
     def update(self, routings: Mapping[str, Routing], counted: bool = True) -> None:
         """Add a batch; one not `counted` only creates the metrics, so that all ranks reduce the same."""
@@ -28,6 +30,9 @@ class RoutingByLayer:
                 made = [metric(routing.num_experts).to(device) for metric in self.metrics]
                 for metric in made:
                     metric.sync_on_compute = False  # `close` does it for all of them at once
+                for metric, states in zip(made, self._loaded.pop(layer, []), strict=False):
+                    for name, value in states.items():
+                        setattr(metric, name, value.to(device))
                 self.layers[layer] = made
             if counted:
                 for metric in self.layers[layer]:
@@ -41,6 +46,37 @@ class RoutingByLayer:
         for metric in metrics:
             metric.reset()
         return on_host(values)
+
+    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
+        """What was added since `close`, over all ranks, each of which has to ask."""
+        copies = {layer: deepcopy(of_layer) for layer, of_layer in self.layers.items()}
+        reduce_over_ranks([metric for layer in sorted(copies) for metric in copies[layer]])
+        states = {layer: [_states(metric) for metric in copies[layer]] for layer in sorted(copies)}
+        counted = {layer: of_layer for layer, of_layer in states.items() if _any_counts(of_layer)}
+        return self._loaded | counted
+
+    def load_state_dict(self, state: dict[str, list[dict[str, Tensor]]]) -> None:
+        """Go on from there; what one rank has counts for all, since they are added up."""
+        is_first = not distributed.is_initialized() or distributed.get_rank() == 0
+        self.layers = {}
+        self._loaded = dict(state) if is_first else {}
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The same on every rank, each of which has to ask."""
+    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+        return value
+    mean = value.clone()
+    distributed.all_reduce(mean)
+    return mean / distributed.get_world_size()
+
+
+def _states(metric: Metric) -> dict[str, Tensor]:
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _any_counts(states: list[dict[str, Tensor]]) -> bool:
+    return any(bool(value.any()) for of_metric in states for value in of_metric.values())
 
 
 def reduce_over_ranks(metrics: Sequence[Metric]) -> None:

@@ -82,14 +82,19 @@ class RoutingWindow:
         self._idle_steps[layer] = idle_steps(before_E.to(load_E.device), load_E, num_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What later rows need to know of earlier steps."""
+        """The load since the last row, and what later rows need to know of earlier steps.
+
+        Between steps alone, where no token of a row that is not full has been measured.
+        """
         return {
+            "load": self._load.state_dict(),
             "idle_steps": self._idle_steps,
             "probe": self._probe.chosen,
             "last_look": self._last_look,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._load.load_state_dict(state["load"])
         self._idle_steps = state["idle_steps"]
         self._probe.chosen = state["probe"]
         self._last_look = state["last_look"]

@@ -430,7 +430,7 @@ def test_a_run_without_a_checkpoint_is_refused(trace: Trace, moe_run: Any) -> No
         (unfinished / name).write_bytes((moe_run.folder / name).read_bytes())
 
     assert refused(trace, "unfinished", "--text", "a") == (
-        "'unfinished' has no checkpoints/best.ckpt, so no model to load; give a run that has come to "
+        "'unfinished' has no checkpoints, so no model to load; give a run that has come to "
         "its first validation"
     )
 

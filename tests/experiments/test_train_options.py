@@ -188,13 +188,12 @@ def test_a_run_that_diverges_is_reported_and_not_a_crash(
     assert set(told) <= {"layer_00", "layer_01"}
     summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=pytest.fail)
     assert summary["validation_loss"] is None
-    assert (run.folder / "checkpoints/last.ckpt").exists()
 
 
 def test_automatic_names_never_collide(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path)}})
 
-    folders = [make_run_folder(config) for _ in range(5)]
+    folders = [make_run_folder(config, {}) for _ in range(5)]
 
     assert len(set(folders)) == 5
     assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
@@ -203,9 +202,10 @@ def test_automatic_names_never_collide(tmp_path: Path) -> None:
 def test_a_name_that_another_run_took_meanwhile_is_refused_by_that_name(tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path), "name": "mine"}})
     check_run_folder(config)
-    make_run_folder(config)
+    make_run_folder(config, {"config.yaml": "seed: 1"})
     with pytest.raises(ConfigError, match=r"run\.name: '.*mine' exists and is never overwritten"):
-        make_run_folder(config)
+        make_run_folder(config, {"config.yaml": "seed: 2"})
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
 
 
 def test_an_own_block_names_its_run(
@@ -255,5 +255,5 @@ def test_compiled_training_is_the_same_training(
     assert float(compiled.rows[0]["train/loss"]) == pytest.approx(
         float(plain.rows[0]["train/loss"]), rel=1e-6
     )
-    weights = torch.load(compiled.folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    weights = torch.load(compiled.folder / "checkpoints/best.ckpt", weights_only=True)["state_dict"]
     assert not any("_orig_mod" in name for name in weights)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
 
 from experiments.config import TrainConfig
+from moe_ffn.training.checkpoint_file import read_checkpoint
+from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
 from moe_ffn.training.module import LanguageModel
 
 RunTrain = Callable[..., Any]
@@ -39,9 +39,10 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "samples.jsonl",
         "tokenizer.json",
         "checkpoints/best.ckpt",
-        "checkpoints/last.ckpt",
+        "checkpoints/step_00000006.ckpt",
     }
-    assert written - {"hparams.yaml"} == set(listed)  # CSVLogger's own, and empty
+    before_the_last = {".lock", "checkpoints/step_00000004.ckpt"}
+    assert written - before_the_last == set(listed)
 
 
 def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
@@ -60,25 +61,28 @@ def test_the_facts_tell_runs_apart(moe_run: Any) -> None:
     assert facts["model"] == config.model.to_dict()
 
 
-def test_the_last_weights_are_kept_at_every_validation(run_train: RunTrain, tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Spy(Callback):
-        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            path = Path(trainer.default_root_dir) / "checkpoints/last.ckpt"
-            if path.exists():
-                seen.append(torch.load(path, weights_only=True)["global_step"])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.assemble.progress_display", lambda steps: Spy())
-        run = run_train(
-            tmp_path, "--trainer.max_steps", "6", "--trainer.validate_every_n_steps", "2"
-        )
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], [4, 6]),
+        (["--checkpoints.keep_last", "1"], [6]),
+        (["--checkpoints.every_n_steps", "3", "--checkpoints.keep_last", "3"], [3, 6]),
+    ],
+    ids=["at every validation", "one", "at steps of their own"],
+)
+def test_the_last_checkpoints_are_kept(
+    run_train: RunTrain, tmp_path: Path, options: list[str], kept: list[int]
+) -> None:
+    run = run_train(tmp_path, "--trainer.validate_every_n_steps", "2", *options)
 
     assert run.code == 0, run.stderr
-    assert seen == [2, 4, 6]
-    last = torch.load(run.folder / "checkpoints/last.ckpt", weights_only=True)
-    assert last["global_step"] == 6
+    found = step_checkpoints(run.folder / "checkpoints")
+    assert [step_of(path) for path in reversed(found)] == kept
+    assert [read_checkpoint(path)["global_step"] for path in reversed(found)] == kept
+    assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {
+        "best.ckpt",
+        *(path.name for path in found),
+    }
 
 
 def test_nothing_is_written_outside_the_run(moe_run: Any) -> None:
@@ -175,7 +179,7 @@ def test_sample_txt_starts_with_the_prompt(moe_run: Any) -> None:
     assert (moe_run.folder / "sample.txt").read_text().startswith("def")
 
 
-@pytest.mark.parametrize("name", ["best", "last"])
+@pytest.mark.parametrize("name", ["best", "step_00000006"])
 def test_checkpoints_load_with_weights_only_into_a_fresh_model(
     moe_run: Any, config_of: ConfigOf, name: str
 ) -> None:
@@ -207,7 +211,7 @@ def test_the_model_table_adds_up(moe_run: Any, config_of: ConfigOf) -> None:
     config = config_of(moe_run.args)
     total = config.model.num_params(VOCAB_SIZE, 16)
     active = config.model.num_active_params(VOCAB_SIZE, 16)
-    checkpoint = torch.load(moe_run.folder / "checkpoints/last.ckpt", weights_only=True)
+    checkpoint = torch.load(moe_run.folder / "checkpoints/step_00000006.ckpt", weights_only=True)
     state = {
         k: v
         for k, v in checkpoint["state_dict"].items()

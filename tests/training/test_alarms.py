@@ -227,14 +227,14 @@ def test_the_bell_prints_keeps_and_tells_wandb(
     bell = AlarmBell(tmp_path / "alarms.jsonl")
 
     bell.ring([], loggers=[])
-    assert not bell.path.exists()
+    assert not bell.file.path.exists()
     bell.ring([alarm], loggers=[])
     bell.ring([alarm], loggers=[])
 
     text = "step 30: train/loss is nan; lower it"
     assert capsys.readouterr().err == f"alarm: {text}\n" * 2
     assert told == [([], "loss spike", text)] * 2
-    lines = [json.loads(line) for line in bell.path.read_text().splitlines()]
+    lines = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
     assert lines == [alarm.to_dict()] * 2
     assert lines[0] == {
         "step": 30,
@@ -262,16 +262,19 @@ def test_many_layers_are_one_line_and_one_alert(
     text = "alarm: step 9: layer_00: too much; raise it (and layer_01, layer_02)\n"
     assert capsys.readouterr().err == text
     assert told == ["collapse, layer_00"]
-    assert [json.loads(line)["layer"] for line in bell.path.read_text().splitlines()] == layers
+    assert [json.loads(line)["layer"] for line in bell.file.path.read_text().splitlines()] == layers
     assert bell.num_alarms == 3
 
 
 def test_a_bell_that_cannot_write_still_prints(
     alarm: Alarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    AlarmBell(tmp_path / "gone" / "alarms.jsonl").ring([alarm], loggers=[])
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "alarms.jsonl"
+
+    AlarmBell(path).ring([alarm], loggers=[])
 
     assert capsys.readouterr().err.splitlines() == [
         "alarm: step 30: train/loss is nan; lower it",
-        f"alarm: '{tmp_path}/gone/alarms.jsonl' cannot be written (No such file or directory)",
+        f"disk: '{path}' cannot be written (File exists); training goes on and tries again",
     ]

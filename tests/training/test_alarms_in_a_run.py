@@ -40,7 +40,7 @@ class Saboteur(Callback):
 def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int, Any]]:
     """(kind, step, layer) of what the run's record holds, which is what the console said too."""
     bell = fitted.watchers.steps.bell
-    kept = [json.loads(line) for line in bell.path.read_text().splitlines()]
+    kept = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("alarm: ")]
     assert len(said) == len(kept) == bell.num_alarms
     for alarm in kept:
@@ -56,7 +56,7 @@ def test_a_healthy_run_rings_nothing(fit: Callable[..., Fitted]) -> None:
     fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY)
 
     assert fitted.watchers.steps.bell.num_alarms == 0
-    assert not fitted.watchers.steps.bell.path.exists()
+    assert not fitted.watchers.steps.bell.file.path.exists()
 
 
 def test_collapse_dead_experts_and_dropping(

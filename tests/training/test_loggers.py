@@ -1,8 +1,7 @@
-"""The CSV that is always written, and what goes to all loggers."""
+"""What goes to all loggers."""
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,35 +10,9 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 from stub_wandb import StubRun
 
-from moe_ffn.training.loggers import alert, close, columns, csv_logger
+from moe_ffn.training.loggers import alert, close
+from moe_ffn.training.metrics_file import MetricsFile
 from moe_ffn.training.wandb_run import WandbRun
-
-
-def test_a_list_is_one_column_per_expert() -> None:
-    assert columns({"train/loss": 2.5, "routing/layer_03/load": [0.25, 0.75]}) == {
-        "train/loss": 2.5,
-        "routing/layer_03/load/expert_00": 0.25,
-        "routing/layer_03/load/expert_01": 0.75,
-    }
-
-
-def test_a_row_without_lists_is_as_it_was() -> None:
-    row = {"train/loss": 2.5, "routing/layer_03/load/expert_00": 0.25}
-
-    assert columns(row) == row
-
-
-def test_the_csv_has_the_columns(run_folder: Path) -> None:
-    logger = csv_logger(run_folder)
-    logger.log_metrics({"load": [0.25, 0.75]}, step=4)
-    logger.log_metrics({"loss": 1.5}, step=5)
-    close([logger])
-
-    with (run_folder / "metrics.csv").open() as file:
-        assert list(csv.DictReader(file)) == [
-            {"load/expert_00": "0.25", "load/expert_01": "0.75", "loss": "", "step": "4"},
-            {"load/expert_00": "", "load/expert_01": "", "loss": "1.5", "step": "5"},
-        ]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +26,7 @@ def loggers(run_folder: Path) -> Any:
     """`loggers(StubRun(...), online=True)`: a CSV logger, and wandb's with that run."""
 
     def make(run: StubRun, online: bool) -> list[Logger]:
-        return [csv_logger(run_folder), WandbRun(run, online)]
+        return [MetricsFile(run_folder / "metrics.csv"), WandbRun(run, online)]
 
     return make
 

@@ -1,0 +1,104 @@
+"""Going on with a run: which run, from which of its checkpoints, and whether that may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.command_line import parse_config
+from experiments.config import TrainConfig
+from experiments.run_folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    check_is_run,
+    output_dir,
+)
+from moe_ffn.errors import ConfigError
+
+NEWEST = ""
+"""What `--resume` without a run stands for."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run that is to go on, and with which options."""
+
+    folder: Path
+    config: TrainConfig
+    changes: Mapping[str, tuple[Any, Any]]
+    """What differs from the run's own options: dotted key -> value before and now."""
+
+
+def take_resume(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """What `--resume` names, None where it is not given; and the other arguments."""
+    rest = list(argv)
+    places = [i for i, word in enumerate(rest) if word.partition("=")[0] == "--resume"]
+    if not places:
+        return None, rest
+    if len(places) > 1:
+        raise ConfigError("--resume: given twice; a process goes on with one run")
+    _, has_value, run = rest.pop(places[0]).partition("=")
+    if not has_value and len(rest) > places[0] and not rest[places[0]].startswith("--"):
+        run = rest.pop(places[0])
+    return run or NEWEST, rest
+
+
+def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
+    """The run to go on with, its options, and over them those that were given.
+
+    Args:
+        run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
+            that was written last.
+
+    Raises:
+        ConfigError: there is no such run, or it is finished.
+    """
+    folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
+    check_is_run(folder)
+    own = parse_config(["--config", str(folder / CONFIG_FILE)], TrainConfig, command)
+    config = parse_config(["--config", str(folder / CONFIG_FILE), *argv], TrainConfig, command)
+    if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
+        raise ConfigError(
+            f"'{folder}' is finished; raise trainer.max_steps (now {own.trainer.max_steps}) to train on, or "
+            "leave --resume out to start a new run"
+        )
+    return Resume(folder, config, differences(own.to_dict(), config.to_dict()))
+
+
+def is_finished(folder: Path) -> bool:
+    return (folder / SUMMARY_FILE).is_file()
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found
+
+
+def _newest(config: TrainConfig) -> Path:
+    parent = output_dir(config)
+    if config.run.name is not None:
+        return parent / config.run.name
+    runs = [path for path in parent.glob("*") if (path / CONFIG_FILE).is_file()]
+    unfinished = [path for path in runs if not is_finished(path)]
+    if not unfinished:
+        what = "has no unfinished run" if runs else "has no run"
+        raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")
+    return max(unfinished, key=_last_written)
+
+
+def _last_written(folder: Path) -> tuple[float, str]:
+    places = [folder, folder / CHECKPOINTS_FOLDER]
+    times = [path.stat().st_mtime for place in places if place.is_dir() for path in place.iterdir()]
+    return max(times, default=0.0), folder.name

@@ -1,0 +1,120 @@
+"""One checkpoint on a disk: whole or not there, and never read when it is not what was written.
+
+The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the SHA-256 of
+all that stands before, so that one rename puts both in their place, and `torch.load` and `unzip` read it
+still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from moe_ffn.errors import first_line
+from moe_ffn.files import replacing
+
+IDENTITY = "identity"
+"""The key under which is what a run has to agree in to go on from a checkpoint."""
+
+_LABEL = b"sha256:"
+_SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
+_NO_COMMENT = struct.pack("<H", 0)
+
+
+class CheckpointError(Exception):
+    """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
+
+
+def write_checkpoint(values: dict[str, Any], path: Path) -> None:
+    """Put `values` in the place of `path`, and return when they are on the disk.
+
+    Raises:
+        OSError: they cannot be written; `path` is what it was before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        try:
+            torch.save(values, file)
+        except RuntimeError as error:  # what torch makes of a full disk
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        _seal(file)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What was written to `path`, on the CPU. Runs no code that the file may hold.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    try:
+        with path.open("rb") as file:
+            _require_seal(file)
+            file.seek(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
+                values = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror or error})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # of many kinds: pickle's, zip's, torch's
+        raise CheckpointError(
+            f"is no checkpoint of tensors and plain values ({first_line(error)})"
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
+    return values
+
+
+def verify(path: Path) -> None:
+    """Read a file against its checksum.
+
+    Raises:
+        CheckpointError: it does not match.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        _require_seal(file)
+
+
+def _seal(file: BinaryIO) -> None:
+    """Write the digest of all there is into the comment of the archive."""
+    file.seek(-len(_NO_COMMENT), 2)
+    if file.read() != _NO_COMMENT:
+        raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")
+    file.seek(-len(_NO_COMMENT), 2)
+    file.write(struct.pack("<H", _SEAL_BYTES))
+    digest = _digest(file, file.tell())
+    file.write(_LABEL + digest)
+
+
+def _require_seal(file: BinaryIO) -> None:
+    size = file.seek(0, 2)
+    if size == 0:
+        raise CheckpointError("is empty")
+    file.seek(max(size - _SEAL_BYTES, 0))
+    seal = file.read()
+    if not seal.startswith(_LABEL):
+        raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
+    if seal != _LABEL + _digest(file, size - len(seal)):
+        raise CheckpointError("does not match its checksum: it was damaged")
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Of the first `size` bytes, after which the file stands then; in hexadecimal."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size:
+        block = file.read(min(size, 1 << 20))
+        if not block:
+            raise CheckpointError("was cut short while it was read")
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest().encode()

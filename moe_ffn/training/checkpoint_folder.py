@@ -1,0 +1,28 @@
+"""The names in a folder of checkpoints; imports neither torch nor lightning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+BEST_NAME = "best.ckpt"
+"""The weights of the lowest validation loss."""
+
+_STEP_NAME = re.compile(r"step_(\d{8,})\.ckpt")
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """The optimizer step that a checkpoint's name says."""
+    match = _STEP_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def step_checkpoints(folder: Path) -> list[Path]:
+    """Those of steps, the newest first, good or not."""
+    found = [path for path in folder.glob("*.ckpt") if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)

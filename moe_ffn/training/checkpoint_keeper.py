@@ -1,0 +1,207 @@
+"""When a run is saved, and which of its checkpoints stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import Callback
+
+from moe_ffn.files import remove_unfinished
+from moe_ffn.training.checkpoint_file import (
+    IDENTITY,
+    CheckpointError,
+    read_checkpoint,
+    verify,
+    write_checkpoint,
+)
+from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints, step_name, step_of
+from moe_ffn.training.config import CheckpointsConfig
+from moe_ffn.training.outage import Outage
+
+SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
+"""A save that takes so long, and such a part of the time since the last one, is worth a line."""
+
+
+class SealedCheckpointIO(CheckpointIO):
+    """How Lightning writes and reads checkpoints here.
+
+    A failed save is remembered and not raised: the other ranks wait for the one that writes.
+    """
+
+    def __init__(self) -> None:
+        self.failure: OSError | None = None
+        """Of the last save; None where it succeeded."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        try:
+            write_checkpoint(checkpoint, Path(path))
+        except OSError as error:
+            self.failure = error
+        else:
+            self.failure = None
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+class CheckpointKeeper(Callback):
+    """Saves every few steps, and the weights of the lowest validation loss; keeps the last few.
+
+    A save that fails is tried again after the next step, then two, four and more steps later. The one
+    checkpoint that is good is never removed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointsConfig,
+        validate_every_n_steps: int,
+        identity: Mapping[str, Any],
+    ) -> None:
+        """A keeper that writes into `folder`.
+
+        Args:
+            identity: plain values, which a checkpoint is to be made and loaded with alike.
+        """
+        self.folder = folder
+        self.config = config
+        self.validate_every_n_steps = validate_every_n_steps
+        self.identity = dict(identity)
+        self.io = SealedCheckpointIO()
+        self.best_loss = float("inf")
+        self.last_saved_step = -1
+        """The optimizer step of the newest save that succeeded; -1 before the first."""
+        self._patience = 0  # steps to wait after a save that failed; 0 where none did
+        self._failed_at = -1
+        self._outage = Outage(folder)
+        self._saved_at = time.monotonic()
+        self._said_slow = False
+
+    def is_validation_due(self, step: int) -> bool:
+        """Whether optimizer step `step` ends with a validation, before which nothing is saved."""
+        return step % self.validate_every_n_steps == 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self.folder.is_dir():
+            remove_unfinished(self.folder)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        at_end_of_step = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
+        if at_end_of_step and self._is_due(step) and not self.is_validation_due(step):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = float(trainer.callback_metrics["validation/loss"])
+        if loss < self.best_loss:
+            before, self.best_loss = self.best_loss, loss
+            if not self._write(trainer, BEST_NAME):
+                self.best_loss = before
+        if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
+
+    def save(self, trainer: Trainer) -> bool:
+        """Save the step that was made, unless it is saved already; every rank has to call it.
+
+        Returns:
+            whether there is a checkpoint of it.
+        """
+        step = trainer.global_step
+        if step == self.last_saved_step:
+            return True
+        if not self._write(trainer, step_name(step)):
+            self._patience = min(max(2 * self._patience, 1), self._every)
+            self._failed_at = step
+            return False
+        self._patience = 0
+        self.last_saved_step = step
+        if trainer.is_global_zero:
+            self._remove_old(step)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": self.best_loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_loss = state_dict["best_loss"]
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[IDENTITY] = self.identity
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.last_saved_step = checkpoint["global_step"]
+
+    @property
+    def _every(self) -> int:
+        return self.config.every_n_steps or self.validate_every_n_steps
+
+    def _is_due(self, step: int) -> bool:
+        if self._patience:
+            return step >= self._failed_at + self._patience
+        return step % self._every == 0
+
+    def _write(self, trainer: Trainer, name: str) -> bool:
+        """Write a file, unless weights are broken; on every rank, whether it is there now."""
+        if not _all_finite(trainer.lightning_module):
+            return False
+        for logger in trainer.loggers:
+            logger.save()  # a run that goes on from here has to find the rows before
+        start = time.monotonic()
+        trainer.save_checkpoint(self.folder / name)
+        self._say_if_slow(time.monotonic() - start)
+        failure = self.io.failure
+        if trainer.is_global_zero:
+            if failure is None:
+                self._outage.succeeded()
+            else:
+                self._outage.failed(failure)
+        return bool(trainer.strategy.broadcast(failure is None))
+
+    def _say_if_slow(self, seconds: float) -> None:
+        now = time.monotonic()
+        share, self._saved_at = seconds / max(now - self._saved_at, seconds), now
+        if seconds > SLOW_SECONDS and share > SLOW_SHARE and not self._said_slow:
+            self._said_slow = True
+            print(
+                f"disk: a checkpoint took {seconds:.0f} s, {share:.0%} of the time since the last one; "
+                f"raise checkpoints.every_n_steps (now {self._every})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _remove_old(self, step: int) -> None:
+        """All but the newest few before `step`, once the file of `step` is known to be good."""
+        old = [path for path in step_checkpoints(self.folder) if step_of(path) < step]
+        too_old = old[self.config.keep_last - 1 :]
+        try:
+            if too_old:
+                verify(self.folder / step_name(step))
+            for path in too_old:
+                path.unlink(missing_ok=True)
+        except (CheckpointError, OSError):
+            return  # what cannot be read or removed now is seen again at the next save
+
+
+def _all_finite(module: torch.nn.Module) -> bool:
+    return all(bool(value.isfinite().all()) for value in module.parameters())

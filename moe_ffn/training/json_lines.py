@@ -1,0 +1,59 @@
+"""Files of one JSON object a line, each with the optimizer step it belongs to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.files import write_whole
+from moe_ffn.training.outage import Outage
+
+
+class JsonLines:
+    """Appends to a file, which appears with the first object; what cannot be written waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending: list[str] = []
+        self._outage = Outage(path)
+
+    def add(self, values: Iterable[Mapping[str, Any]]) -> None:
+        """Write each as a line."""
+        self._pending.extend(json.dumps(value) + "\n" for value in values)
+        if not self._pending:
+            return
+        with self._outage.expected():
+            # Whole, since these files are short, so that no disk can leave half a line.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, "".join([*_whole_lines(self.path), *self._pending]))
+            self._pending.clear()
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Remove what was written after optimizer step `step`, which a resumed run will write again."""
+    lines = _whole_lines(path)
+    kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
+    if kept:
+        write_whole(path, "".join(kept))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """None where there is no file; without a last line that has no end, whose writer died."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return [f"{line}\n" for line in text.split("\n")[:-1]]
+
+
+def _step(line: str) -> int | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    step = value.get("step") if isinstance(value, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,140 @@
+"""`metrics.csv`: one line for every row of metrics, as soon as it is known."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from moe_ffn.files import write_whole
+from moe_ffn.training.outage import Outage
+
+STEP = "step"
+"""The column of the optimizer step a row was written at, by which a resumed run finds its place."""
+
+
+class MetricsFile(Logger):
+    """Appends to a CSV file, which is written anew where a row has columns that it lacks.
+
+    What cannot be written is kept and written later; see `Outage`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._columns: list[str] = []
+        self._size = -1  # of the file, where it holds whole lines and these columns
+        self._pending: list[dict[str, Any]] = []
+        self._outage = Outage(path)
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a run's `config.yaml` has them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row. A list is a column for each entry, `load/expert_00` and on."""
+        self._pending.append({STEP: step, **columns(metrics)})
+        with self._outage.expected():
+            self._write_pending()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Return when every row is on the disk, or was said not to be."""
+        with self._outage.expected():
+            self._write_pending()
+            if self.path.exists():
+                with self.path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    def _write_pending(self) -> None:
+        if not self._pending:
+            return
+        fresh = [name for row in self._pending for name in row if name not in self._columns]
+        if fresh or not self._is_as_it_was_left():
+            self._write_anew()
+        else:
+            self._append()
+        self._pending.clear()
+
+    def _is_as_it_was_left(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size == self._size
+
+    def _write_anew(self) -> None:
+        rows = [*read_rows(self.path), *self._pending]
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        text = _lines([dict(zip(names, names, strict=True)), *rows], names)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, text)
+        self._columns, self._size = names, len(text.encode())
+
+    def _append(self) -> None:
+        lines = _lines(self._pending, self._columns).encode()
+        try:
+            with self.path.open("ab") as file:
+                file.write(lines)
+        except OSError:
+            os.truncate(self.path, self._size)  # half a line is no row
+            raise
+        self._size += len(lines)
+
+
+def columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"load": [0.25, 0.75]}` as `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            flat |= {f"{key}/expert_{e:02d}": share for e, share in enumerate(value)}
+        else:
+            flat[key] = value
+    return flat
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file, without empty cells; none where there is no file.
+
+    A last line without its end is left out: its writer died.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    whole = text[: text.rfind("\n") + 1]
+    rows = csv.DictReader(io.StringIO(whole, newline=""))
+    return [{name: cell for name, cell in row.items() if name and cell} for row in rows]
+
+
+def cut_rows(path: Path, step: int) -> None:
+    """Remove the rows written after optimizer step `step`, which a resumed run will write again."""
+    rows = [
+        row for row in read_rows(path) if row.get(STEP, "").isdigit() and int(row[STEP]) <= step
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if rows:
+        write_whole(path, _lines([dict(zip(names, names, strict=True)), *rows], names))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writerows(rows)
+    return text.getvalue()

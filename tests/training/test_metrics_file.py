@@ -1,0 +1,121 @@
+"""`metrics.csv`, on good disks and bad ones."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, read_rows
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.csv"
+
+
+def test_a_list_is_one_column_per_expert() -> None:
+    assert columns({"train/loss": 2.5, "routing/layer_03/load": [0.25, 0.75]}) == {
+        "train/loss": 2.5,
+        "routing/layer_03/load/expert_00": 0.25,
+        "routing/layer_03/load/expert_01": 0.75,
+    }
+
+
+def test_a_row_without_lists_is_as_it_was() -> None:
+    row = {"train/loss": 2.5, "routing/layer_03/load/expert_00": 0.25}
+
+    assert columns(row) == row
+
+
+def test_rows_with_new_columns(path: Path) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"load": [0.25, 0.75]}, step=4)
+    logger.log_metrics({"loss": 1.5}, step=5)
+    logger.log_metrics({"loss": 1.25}, step=6)
+
+    with path.open() as file:
+        assert list(csv.DictReader(file)) == [
+            {"step": "4", "load/expert_00": "0.25", "load/expert_01": "0.75", "loss": ""},
+            {"step": "5", "load/expert_00": "", "load/expert_01": "", "loss": "1.5"},
+            {"step": "6", "load/expert_00": "", "load/expert_01": "", "loss": "1.25"},
+        ]
+
+
+def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
+    before = MetricsFile(path)
+    for step in (2, 4, 6):
+        before.log_metrics({"loss": step / 10}, step=step)
+    with path.open("a") as file:
+        file.write("8,0.")  # the process died within a line
+
+    cut_rows(path, 4)
+    MetricsFile(path).log_metrics({"loss": 0.61}, step=6)
+
+    assert read_rows(path) == [
+        {"step": "2", "loss": "0.2"},
+        {"step": "4", "loss": "0.4"},
+        {"step": "6", "loss": "0.61"},
+    ]
+
+
+def test_going_back_to_the_start_leaves_no_file(path: Path) -> None:
+    MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
+
+    cut_rows(path, 0)
+    cut_rows(path, 0)
+
+    assert not path.exists()
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+    whole = path.read_text()
+
+    class FullDisk:
+        """Takes a part of what is written, as a disk does that becomes full."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> FullDisk:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            self.file.close()
+
+        def write(self, lines: bytes) -> None:
+            self.file.write(lines[:3])
+            self.file.flush()
+            raise OSError(28, "No space left on device")
+
+    opening = Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *given: FullDisk(opening(*given)))
+        logger.log_metrics({"loss": 2.0}, step=4)
+        logger.log_metrics({"loss": 3.0}, step=6)
+    assert path.read_text() == whole, "half a line is no row"
+
+    logger.log_metrics({"loss": 4.0}, step=8)
+
+    assert [row["loss"] for row in read_rows(path)] == ["1.0", "2.0", "3.0", "4.0"]
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{path}' cannot be written (No space left on device); training goes on and tries again",
+        f"disk: '{path}' is written again",
+    ]
+
+
+def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+    path.unlink()
+    path.parent.rmdir()
+
+    logger.log_metrics({"loss": 2.0}, step=4)
+
+    assert read_rows(path) == [{"step": "4", "loss": "2.0"}]
