@@ -228,7 +228,7 @@ def _preparing(corpus: Path, cache: Path, percent: int = 5) -> subprocess.Popen[
 
 # ------------------------------------------------------------------------------- a run and its page
 
-_LONG = {"trainer__max_steps": "300", "logging__every_n_steps": "1"}
+_LONG = {"trainer__max_steps": "150", "logging__every_n_steps": "1"}
 
 
 def _pages_of_a_run(folder: Path) -> str:
