@@ -114,7 +114,7 @@ def has_begun(config: TrainConfig) -> bool:
     if not folder.exists():
         return False
     try:
-        if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) == config:
+        if read_config(folder / CONFIG_FILE, TrainConfig) == config:
             return True
     except ConfigError:  # the file is damaged, or of another version
         pass

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from experiments.selftest import configs, damaged_runs, data, endurance, kills, numbers, resume
+from experiments.selftest import (
+    configs,
+    damaged_runs,
+    data,
+    endurance,
+    kills,
+    numbers,
+    offline,
+    properties,
+    resume,
+    together,
+)
 from experiments.selftest.case import Chapter
 
 CHAPTERS: tuple[Chapter, ...] = (
@@ -12,5 +23,8 @@ CHAPTERS: tuple[Chapter, ...] = (
     numbers.CHAPTER,
     configs.CHAPTER,
     data.CHAPTER,
+    properties.CHAPTER,
     endurance.CHAPTER,
+    together.CHAPTER,
+    offline.CHAPTER,
 )

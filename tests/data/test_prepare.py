@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +215,20 @@ class TestCache:
         with pytest.raises(ConfigError, match=message):
             prepared()
         assert list((tmp_path / "cache").iterdir()) == []
+
+    def test_what_a_killed_process_left_is_removed_a_day_later(
+        self, prepared: Prepare, tmp_path: Path
+    ) -> None:
+        left = [tmp_path / "cache" / f".key.{name}.unfinished" for name in ("old", "at_work")]
+        for folder in left:
+            folder.mkdir(parents=True)
+            (folder / "train.bin").write_bytes(b"half")
+        old, at_work = left
+        two_days_ago = time.time() - 2 * 86_400
+        for path in (old / "train.bin", old, at_work):  # into `at_work` something is still written
+            os.utime(path, (two_days_ago, two_days_ago))
+        folder = prepared().folder
+        assert set((tmp_path / "cache").iterdir()) == {folder, at_work}
 
     def test_below_a_file_is_refused(self, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from experiments.config import TrainConfig
-from experiments.run_folder import make_run_folder
+from experiments.run_folder import check_run_folder, make_run_folder
+from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.config import FFNConfig
 
 RunTrain = Callable[..., Any]
@@ -230,6 +231,15 @@ def test_automatic_names_never_collide(tmp_path: Path) -> None:
 
     assert len(set(folders)) == 5
     assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
+
+
+def test_a_name_that_another_run_took_meanwhile_is_refused_by_that_name(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path), "name": "mine"}})
+    check_run_folder(config)
+    make_run_folder(config, {"config.yaml": "seed: 1"})
+    with pytest.raises(ConfigError, match=r"run\.name: '.*mine' exists and is never overwritten"):
+        make_run_folder(config, {"config.yaml": "seed: 2"})
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
 
 
 def test_an_own_block_names_its_run(
