@@ -18,8 +18,8 @@ from experiments.run_folder import check_run_folder
 COMMAND = "python -m experiments.train"
 
 RESUME_HELP = """\
-  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from its newest
-                      good checkpoint and with its own options
+  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
+                      its newest good checkpoint and with its own options
 """
 
 
