@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from moe_ffn.errors import ConfigError
 
@@ -19,18 +22,52 @@ MOST_LINES = 3
 """What is said of one command: the first mistakes are often the cause of the others."""
 
 
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
-    """Run `main` on the command line; a ConfigError becomes up to three lines and exit code 2."""
+    """Run `main` on the command line; a ConfigError becomes one line per mistake and exit code 2.
+
+    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed.
+    """
     try:
-        return main(sys.argv[1:])
+        with _ending_cleanly():
+            return main(sys.argv[1:])
     except ConfigError as error:
-        lines = str(error).splitlines()
-        if len(lines) > MOST_LINES:
-            rest = len(lines) - (MOST_LINES - 1)
-            lines[MOST_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
-        for line in lines:
+        for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Signals wait until the block ends: an import that is interrupted may leave half a module behind."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Within, signals that would end the process at once raise SystemExit, so that `finally` is heard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.signal(signum, _end) for signum in _ENDING}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _end(signum: int, frame: object) -> None:
+    raise SystemExit(EXIT_SIGNAL + signum)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
+from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits
 from experiments.resume import find_resume, take_resume
 from experiments.run_folder import check_run_folder
@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
         config = resume.config
     check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
-    from experiments.training_run import train
+    with undisturbed():
+        from experiments.training_run import train
 
     train(config, resume)
     return 0

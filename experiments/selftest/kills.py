@@ -21,7 +21,8 @@ from experiments.selftest.same_run import require_same
 from experiments.selftest.scene import REPOSITORY, Finished, finish, options, run, start
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-TIMES_EACH = 20
+TIMES_EACH, OF_THEM_EARLY = 20, 4
+"""Most while the run has a folder, the others from the first moment of the process on."""
 
 CHANGES = {
     "model__ffn": "{type: moe, num_experts: 4, router: {type: sigmoid_top_k, jitter: 0.1}}",
@@ -36,7 +37,8 @@ def cases() -> Iterator[Case]:
     for signum in SIGNALS:
         times = random.Random(int(signum))
         for number in range(TIMES_EACH):
-            check = functools.partial(_killed_at, signum, times.random())
+            kill = _killed_early if number < OF_THEM_EARLY else _killed_in_training
+            check = functools.partial(kill, signum, times.random())
             yield Case(f"{signum.name}, random time {number + 1} of {TIMES_EACH}", check)
         for moment, nth, what in (
             ("update", 33, "in the middle of an optimizer step"),
@@ -57,13 +59,31 @@ CHAPTER = Chapter(
 )
 
 
-def _killed_at(signum: signal.Signals, part: float, folder: Path) -> str:
-    """Killed when `part` of its time has gone by."""
-    delay = part * _unbroken().seconds
+def _killed_early(signum: signal.Signals, part: float, folder: Path) -> str:
+    """Killed when `part` of the time has gone by that it takes to begin."""
     process = start(*_argv(folder))
-    time.sleep(delay)
+    return _killed_after(part * _unbroken().seconds_to_begin, process, signum, folder)
+
+
+def _killed_in_training(signum: signal.Signals, part: float, folder: Path) -> str:
+    """Killed when `part` of the time has gone by between the beginning and the end."""
+    process = start(*_argv(folder))
+    _wait_for_folder(folder / "runs" / "killed", process)
+    return _killed_after(part * _unbroken().seconds_from_then, process, signum, folder)
+
+
+def _killed_after(
+    seconds: float, process: subprocess.Popen[str], signum: signal.Signals, folder: Path
+) -> str:
+    time.sleep(seconds)
     process.send_signal(signum)
-    return f"after {delay:.1f} s: {_resumes(finish(process), signum, folder)}"
+    return _resumes(finish(process), signum, folder)
+
+
+def _wait_for_folder(folder: Path, process: subprocess.Popen[str]) -> None:
+    while not folder.exists():
+        assert process.poll() is None, finish(process).stderr
+        time.sleep(0.005)
 
 
 def _killed_inside(signum: signal.Signals, moment: str, nth: int, folder: Path) -> str:
@@ -83,7 +103,9 @@ def _resumes(killed: Finished, signum: signal.Signals, folder: Path) -> str:
     else:
         codes = {-signum} if signum == signal.SIGKILL else {128 + signum, -signum}
         assert killed.code in codes, f"unfinished, with exit code {killed.code}: {killed.stderr}"
-        assert "Traceback" not in killed.stderr, killed.stderr
+        # Python's own, in the first moments of a process, ends in that word.
+        told = killed.stderr.strip().endswith("KeyboardInterrupt")
+        assert told or "Traceback" not in killed.stderr, killed.stderr
         began = run_folder.exists()
         again = run("--resume", str(run_folder)) if began else run(*_argv(folder))
         assert again.code == 0, again.stderr
@@ -160,9 +182,12 @@ class _Unbroken:
         self._kept = tempfile.TemporaryDirectory(prefix="selftest-unbroken-")
         parent = Path(self._kept.name)
         self.folder = parent / "runs" / "killed"
-        start = time.monotonic()
-        ended = run(*_argv(parent))
-        self.seconds = time.monotonic() - start
+        began = time.monotonic()
+        process = start(*_argv(parent))
+        _wait_for_folder(self.folder, process)
+        self.seconds_to_begin = time.monotonic() - began
+        ended = finish(process)
+        self.seconds_from_then = time.monotonic() - began - self.seconds_to_begin
         assert ended.code == 0, ended.stderr
 
 

@@ -13,7 +13,8 @@ What is observed, from batch to reader:
     callbacks.py        rows of training and of validation; rows.py: their keys
     alarms.py           what calls for attention; alarm_bell.py: who hears it
     progress.py         what a person sees meanwhile
-    metrics_file.py     rows as a CSV; json_lines.py: alarms and samples; loggers.py: what loggers have in common
+    metrics_file.py     rows as a CSV; json_lines.py: alarms and samples
+    loggers.py          what is done with all loggers
     wandb_run.py        wandb, which never stands in the way; wandb_row.py, load_figure.py: what it draws
 
 What is left when a run dies:

@@ -86,10 +86,17 @@ class StopOnRequest(Callback):
     ) -> None:
         at_end_of_step = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
         if at_end_of_step and not self.keeper.is_validation_due(trainer.global_step):
-            self._stop_if_asked(trainer)
+            self._stop_before_the_next_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
+            self._stop_before_the_next_step(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_if_asked(trainer)  # what is left, a last validation, may take long
+
+    def _stop_before_the_next_step(self, trainer: Trainer) -> None:
+        if trainer.global_step < trainer.max_steps:
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:
