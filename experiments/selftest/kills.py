@@ -61,15 +61,16 @@ CHAPTER = Chapter(
 
 def _killed_early(signum: signal.Signals, part: float, folder: Path) -> str:
     """Killed when `part` of the time has gone by that it takes to begin."""
-    process = start(*_argv(folder))
-    return _killed_after(part * _unbroken().seconds_to_begin, process, signum, folder)
+    seconds = part * _unbroken().seconds_to_begin
+    return _killed_after(seconds, start(*_argv(folder)), signum, folder)
 
 
 def _killed_in_training(signum: signal.Signals, part: float, folder: Path) -> str:
     """Killed when `part` of the time has gone by between the beginning and the end."""
+    seconds = part * _unbroken().seconds_from_then
     process = start(*_argv(folder))
     _wait_for_folder(folder / "runs" / "killed", process)
-    return _killed_after(part * _unbroken().seconds_from_then, process, signum, folder)
+    return _killed_after(seconds, process, signum, folder)
 
 
 def _killed_after(
@@ -77,7 +78,7 @@ def _killed_after(
 ) -> str:
     time.sleep(seconds)
     process.send_signal(signum)
-    return _resumes(finish(process), signum, folder)
+    return f"after {seconds:.1f} s: {_resumes(finish(process), signum, folder)}"
 
 
 def _wait_for_folder(folder: Path, process: subprocess.Popen[str]) -> None:
