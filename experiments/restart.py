@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from experiments.checkpoints import candidates, newest_good, refusal_to_resume
-from experiments.command_line import to_yaml
 from experiments.resume import Resume
 from experiments.run_folder import (
     ALARMS_FILE,
@@ -25,9 +25,9 @@ from experiments.run_folder import (
     git_revision,
 )
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import write_whole
-from moe_ffn.training.json_lines import JsonLines, cut_lines
-from moe_ffn.training.metrics_file import cut_rows
+from moe_ffn.files import remove_unfinished, set_aside, write_whole
+from moe_ffn.training import json_lines, metrics_file
+from moe_ffn.training.config import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,23 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
 
 def first_precision(folder: Path, precision: str) -> str:
     """What `trainer.precision: auto` was when the run began; `precision` where nobody knows any more."""
-    try:
-        known = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-        return str(known.get("precision", precision))
-    except (OSError, ValueError, AttributeError):
-        return precision
+    return _facts(folder / FACTS_FILE).get("precision", precision)
 
 
-def go_back(resume: Resume, start: Start) -> None:
-    """Remove what was written after the checkpoint, and note down that the run goes on."""
+def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
+    """Remove what was written after the checkpoint, and note down that the run goes on.
+
+    What is damaged is mended, with a line about it.
+
+    Args:
+        files: what the run would be begun with now, by name.
+
+    Returns:
+        what it was begun with: the same, but for what is known of it still.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
     folder = resume.folder
     line = {
         "step": start.step,
@@ -96,18 +104,61 @@ def go_back(resume: Resume, start: Start) -> None:
         "git_revision": git_revision(),
     }
     try:
-        cut_rows(folder / METRICS_FILE, start.step)
+        remove_unfinished(folder)
+        _keep_damaged(folder / METRICS_FILE, metrics_file.num_damaged)
+        metrics_file.cut_rows(folder / METRICS_FILE, start.step)
         for name in (SAMPLES_FILE, ALARMS_FILE):
-            cut_lines(folder / name, start.step)
+            _keep_damaged(folder / name, json_lines.num_damaged)
+            json_lines.cut_lines(folder / name, start.step)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         if resume.changes:
-            write_whole(folder / CONFIG_FILE, to_yaml(resume.config))
+            write_whole(folder / CONFIG_FILE, files[CONFIG_FILE])
+        files = _mend(folder, files)
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({error.strerror}), so the run cannot go on there; make room, or "
             "mend its permissions"
         ) from error
-    JsonLines(folder / RESUMES_FILE).add([line])
+    json_lines.JsonLines(folder / RESUMES_FILE).add([line])
+    return files
+
+
+def _keep_damaged(path: Path, num_damaged: Callable[[Path], int]) -> None:
+    """A copy of a file with lines that nobody can read, since they are left out of it from now on."""
+    if number := num_damaged(path):
+        kept = set_aside(path)
+        print(
+            f"'{path}' is damaged: {number} of its lines cannot be read and are left out; {kept.name} has "
+            "it as it was",
+            file=sys.stderr,
+        )
+
+
+def _mend(folder: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Facts and tokenizer as they are; those of `files` written in the place of what is damaged."""
+    good: dict[str, str] = {}
+    for name, text in files.items():
+        path = folder / name
+        found = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if name == FACTS_FILE:
+            is_good = bool(_facts(path))
+        else:
+            is_good = found == text
+        if not is_good and name != CONFIG_FILE:
+            what = "is not what this run was begun with" if found else "is missing or empty"
+            print(f"'{path}' {what}; it is written anew", file=sys.stderr)
+            write_whole(path, text)
+        good[name] = found if is_good else text
+    return good
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Empty where they are no facts of a run."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) and facts.get("precision") in PRECISIONS else {}
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import parse_config
+from experiments.command_line import parse_config, read_yaml
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -60,12 +60,32 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
     check_is_run(folder)
     own = parse_config(["--config", str(folder / CONFIG_FILE)], TrainConfig, command)
     config = parse_config(["--config", str(folder / CONFIG_FILE), *argv], TrainConfig, command)
+    _require_all(folder / CONFIG_FILE, own)
     if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
         raise ConfigError(
             f"'{folder}' is finished; raise trainer.max_steps (now {own.trainer.max_steps}) to train on, or "
             "leave --resume out to start a new run"
         )
     return Resume(folder, config, differences(own.to_dict(), config.to_dict()))
+
+
+def _require_all(path: Path, config: TrainConfig) -> None:
+    """Every run writes every option; of a file that was cut short, the rest would be defaults.
+
+    Raises:
+        ConfigError: an option is not there.
+    """
+    lacking = [
+        key
+        for key, (found, _) in differences(read_yaml(path), config.to_dict()).items()
+        if found is None
+    ]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(
+            f"'{path}' lacks {lacking[0]}{more}, so it was cut short, or is of another version; put back "
+            "what it was"
+        )
 
 
 def is_finished(folder: Path) -> bool:

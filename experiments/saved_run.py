@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.checkpoints import newest_good, refusal_of_weights
+from experiments.checkpoints import identity_of_weights, newest_good, refusal_to_load
 from experiments.command_line import read_yaml, validate
 from experiments.config import TrainConfig
 from experiments.run_folder import (
@@ -21,7 +21,7 @@ from experiments.run_folder import (
     check_has_weights,
 )
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
@@ -44,21 +44,37 @@ def load_run(folder: Path) -> SavedRun:
     """
     check_has_weights(folder)
     config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
-    values = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
-    tokenizer = config.data.tokenizer.restore(values)
+    tokenizer = _tokenizer(config, folder / TOKENIZER_FILE)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
-    decoder.load_state_dict(_weights(folder, decoder))
+    expected = identity_of_weights(config, tokenizer)
+    decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected))
     return SavedRun(config, tokenizer, decoder.eval())
 
 
-def _weights(folder: Path, decoder: Decoder) -> Mapping[str, Tensor]:
+def _tokenizer(config: TrainConfig, path: Path) -> Tokenizer:
+    """Whether it is the one that the weights were trained with, they know."""
+    try:
+        return config.data.tokenizer.restore(json.loads(path.read_bytes()))
+    except ConfigError as error:
+        raise ConfigError(f"'{path}': {error}") from error
+    except (
+        Exception
+    ) as error:  # of many kinds: no JSON, another layout, what the library makes of it
+        raise ConfigError(f"'{path}' is damaged: {first_line(error)}") from error
+
+
+def _weights(
+    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any]
+) -> Mapping[str, Tensor]:
     """The best, or the newest where those are damaged."""
-    checkpoints = folder / CHECKPOINTS_FOLDER
     state = decoder.state_dict()
     best = checkpoints / BEST_NAME
     paths = [*([best] if best.exists() else []), *step_checkpoints(checkpoints)]
     found, passed_over = newest_good(
-        paths, lambda values: refusal_of_weights(_of_decoder(values), state)
+        paths,
+        lambda values: refusal_to_load(
+            {**values, "state_dict": _of_decoder(values)}, expected, state
+        ),
     )
     why = "; ".join(passed_over)
     if found is not None:

@@ -8,6 +8,7 @@ still.
 from __future__ import annotations
 
 import hashlib
+import stat
 import struct
 import warnings
 from pathlib import Path
@@ -54,7 +55,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not what was written.
     """
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             _require_seal(file)
             file.seek(0)
             with warnings.catch_warnings():
@@ -80,8 +81,14 @@ def verify(path: Path) -> None:
         CheckpointError: it does not match.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         _require_seal(file)
+
+
+def _open(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for its other end
+        raise CheckpointError("is no file, but a folder or a device")
+    return path.open("rb")
 
 
 def _seal(file: BinaryIO) -> None:
