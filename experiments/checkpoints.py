@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -102,8 +103,13 @@ def newest_good(
 
 def candidates(folder: Path) -> list[Path]:
     """Of the folder of checkpoints, the newest first; the best weights last, since they may be old."""
+    return [*step_checkpoints(folder), *best_checkpoint(folder)]
+
+
+def best_checkpoint(folder: Path) -> list[Path]:
+    """That of the best weights, where there is one; a link to nothing is one too, and not good."""
     best = folder / BEST_NAME
-    return [*step_checkpoints(folder), *([best] if best.exists() else [])]
+    return [best] if os.path.lexists(best) else []
 
 
 def refusal_to_resume(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,13 @@ from experiments.run_folder import (
     SUMMARY_FILE,
     git_revision,
 )
+from experiments.sample_log import SampleLog
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import remove_unfinished, set_aside, write_whole
 from moe_ffn.training import json_lines, metrics_file
+from moe_ffn.training.callbacks import StepLogger
 from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.metrics_file import STEP
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Start:
     checkpoint: Path | None
     """None where none was saved yet: from the first step."""
     passed_over: tuple[str, ...]
+    callbacks: Mapping[str, Any]
+    """The states of the callbacks, by their names."""
 
     def describe(self, folder: Path) -> str:
         """Which checkpoint, and why this one."""
@@ -66,14 +71,14 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
         candidates(checkpoints), lambda values: refusal_to_resume(values, identity, state)
     )
     if found is not None:
-        return Start(found.step, found.path, tuple(passed_over))
+        return Start(found.step, found.path, tuple(passed_over), found.values["callbacks"])
     if passed_over:
         more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
         raise ConfigError(
             f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; start a new run, or "
             "remove the folder to train this one from its first step"
         )
-    return Start(0, None, ())
+    return Start(0, None, (), {})
 
 
 def first_precision(folder: Path, precision: str) -> str:
@@ -96,7 +101,7 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
         ConfigError: the folder cannot be written.
     """
     folder = resume.folder
-    line = {
+    line: dict[str, Any] = {
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
         "passed_over": start.passed_over,
@@ -105,11 +110,21 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     }
     try:
         remove_unfinished(folder)
-        _keep_damaged(folder / METRICS_FILE, metrics_file.num_damaged)
+        damaged = {
+            path
+            for path, num_damaged in [
+                (folder / METRICS_FILE, metrics_file.num_damaged),
+                (folder / SAMPLES_FILE, json_lines.num_damaged),
+                (folder / ALARMS_FILE, json_lines.num_damaged),
+            ]
+            if _keep_damaged(path, num_damaged(path))
+        }
         metrics_file.cut_rows(folder / METRICS_FILE, start.step)
         for name in (SAMPLES_FILE, ALARMS_FILE):
-            _keep_damaged(folder / name, json_lines.num_damaged)
             json_lines.cut_lines(folder / name, start.step)
+        for path, what in _lost(folder, start.callbacks).items():
+            if path not in damaged:
+                print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         if resume.changes:
             write_whole(folder / CONFIG_FILE, files[CONFIG_FILE])
@@ -123,15 +138,32 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     return files
 
 
-def _keep_damaged(path: Path, num_damaged: Callable[[Path], int]) -> None:
-    """A copy of a file with lines that nobody can read, since they are left out of it from now on."""
-    if number := num_damaged(path):
+def _keep_damaged(path: Path, number: int) -> bool:
+    """Whether there are lines that nobody can read: they will be left out, and a copy keeps them."""
+    if number:
         kept = set_aside(path)
         print(
             f"'{path}' is damaged: {number} of its lines cannot be read and are left out; {kept.name} has "
             "it as it was",
             file=sys.stderr,
         )
+    return bool(number)
+
+
+def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
+    """The files that lack what was in them when the checkpoint was made, and how that is known."""
+    metrics, alarms, samples = (folder / n for n in (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE))
+    steps = callbacks.get(StepLogger.__qualname__, {})
+    text = callbacks.get(SampleLog.__qualname__, {}).get("last")
+    lost: dict[Path, str] = {}
+    last_step = max((int(row[STEP]) for row in metrics_file.read_rows(metrics)), default=0)
+    if last_step < (expected := steps.get("last_row_step", 0)):
+        lost[metrics] = f"ends at step {last_step}, not {expected}"
+    if (number := len(json_lines.read_lines(alarms))) < (expected := steps.get("num_alarms", 0)):
+        lost[alarms] = f"has {number} alarms, not {expected}"
+    if text and text not in [line.get("text") for line in json_lines.read_lines(samples)[-1:]]:
+        lost[samples] = "does not end with the newest text"
+    return lost
 
 
 def _mend(folder: Path, files: Mapping[str, str]) -> dict[str, str]:

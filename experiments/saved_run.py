@@ -11,7 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.checkpoints import identity_of_weights, newest_good, refusal_to_load
+from experiments.checkpoints import (
+    best_checkpoint,
+    identity_of_weights,
+    newest_good,
+    refusal_to_load,
+)
 from experiments.command_line import read_yaml, validate
 from experiments.config import TrainConfig
 from experiments.run_folder import (
@@ -24,7 +29,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
-from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
+from moe_ffn.training.checkpoint_folder import step_checkpoints
 
 _PREFIX = "decoder."
 
@@ -68,10 +73,8 @@ def _weights(
 ) -> Mapping[str, Tensor]:
     """The best, or the newest where those are damaged."""
     state = decoder.state_dict()
-    best = checkpoints / BEST_NAME
-    paths = [*([best] if best.exists() else []), *step_checkpoints(checkpoints)]
     found, passed_over = newest_good(
-        paths,
+        [*best_checkpoint(checkpoints), *step_checkpoints(checkpoints)],
         lambda values: refusal_to_load(
             {**values, "state_dict": _of_decoder(values)}, expected, state
         ),

@@ -41,6 +41,11 @@ def cut_lines(path: Path, step: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects that have a step; none where there is no file."""
+    return [json.loads(line) for line in _whole_lines(path) if _step(line) is not None]
+
+
 def num_damaged(path: Path) -> int:
     """How many whole lines of a file are no objects with a step."""
     return sum(_step(line) is None for line in _whole_lines(path))

@@ -123,7 +123,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def num_damaged(path: Path) -> int:
     """How many whole lines of a file are no rows of numbers, or stand under a header that is none."""
     names, lines = _read(path)
-    return sum(not _fit(_cells(line), names) for line in lines)
+    has_header = STEP in names or not (names or lines)
+    return sum(not _fit(_cells(line), names) for line in lines) + (not has_header)
 
 
 def cut_rows(path: Path, step: int) -> None:
@@ -143,13 +144,13 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
     except FileNotFoundError:
         return [], []
     header, *lines = text.split("\n")[:-1] or [""]
-    return _cells(header), lines
+    return _cells(header) or [header] * bool(header), lines
 
 
 def _cells(line: str) -> list[str]:
     # Line by line, or a stray quotation mark would make one cell of all the rest.
     try:
-        return next(csv.reader([line]), [])
+        return next(csv.reader([line], strict=True), [])
     except csv.Error:  # a cell of a hundred thousand characters
         return []
 
