@@ -508,6 +508,12 @@ def _long_cell(path: Path) -> None:
     path.write_bytes(b'"' + b"9" * 300_000 + b"\n")
 
 
+def _another_number(path: Path) -> None:
+    text = path.read_text()
+    assert "learning_rate: 0.003" in text
+    path.write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.007"))
+
+
 FILE_DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut in two": _cut,
     "empty": lambda path: path.write_bytes(b""),
@@ -550,7 +556,7 @@ def _changed_tokenizer(folder: Path) -> str:
         *options(
             place,
             run__name="run",
-            data__tokenizer="{type: bpe, vocab_size: 270}",
+            data__tokenizer="{type: bpe, vocab_size: 512}",
             trainer__max_steps="4",
         )
     )
@@ -617,7 +623,8 @@ def _cases() -> Iterable[Case]:
     for name in FILES:
         for what, damage in FILE_DAMAGES.items():
             yield Case(f"{name}: {what}", _file_case(name, damage))
-    yield Case("tokenizer.json: flipped bits", _changed_tokenizer)
+    yield Case(f"{CONFIG_FILE}: another number", _file_case(CONFIG_FILE, _another_number))
+    yield Case(f"{TOKENIZER_FILE}: flipped bits", _changed_tokenizer)
 
 
 CHAPTER = Chapter(

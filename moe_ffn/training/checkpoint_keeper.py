@@ -113,9 +113,7 @@ class CheckpointKeeper(Callback):
         if loss < self.best_loss:
             before, self.best_loss = self.best_loss, loss
             if not self._write(trainer, BEST_NAME):
-                self.best_loss = (
-                    before  # so that the next one that is better than the file is written
-                )
+                self.best_loss = before  # that of the file, which a later one has to beat
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 

@@ -27,6 +27,8 @@ from moe_ffn.training import checkpoint_keeper
 from moe_ffn.training.checkpoint_file import write_checkpoint
 from moe_ffn.training.metrics_file import read_rows
 
+FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
+
 # -- which run
 
 
@@ -337,7 +339,11 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     }
     start = Start(4, folder / "step_00000004.ckpt", (), states)
 
-    go_back(Resume(folder, TrainConfig(), {}), start, {})
+    files = {"config.yaml": to_yaml(TrainConfig()), "facts.json": FACTS}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+    go_back(Resume(folder, TrainConfig(), {}), start, files)
 
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
@@ -346,6 +352,34 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
         f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, 1),
+        ({"seed": (0, 3)}, 0),
+    ],
+    ids=["edited", "given"],
+)
+def test_an_option_that_changed_by_itself_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "facts.json").write_text(FACTS)
+    config = TrainConfig(seed=3)
+    fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
+
+    go_back(Resume(folder, config, changes), Start(0, None, (), {}), {"facts.json": fresh})
+
+    line = (
+        f"'{folder}/config.yaml' has seed 3, facts.json has 0: one of them was edited or damaged; going "
+        "on with 3"
+    )
+    assert capsys.readouterr().err.splitlines() == [line][:said]
+    facts = json.loads((folder / "facts.json").read_text())
+    assert (facts["seed"], facts["precision"]) == (3, "32-true")
 
 
 def test_a_folder_without_checkpoints_begins_at_the_start(tmp_path: Path) -> None:

@@ -224,6 +224,19 @@ def test_broken_weights_are_not_saved_and_that_is_said_once(
     assert trainer.keeper.failure is None, "the disk is good"
 
 
+def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
+    make: Callable[..., FakeTrainer], full_disk: Callable[[], None]
+) -> None:
+    trainer = make(every_n_steps=2)
+    trainer.step(2)
+    assert trainer.keeper.failure is not None
+
+    trainer.lightning_module.weight.data[0] = float("nan")
+    trainer.step(3)
+
+    assert trainer.keeper.failure is None
+
+
 def test_a_slow_disk_is_said_once(
     make: Callable[..., FakeTrainer],
     monkeypatch: pytest.MonkeyPatch,
