@@ -98,6 +98,7 @@ def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
         config.model,
         config.optimizer,
         config.objective,
+        config.trainer.guard,
         byte_lengths=torch.tensor(data.tokenizer.byte_lengths),
         max_seq_len=config.data.seq_len,
         max_steps=config.trainer.max_steps,

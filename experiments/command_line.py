@@ -12,20 +12,27 @@ import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[report
 
 import argparse
 import json
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
+from yaml.composer import ComposerError
 
 from experiments.option_help import print_help
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
-from moe_ffn.errors import ConfigError, explain
+from moe_ffn.errors import ConfigError, explain, first_line, shorten
+from moe_ffn.import_path import telling_imports
 
 RootConfig = TypeVar("RootConfig", bound=Config)
+
+_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
+"""A config of sixty layers that all differ fits, and PyYAML reads no more than that in half a second."""
 
 
 def parse_config(
@@ -52,10 +59,11 @@ def parse_config(
         raise SystemExit(0)
     options = root().to_dict()
     for path in named.config:
-        options = merge(options, read_yaml(Path(path)))
+        options = merge(options, read_yaml(Path(path), where=f"--config {path}"))
     options = merge(options, parse_overrides(rest))
     if named.help:
-        print_help(root, options, command, also)
+        with telling_imports(_say_import):
+            print_help(root, options, command, also)
         raise SystemExit(0)
     config = validate(root, options)
     if named.print_config:
@@ -65,11 +73,20 @@ def parse_config(
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
-    """The typed config of plain options, or a ConfigError with one line per mistake."""
+    """The typed config of plain options, or a ConfigError with one line per mistake.
+
+    Says on stderr whose code it runs, before it does, where a `type` names somebody's own class.
+    """
     try:
-        return root.model_validate(options)
+        with telling_imports(_say_import):
+            return root.model_validate(options)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error))) from error
+
+
+def _say_import(where: str) -> None:
+    if "LOCAL_RANK" not in os.environ:  # the first of the ranks says it for all
+        print(f"importing {where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -127,22 +144,37 @@ def _as_options(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, or a ConfigError that names the file."""
+def read_yaml(path: Path, where: str) -> dict[str, Any]:
+    """The mapping in a YAML file, or a ConfigError that begins with `where`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror or error}") from error
+        raise ConfigError(f"{where}: {error.strerror or error}") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
+    try:
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: is not a UTF-8 text file") from error
-    options = _parse_yaml(text, where=f"--config {path}")
+        raise ConfigError(f"{where}: is not a UTF-8 text file") from error
+    options = parse_yaml(text, where)
     if options is None:
         return {}
     if not isinstance(options, dict):
-        raise ConfigError(
-            f"--config {path}: must hold a YAML mapping, got {type(options).__name__}"
-        )
+        raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
     return options
+
+
+def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
+    """The config that `to_yaml` once wrote; the lines of a ConfigError all name the file."""
+    try:
+        return validate(root, read_yaml(path, where=f"'{path}'"))
+    except ConfigError as error:
+        named = (
+            line if line.startswith(f"'{path}'") else f"'{path}': {line}"
+            for line in str(error).splitlines()
+        )
+        raise ConfigError("\n".join(named)) from error
 
 
 def to_yaml(config: Config) -> str:
@@ -156,45 +188,95 @@ def parse_value(text: str, where: str) -> Any:
     `--sample.prompt "def f(x):"` is that text, spaces at its ends included, and not a mapping.
     """
     if text.lstrip()[:1] in ("{", "[", '"', "'"):
-        return _parse_yaml(text, where)
+        return parse_yaml(text, where)
     try:
-        value = _parse_yaml(text, where)
+        value = parse_yaml(text, where)
     except ConfigError:
         return text
     return text if isinstance(value, str | dict | list) else value
 
 
-def _parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
+    """What is written in YAML; a ConfigError that begins with `where` for anything but plain values."""
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark is not None else ""
         problem = getattr(error, "problem", None) or "cannot be read"
-        raise ConfigError(f"{where}: is not valid YAML{line}: {problem}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{where}: is nested too deeply") from error
-    except (TypeError, ValueError) as error:  # a key that is a list; the date 2024-13-45
-        raise ConfigError(f"{where}: is not valid YAML: {error}") from error
+        raise ConfigError(f"{where}: is not valid YAML{line}: {shorten(problem, 120)}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A key that is a list, `!!bool maybe`, a number of ten thousand digits: as PyYAML fails.
+        problem = shorten(first_line(error), 120)
+        raise ConfigError(
+            f"{where}: is not valid YAML: a value cannot be read: {problem}"
+        ) from error
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as people expect it.
+    """YAML 1.1 as people expect it, and no larger than a person writes it.
 
-    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake.
+    `1e-3` is a number, `1:30` and `2026-11-21` are text, and a key given twice is a mistake. What
+    aliases (`*name`) stand for is counted wherever they stand, before anything is made of it.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key}' is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._num_values = 0
+        self._values_at: dict[int, int] = {}
+        """Of every node that is complete, by its id: the values in it, those behind aliases too."""
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        # The scanner reads ahead, and the deeper the slower.
+        if self.flow_level >= _MAX_DEPTH:
+            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        before = self._num_values
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise _mistake(f"nested deeper than {_MAX_DEPTH} levels", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_values += 1
+            self._values_at[id(node)] = self._num_values - before
+        elif id(node) in self._values_at:
+            self._num_values += self._values_at[id(node)]
+        else:
+            raise _mistake(f"'{event.anchor}' holds itself", event.start_mark)
+        if self._num_values > _MAX_VALUES:
+            raise _mistake(f"more than {_MAX_VALUES} values", event.start_mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise _mistake(f"'{key.value}' is given twice", key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _mistake(problem: str, mark: Any) -> yaml.YAMLError:
+    return ComposerError(None, None, problem, mark)
+
+
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
+"""All that a config holds. Other tags, `!!python/object` first, make nothing and are refused."""
+
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.endswith(tuple(f":{name}" for name in _PLAIN))
+}
 
 _YAML_1_1_SURPRISES = ("timestamp", "int", "float")
 

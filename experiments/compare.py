@@ -3,8 +3,8 @@
     python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
 
 Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
-same NAME again, finished ones are not repeated, so an interrupted comparison goes on where it was;
-what an unfinished run left is set aside.
+same NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
+unfinished run with other options left is set aside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from experiments.command_line import parse_config, read_yaml, validate
+from experiments.command_line import parse_config, read_config, validate
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
@@ -41,9 +41,10 @@ def main(argv: Sequence[str]) -> int:
     failed: list[Path] = []
     for file, config in configs.items():
         if file in todo:
-            set_aside(named_run_folder(config))
-            print(f"{file.stem}: training ({todo.index(file) + 1} of {len(todo)})", flush=True)
-            if not train(file, config, overrides):
+            begun = has_begun(config)
+            how = "resuming" if begun else "training"
+            print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
+            if not train(file, config, overrides, begun):
                 failed.append(file)
                 continue
         results.append(read_result(file.stem, config))
@@ -96,7 +97,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = named_run_folder(config)
     if not (folder / SUMMARY_FILE).is_file():
         return False
-    if validate(TrainConfig, read_yaml(folder / CONFIG_FILE)) != config:
+    if read_config(folder / CONFIG_FILE, TrainConfig) != config:
         raise ConfigError(
             f"'{folder}' holds a run with other options; give the options it had, or choose another "
             "--name"
@@ -104,21 +105,34 @@ def is_finished(config: TrainConfig) -> bool:
     return True
 
 
-def set_aside(folder: Path) -> None:
-    """Rename what an unfinished run left, so that nothing of it is lost or written over."""
-    if folder.exists():
-        aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-        folder.rename(aside)
-        print(f"{folder.name}: an unfinished run is now {aside}")
+def has_begun(config: TrainConfig) -> bool:
+    """Whether this very run was begun and can be resumed.
+
+    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
+    """
+    folder = named_run_folder(config)
+    if not folder.exists():
+        return False
+    try:
+        if read_config(folder / CONFIG_FILE, TrainConfig) == config:
+            return True
+    except ConfigError:  # the file is damaged, or of another version
+        pass
+    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
+    folder.rename(aside)
+    print(f"{folder.name}: an unfinished run with other options is now {aside}")
+    return False
 
 
-def train(file: Path, config: TrainConfig, overrides: Sequence[str]) -> bool:
+def train(file: Path, config: TrainConfig, overrides: Sequence[str], begun: bool) -> bool:
     """Train in a process of its own, so that no run finds the memory or threads of another."""
     start = time.monotonic()
+    resume = ["--resume", str(named_run_folder(config))] if begun else []
     done = subprocess.run(
         [
             *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
+            *resume,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,14 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from experiments.run_folder import ALARMS_FILE, SUMMARY_FILE
+from experiments.config import TrainConfig
+from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import load_table
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import short_name
+from moe_ffn.training.alarms import Advice
+from moe_ffn.training.checkpoint_folder import step_checkpoints
+from moe_ffn.training.guard import Diverged
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Results:
     """What a model that knows only the frequencies scores there, in nats per token."""
     tokens_per_second: float
     num_alarms: int
+    num_skipped_steps: int
+    """Optimizer steps that were not taken, because their numbers had gone wrong."""
     routing: Mapping[str, Mapping[str, Tensor]]
     """For each sparse layer, what was measured of it on the validation split."""
     sample: str
@@ -47,6 +54,8 @@ class Results:
         )
         if not math.isfinite(self.loss):
             say("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
+        if self.num_skipped_steps:
+            say(f"skipped steps   {self.num_skipped_steps}")
         if self.num_alarms:
             say(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
         if self.routing:
@@ -74,6 +83,7 @@ class Results:
             "unigram_loss": self.unigram_loss,
             "tokens_per_second": self.tokens_per_second,
             "num_alarms": self.num_alarms,
+            "num_skipped_steps": self.num_skipped_steps,
             "routing": {
                 layer: {
                     name: _rounded(value)
@@ -98,6 +108,15 @@ class Results:
         ]
         used = f"never used: {'; '.join(layers)}" if layers else "every expert is used"
         return f"{used}\nMaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
+
+
+def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
+    """On stderr: what happened and where it began, what is left, and what to try."""
+    saved = step_checkpoints(folder / CHECKPOINTS_FOLDER)
+    left = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved before"
+    advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
+    what_to_try = advice.against("loss_spike", None)
+    print(f"diverged: {error}\ndiverged: {left}; {what_to_try}", file=sys.stderr)
 
 
 MOST_COACTIVATION = 64

@@ -42,8 +42,8 @@ def check_run_folder(config: TrainConfig) -> None:
     """
     folder = parent = output_dir(config)
     with _writing_to(parent):
-        if config.run.name is not None:
-            _refuse_existing(parent / config.run.name)
+        if config.run.name is not None and (taken := parent / config.run.name).exists():
+            raise _taken(taken)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
@@ -72,7 +72,7 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
             if config.run.name is not None:
                 folder = parent / config.run.name
                 if not _take(built, folder):
-                    _refuse_existing(folder)
+                    raise _taken(folder)
                 return folder
             stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
             return _take_first_free(built, parent, stem)
@@ -151,11 +151,10 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 
 
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise ConfigError(
-            f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
-        )
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
+    )
 
 
 def _take_first_free(built: Path, parent: Path, stem: str) -> Path:

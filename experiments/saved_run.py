@@ -17,7 +17,7 @@ from experiments.checkpoints import (
     newest_good,
     refusal_to_load,
 )
-from experiments.command_line import read_yaml, validate
+from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -45,27 +45,15 @@ def load_run(folder: Path) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
     Raises:
-        ConfigError: this is no run's folder, or one without a good checkpoint.
+        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged.
     """
     check_has_weights(folder)
-    config = validate(TrainConfig, read_yaml(folder / CONFIG_FILE))
-    tokenizer = _tokenizer(config, folder / TOKENIZER_FILE)
+    config = read_config(folder / CONFIG_FILE, TrainConfig)
+    tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)
     decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected))
     return SavedRun(config, tokenizer, decoder.eval())
-
-
-def _tokenizer(config: TrainConfig, path: Path) -> Tokenizer:
-    """Whether it is the one that the weights were trained with, they know."""
-    try:
-        return config.data.tokenizer.restore(json.loads(path.read_bytes()))
-    except ConfigError as error:
-        raise ConfigError(f"'{path}': {error}") from error
-    except (
-        Exception
-    ) as error:  # of many kinds: no JSON, another layout, what the library makes of it
-        raise ConfigError(f"'{path}' is damaged: {first_line(error)}") from error
 
 
 def _weights(
@@ -101,3 +89,13 @@ def _of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in state.items()
         if str(name).startswith(_PREFIX)
     }
+
+
+def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return config.data.tokenizer.restore(values)
+    except Exception as error:  # of whatever kind: what is wrong is in the file
+        raise ConfigError(
+            f"'{path}' is not the tokenizer that this run was trained with: {first_line(error)}"
+        ) from error

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.model_size import check_fits
 from experiments.resume import find_resume, take_resume
 from experiments.run_folder import check_run_folder
 
 COMMAND = "python -m experiments.train"
 
 RESUME_HELP = """\
-  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from its newest
-                      good checkpoint and with its own options
+  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
+                      its newest good checkpoint and with its own options
 """
 
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         resume = find_resume(run, options, command=COMMAND)
         config = resume.config
+    check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
     from experiments.training_run import train
 

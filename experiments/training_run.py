@@ -27,10 +27,10 @@ from experiments.assemble import (
 from experiments.checkpoints import identity
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
-from experiments.exit import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
+from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
 from experiments.report.page import REPORT_FILE, write_report
 from experiments.restart import find_start, first_precision, go_back, how_to_go_on
-from experiments.results import Results
+from experiments.results import Results, say_diverged
 from experiments.resume import Resume
 from experiments.run_folder import (
     CONFIG_FILE,
@@ -45,6 +45,7 @@ from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.errors import first_line, reason
 from moe_ffn.training.data_module import validation_batches
+from moe_ffn.training.guard import Diverged
 from moe_ffn.training.loggers import close
 from moe_ffn.training.stopping import Interrupted
 
@@ -115,6 +116,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         except Interrupted as interrupted:
             say(f"{interrupted}; {how_to_go_on(folder)}")
             raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None
+        except Diverged as error:
+            if is_main:
+                say_diverged(error, config, folder)
+            raise SystemExit(EXIT_DIVERGED) from None
         except SystemExit:  # Lightning's answer to Ctrl-C a second time
             say(f"interrupted at step {trainer.global_step}; {how_to_go_on(folder)}")
             raise SystemExit(EXIT_INTERRUPTED) from None
@@ -191,6 +196,7 @@ def make_results(
         unigram_loss=unigram_loss_of(config, data),
         tokens_per_second=callbacks.steps.tokens_per_second,
         num_alarms=callbacks.steps.bell.num_alarms,
+        num_skipped_steps=callbacks.steps.num_skipped,
         routing=callbacks.validation.routing,
         sample=callbacks.samples.last,
         sample_prompt=config.sample.prompt,

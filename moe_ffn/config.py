@@ -21,8 +21,11 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from moe_ffn.errors import ConfigError, did_you_mean
+from moe_ffn.errors import ConfigError, did_you_mean, is_near, shorten, show
 from moe_ffn.import_path import import_class
+
+MOST = 10**9
+"""No count and no width is larger: what is, is a slip of the keyboard, and would overflow far from here."""
 
 FAMILY_KEY = "x-family"
 """Where a schema names a family instead of its members."""
@@ -53,8 +56,8 @@ class Config(BaseModel, frozen=True):
         known = set(cls.known_keys())
         unknown = [key for key in data if key not in known]
         if unknown:
-            raise _errors_at(
-                cls, {str(key): cls.explain_unknown(str(key)) for key in unknown}, data
+            raise errors_at(
+                cls, {shorten(str(key)): cls.explain_unknown(str(key)) for key in unknown}, data
             )
         return handler(data)
 
@@ -62,7 +65,7 @@ class Config(BaseModel, frozen=True):
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         if not isinstance(data, Mapping):
             raise PydanticCustomError(
-                "not_a_mapping", "must be a mapping of options, got {got}", {"got": repr(data)}
+                "not_a_mapping", "must be a mapping of options, got {got}", {"got": show(data)}
             )
         return data
 
@@ -151,14 +154,20 @@ class TaggedConfig(Config, frozen=True):
             return cls.members[tag]
         known = ", ".join(cls.members)
         if tag is None:
-            raise _errors_at(cls, {"type": f"missing; one of: {known}, or module:ClassName"}, data)
+            near = [key for key in map(str, data) if key != "type" and is_near("type", key)]
+            slip = f", but there is '{near[0]}'" if near else ""
+            message = f"missing{slip}; one of: {known}, or module:ClassName"
+            raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:
             try:
                 return import_class(tag, family=cls)
             except ConfigError as error:
-                raise _errors_at(cls, {"type": str(error)}, data) from error
-        hint = did_you_mean(str(tag), cls.members)
-        raise _errors_at(cls, {"type": f"unknown '{tag}'{hint}; known: {known}"}, data)
+                raise errors_at(cls, {"type": str(error)}, data) from error
+        if not isinstance(tag, str):
+            message = f"must be a name, got {show(tag)}; known: {known}"
+        else:
+            message = f"unknown {show(tag)}{did_you_mean(tag, cls.members)}; known: {known}"
+        raise errors_at(cls, {"type": message}, data)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -169,7 +178,8 @@ class TaggedConfig(Config, frozen=True):
         return {FAMILY_KEY: cls.__name__} if cls.is_family_root() else handler(core_schema)
 
 
-def _errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
+def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
+    """Mistakes of one's own finding, by the keys of `cls`; validators raise it."""
     details = [
         InitErrorDetails(
             type=PydanticCustomError("config", "{message}", {"message": message}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,20 +21,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def is_near(name: str, other: str) -> bool:
+    """Whether `other` looks like a misspelt `name`."""
+    return bool(difflib.get_close_matches(name, [other]))
+
+
 def explain(error: ValidationError) -> list[str]:
     """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
+        path = ".".join(str(part) or "''" for part in item["loc"])
         rule = _RULES.get(item["type"])
         if rule is None:
             message = item["msg"].removeprefix("Value error, ")
         else:
             message = rule.format(**item.get("ctx", {}))
             if item["type"] != "missing":
-                message += f", got {_shorten(repr(item['input']))}"
-        lines.append(f"{path}: {message}" if path else message)
+                message += f", got {show(item['input'])}"
+        line = f"{path}: {message}" if path else message
+        lines.append(shorten(_on_one_line(line), _LONGEST_LINE))
     return lines
+
+
+def show(value: Any) -> str:
+    """A value as code would write it, up to sixty characters; takes no longer for a huge one."""
+    return shorten(_repr.repr(value))
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """`text`, its end replaced by dots where it is longer than `limit`."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:
@@ -76,5 +94,13 @@ _RULES = {
 }
 
 
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+_LONGEST_LINE = 480
+"""More than any mistake needs, but what a stranger's code says may be of any length."""
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 200
+
+
+def _on_one_line(text: str) -> str:
+    """`text` without line breaks and control characters, which a key or a value may have brought in."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.config import TopKRouterConfig
+
+# The same examples every time, however slow the machine. `--hypothesis-profile many` is what
+# `python -m experiments.selftest properties` asks for.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("many", settings.get_profile("repeatable"), max_examples=2000)
+settings.load_profile("repeatable")
 
 if not torch.cuda.is_available():
     # Triton reads it once, when it is imported, which a library under test may do before a kernel's

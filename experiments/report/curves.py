@@ -21,7 +21,14 @@ NORM = Unit("gradient norm (L2)")
 SPEED = Unit("tokens per second", ",.0f")
 PART = Unit("loss, before its weight", ".4~g")
 
-NOT_BALANCING = {"loss", "objective", "learning_rate", "gradient_norm", "tokens_per_second"}
+NOT_BALANCING = {
+    "loss",
+    "objective",
+    "learning_rate",
+    "gradient_norm",
+    "skipped_steps",
+    "tokens_per_second",
+}
 """What stands under `train/` beside the balancing losses, of which a run may have any."""
 
 BALANCING_NOTES = {

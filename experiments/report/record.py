@@ -12,8 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from experiments.command_line import parse_yaml
 from experiments.report.metrics_file import Series, read_metrics
 from experiments.run_folder import (
     ALARMS_FILE,
@@ -237,8 +236,8 @@ def _json(text: str) -> Any:
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text, where=CONFIG_FILE)
+    except ConfigError:
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from experiments.run_folder import METRICS_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 _WORDS = ("the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n")
@@ -96,3 +99,16 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
 def run(*argv: str, program: str = "experiments.train", **environment: str) -> Finished:
     """Start a program of the project and wait for its end."""
     return finish(start(*argv, program=program, **environment))
+
+
+def wait_for_row(
+    folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60
+) -> None:
+    """Return once the run in `folder` has written a row of optimizer step `step` or a later one."""
+    from moe_ffn.training.metrics_file import STEP, read_rows
+
+    deadline = time.monotonic() + timeout
+    while not any(int(row[STEP]) >= step for row in read_rows(folder / METRICS_FILE)):
+        assert process.poll() is None, f"ended before step {step}: {finish(process).stderr}"
+        assert time.monotonic() < deadline, f"not at step {step} after {timeout:g} s"
+        time.sleep(0.01)

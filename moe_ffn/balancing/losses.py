@@ -96,10 +96,10 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 def load_cv2_loss(routing: Routing) -> Tensor:
     """CV^2 of the experts' load, counted smoothly over the router's noise (Shazeer et al. 2017, eq. 11).
 
-    0 at balance; 0 in evaluation, where there is no noise.
+    0 at balance.
 
     Raises:
-        ValueError: the router has no noise over which to count.
+        ValueError: there is no noise over which to count: of another router, or in evaluation.
     """
     if routing.selection_probs_TE is None:
         raise ValueError(

@@ -8,13 +8,18 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError
+from moe_ffn.files import UNFINISHED
 
 _META = "meta.json"
+
+_ABANDONED_SECONDS = 86_400
+"""A folder being built in which nothing was written for so long is that of a process that died."""
 
 
 @contextlib.contextmanager
@@ -22,11 +27,13 @@ def building(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends without an error.
 
     The block closes the folder with `seal`. Where another process was faster, its folder stays
-    if it is whole. Raises ConfigError where the place cannot be written.
+    if it is whole. What others left half-built and abandoned is removed. Raises ConfigError where the
+    place cannot be written.
     """
     with writing_to(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        built = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        _remove_abandoned(folder.parent)
+        built = Path(tempfile.mkdtemp(UNFINISHED, f".{folder.name}.", folder.parent))
     try:
         yield built
         with writing_to(folder.parent):
@@ -68,6 +75,15 @@ def writing_to(cache_dir: Path) -> Iterator[None]:
             f"data.cache_dir: '{cache_dir}' cannot be written ({error.strerror or error}); "
             "make room, or name another folder"
         ) from error
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    """Remove what processes that were killed while they built it cannot remove any more."""
+    for folder in cache_dir.glob(f".*{UNFINISHED}"):
+        with contextlib.suppress(OSError):  # its process has just ended, and removed it
+            last_written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - last_written > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _publish(built: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config import MOST, Config, TaggedConfig
 
 if TYPE_CHECKING:
     from moe_ffn.data.corpus import Document
@@ -124,7 +124,7 @@ class BPEConfig(TokenizerConfig, frozen=True):
 
     type: Literal["bpe"] = "bpe"
 
-    vocab_size: int = Field(default=4096, ge=512)
+    vocab_size: int = Field(default=4096, ge=512, le=2**24)
     """How many tokens to learn, the 256 bytes and the end of document included; a short text may
     not hold as many, and the tokenizer is then smaller."""
 
@@ -148,16 +148,16 @@ class DataConfig(Config, frozen=True):
     tokenizer: TokenizerConfig = BytesConfig()
     """How text becomes token ids."""
 
-    seq_len: int = Field(default=256, ge=1)
+    seq_len: int = Field(default=256, ge=1, le=MOST)
     """Tokens per sequence."""
 
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, le=MOST)
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
     """Percent of the documents that are kept for validation."""
 
-    validation_tokens: int = Field(default=131_072, ge=1)
+    validation_tokens: int = Field(default=131_072, ge=1, le=MOST)
     """How many tokens each validation looks at, evenly spaced over the validation split."""
 
     cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)

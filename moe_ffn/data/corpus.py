@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import fnmatch
 import glob
 import os
 import sysconfig
@@ -44,7 +45,7 @@ def stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(
         (path.relative_to(root).as_posix(), path)
-        for path in _files_below(root, skip=_NOT_SOURCE)
+        for path in _files_below(root, skip=_NOT_SOURCE, key="data.corpus")
         if path.suffix == ".py"
     )
     if not paths:
@@ -65,7 +66,7 @@ def text_documents(paths: Sequence[str]) -> Iterator[Document]:
     sources: dict[Path, _Source] = {}
     for source in chain.from_iterable(map(_sources, paths)):
         sources.setdefault(source.path.resolve(), source)
-    if sources and all(path.stat().st_size == 0 for path in sources):
+    if sources and not any(map(_size, sources)):
         what = "is empty" if len(sources) == 1 else f"has only empty files ({len(sources)})"
         raise ConfigError(
             f"data.corpus.paths: {_quoted(paths)} {what}; give a file with text in it"
@@ -102,13 +103,19 @@ class _Source:
 
 def _sources(given: str) -> Iterator[_Source]:
     path = expand_path(given, "data.corpus.paths")
-    if path.is_file():
+    if _is_file(path):
         yield _Source(path, path.name, explicit=True)
     elif path.is_dir():
         for name, file in sorted(
             (file.relative_to(path).as_posix(), file) for file in _files_below(path)
         ):
             yield _Source(file, name, explicit=False)
+    elif path.exists():
+        raise ConfigError(f"data.corpus.paths: '{given}' is neither a file nor a folder")
+    elif path.is_symlink():
+        raise ConfigError(
+            f"data.corpus.paths: '{given}' is a symbolic link that leads nowhere; mend or remove it"
+        )
     elif glob.has_magic(str(path)):
         yield from _matches(path, given)
     else:
@@ -121,26 +128,85 @@ def _sources(given: str) -> Iterator[_Source]:
 def _matches(pattern: Path, given: str) -> Iterator[_Source]:
     parts = pattern.parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root, rest = Path(*parts[:fixed]), os.path.join(*parts[fixed:])  # noqa: PTH118 - a pattern
-    # Path.glob would also match hidden files, and would match only folders with a final `**`.
-    names = glob.glob(rest, root_dir=root, recursive=True)  # noqa: PTH207
-    files = sorted(
-        (Path(name).as_posix(), root / name) for name in names if (root / name).is_file()
+    root = Path(*parts[:fixed])
+    names = dict.fromkeys(
+        path.relative_to(root).as_posix() for path in _matching(root, parts[fixed:])
     )
-    if not files:
+    if not names:
         raise ConfigError(
             f"data.corpus.paths: '{given}' matches no file; '**' searches folders within folders"
         )
-    for name, file in files:
-        yield _Source(file, name, explicit=False)
+    for name in sorted(names):
+        yield _Source(root / name, name, explicit=False)
 
 
-def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """The files below `folder` that match a glob; hidden ones only where the glob has the dot.
+
+    `**` enters no symbolic links, as `_files_below` does not, which `glob.glob` would: in a loop of
+    links it comes to no end.
+    """
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        if not rest:
+            yield from _files_below(folder)
+            return
+        yield from _matching(folder, rest)
+        for inner in _entries(folder):
+            if not inner.name.startswith(".") and inner.is_dir() and not inner.is_symlink():
+                yield from _matching(inner, parts)
+        return
+    for entry in _entries(folder) if glob.has_magic(part) else [folder / part]:
+        is_hidden = entry.name.startswith(".") and not part.startswith(".")
+        if is_hidden or not fnmatch.fnmatch(entry.name, part):
+            continue
+        if rest and entry.is_dir():
+            yield from _matching(entry, rest)
+        elif not rest and _is_file(entry):
+            yield entry
+
+
+def _files_below(
+    folder: Path, skip: frozenset[str] = frozenset(), key: str = "data.corpus.paths"
+) -> Iterator[Path]:
     """The regular files below `folder`, in any order, without hidden ones and `skip` folders."""
-    for where, folders, files in os.walk(folder):
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error, key)
+
+    for where, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = (Path(where, name) for name in files if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
+        yield from (path for path in paths if _is_file(path, key))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where it is none."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def _is_file(path: Path, key: str = "data.corpus.paths") -> bool:
+    """Whether this is a regular file, or a link to one; ConfigError where one may not know."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise _unreadable(path, error, key) from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError, key: str = "data.corpus.paths") -> ConfigError:
+    return ConfigError(f"{key}: '{path}' cannot be read ({error.strerror or error})")
 
 
 def _is_text(path: Path) -> bool:
@@ -162,7 +228,7 @@ def file_blocks(path: Path, key: str = "data.corpus.paths") -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from blocks(file)
     except OSError as error:
-        raise ConfigError(f"{key}: '{path}' cannot be read ({error.strerror or error})") from error
+        raise _unreadable(path, error, key) from error
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing_to
 from moe_ffn.data.config import DataConfig
+from moe_ffn.data.documents import Documents
 from moe_ffn.data.encode import SplitSize, encode_splits
 from moe_ffn.data.progress import Report, showing, watched
 from moe_ffn.data.split import Piece, SplitPlan, plan_split, split_pieces
@@ -42,14 +43,19 @@ class PreparedData:
     train_size: SplitSize
     validation_size: SplitSize
 
-    corpus_sha256: str
-    """Losses are comparable only where this is equal."""
+    documents: Documents
+    """What was read; `moe_ffn.data.documents.changed` compares it with what another run read."""
 
     notes: tuple[str, ...]
     """What is unusual about the split, one sentence each."""
 
     folder: Path
     """Where all of this is kept."""
+
+    @property
+    def corpus_sha256(self) -> str:
+        """Losses are comparable only where this is equal."""
+        return self.documents.corpus_sha256
 
 
 def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
@@ -91,7 +97,7 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
         tokenizer=tokenizer,
         train_size=sizes["train"],
         validation_size=sizes["validation"],
-        corpus_sha256=meta["corpus_sha256"],
+        documents=plan.documents,
         notes=tuple(meta["notes"]),
         folder=folder,
     )
@@ -101,7 +107,7 @@ def _key(config: DataConfig, plan: SplitPlan) -> str:
     """What the tokens depend on, digested: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
-        "corpus": plan.corpus_sha256,
+        "corpus": plan.documents.corpus_sha256,
         "tokenizer": config.tokenizer.to_dict(),
         "validation_percent": config.validation_percent,
     }
@@ -119,7 +125,7 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: Report) ->
     with building(folder) as built:
         splits = encode_splits(pieces("encoding"), tokenizer, built, folder.parent)
         meta = {
-            "corpus_sha256": plan.corpus_sha256,
+            "corpus_sha256": plan.documents.corpus_sha256,
             "dtype": tokenizer.dtype.name,
             "notes": plan.notes,
             "splits": {split: asdict(size) for split, size in splits.items()},

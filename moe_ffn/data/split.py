@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 
 from moe_ffn.data.corpus import Document, Split, text_boundary
+from moe_ffn.data.documents import DocumentList, Documents
 from moe_ffn.errors import ConfigError
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
@@ -22,7 +23,7 @@ _REACH_BYTES = 256
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """Where every document of a corpus goes; nine bytes of memory per document.
+    """Where every document of a corpus goes; nine bytes of memory per document beyond 10,000.
 
     A document goes by `sha256(name) % 100 < validation_percent` unless it names its own split. A
     training document with the very content of a validation document is left out, so that nothing
@@ -32,8 +33,8 @@ class SplitPlan:
     once.
     """
 
-    corpus_sha256: str
-    """Digest of every name, content and given split: equal for equal corpora, wherever they lie."""
+    documents: Documents
+    """What was read; equal for equal corpora, wherever they lie."""
 
     num_bytes: int
     """Bytes of text in the whole corpus, what is left out included."""
@@ -72,7 +73,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     """
     corpus = hashlib.sha256()
     fingerprint_list, size_list, place_list = array("Q"), array("Q"), bytearray()
-    named = False
+    documents_read, named = DocumentList(), False
     for document in documents:
         named |= document.split is not None
         name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
@@ -80,6 +81,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
         for block in document.blocks:
             content.update(block)
             size += len(block)
+        documents_read.add(document.name, content.hexdigest())
         given = "none" if document.split is None else document.split
         corpus.update(name + content.digest() + given.encode().ljust(16))
         fingerprint_list.append(_fingerprint(content))
@@ -110,7 +112,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
             f"{validation_percent}% of the text",
         )
     return SplitPlan(
-        corpus_sha256=corpus.hexdigest(),
+        documents=documents_read.finish(corpus.hexdigest()),
         num_bytes=int(sizes.sum()),
         notes=notes,
         places=places,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 
 
 def unigram_loss(

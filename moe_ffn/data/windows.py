@@ -35,7 +35,9 @@ def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> np.nda
     count = windows_per_epoch(num_tokens, seq_len)
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     offset = random.integers(num_tokens - count * window, endpoint=True)
-    starts = random.permutation(count) * window + offset
+    starts = random.permutation(count)
+    starts *= window  # in place: of a large corpus there are many
+    starts += offset
     starts.flags.writeable = False
     return starts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config import MOST, TaggedConfig
 from moe_ffn.sizes import gated_params, gated_width, linear_flops, mlp_params, round_width
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
-    d_ff: int | None = Field(default=None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
     """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
     bias: bool = False
     """Add a bias to every matrix."""

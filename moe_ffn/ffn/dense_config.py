@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from moe_ffn.activations import Activation, GatedType
+from moe_ffn.config import MOST
 from moe_ffn.ffn.base_config import FFNConfig
 from moe_ffn.sizes import gated_params, gated_width, linear_flops, linear_params, mlp_params
 
@@ -35,7 +36,7 @@ class DenseConfig(FFNConfig, frozen=True):
     """Two matrices and an activation between them (Vaswani et al. 2017, section 3.3)."""
 
     type: Literal["dense"] = "dense"
-    d_ff: int | None = Field(default=None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
@@ -67,9 +68,9 @@ class GatedConfig(FFNConfig, frozen=True):
     """
 
     type: GatedType = "swiglu"
-    d_ff: int | None = Field(default=None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
     """Hidden width; by default 8/3 * d_model, rounded, so that it costs what a dense block does."""
-    multiple_of: int = Field(default=8, ge=1)
+    multiple_of: int = Field(default=8, ge=1, le=MOST)
     """What the default width is rounded to."""
     bias: bool = False
     """Add a bias to the three matrices."""
@@ -99,11 +100,11 @@ class ConvConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["conv"] = "conv"
-    kernel_size: int = Field(default=3, ge=1)
+    kernel_size: int = Field(default=3, ge=1, le=MOST)
     """Positions each convolution sees."""
     causal: bool = True
     """Look back only. False centres the kernel, which a causal model refuses."""
-    d_ff: int | None = Field(default=None, ge=1)
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from moe_ffn.config import Config
+from moe_ffn.config import MOST, Config
 from moe_ffn.experts.config import ExpertsConfig, GatedExpertsConfig
 from moe_ffn.ffn.base_config import FFNConfig
 from moe_ffn.ffn.combine_config import CombineConfig, SumConfig
@@ -50,11 +50,11 @@ class ZeroComputationConfig(Config, frozen=True):
     MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
     """
 
-    num_zero: int = Field(default=0, ge=0)
+    num_zero: int = Field(default=0, ge=0, le=MOST)
     """Experts that return 0: the token is left out."""
-    num_copy: int = Field(default=0, ge=0)
+    num_copy: int = Field(default=0, ge=0, le=MOST)
     """Experts that return the token as it is."""
-    num_constant: int = Field(default=0, ge=0)
+    num_constant: int = Field(default=0, ge=0, le=MOST)
     """Experts that mix the token with a learned vector."""
 
     @property
@@ -74,7 +74,7 @@ class MoEConfig(FFNConfig, frozen=True):
     """A routed Mixture of Experts: a router sends each token to a few of many experts."""
 
     type: Literal["moe"] = "moe"
-    num_experts: int = Field(default=8, ge=1)
+    num_experts: int = Field(default=8, ge=1, le=MOST)
     """E, the experts the router chooses from."""
     router: RouterConfig = TopKRouterConfig()
     """Who goes where."""
@@ -181,9 +181,9 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["soft_moe"] = "soft_moe"
-    num_experts: int = Field(default=8, ge=1)
+    num_experts: int = Field(default=8, ge=1, le=MOST)
     """E, the experts."""
-    slots_per_expert: int = Field(default=32, ge=1)
+    slots_per_expert: int = Field(default=32, ge=1, le=MOST)
     """Slots of each expert and sequence; as many slots as tokens cost what top-1 routing does."""
     experts: ExpertsConfig = GatedExpertsConfig()
     """What one expert is; by default as wide as the dense block."""

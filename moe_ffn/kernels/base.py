@@ -93,6 +93,17 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def no_second_derivative(backend: str) -> RuntimeError:
+    """What a backend with a backward pass of its own raises where that is differentiated in turn.
+
+    Without it torch would leave the experts out of the second derivative and not say so.
+    """
+    return RuntimeError(
+        f"experts.backend '{backend}' has no second derivative, which create_graph=True asks for; set "
+        "experts.backend to 'loop', which has"
+    )
+
+
 def dropout_mask(
     num_rows: int, weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config import MOST, Config, TaggedConfig
 from moe_ffn.ffn.config import FFNConfig, MoEConfig
 from moe_ffn.layer_names import parse_layer
 from moe_ffn.sizes import linear_flops, linear_params
@@ -112,9 +112,9 @@ class LayerNormConfig(NormConfig, frozen=True):
 class AttentionConfig(Config, frozen=True):
     """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
 
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=MOST)
     """Query heads; must divide d_model."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=MOST)
     """Key and value heads, shared by groups of query heads; num_heads by default."""
     bias: bool = False
     """Add a bias to the four projections."""
@@ -154,9 +154,9 @@ def _string_keys(value: Any) -> Any:
 class DecoderConfig(Config, frozen=True):
     """A Transformer over tokens: a causal decoder, or a bidirectional encoder."""
 
-    d_model: int = Field(default=128, ge=1)
+    d_model: int = Field(default=128, ge=1, le=MOST)
     """Width of the residual stream."""
-    num_layers: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=4, ge=1, le=10_000)
     """Blocks of attention and feed-forward."""
     causal: bool = True
     """Predict the next token from those before it. False: see both sides, guess masked tokens."""

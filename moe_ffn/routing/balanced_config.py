@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from moe_ffn.config import MOST
 from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["sinkhorn"] = "sinkhorn"
-    k: int = Field(default=1, ge=1)
+    k: int = Field(default=1, ge=1, le=MOST)
     """Experts per token."""
     tolerance: float = Field(default=1e-4, gt=0)
     """Stop when no column's factor changes by more than this share of itself."""
-    max_iterations: int = Field(default=100, ge=1)
+    max_iterations: int = Field(default=100, ge=1, le=MOST)
     """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from moe_ffn.config import MOST
 from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
 from moe_ffn.sizes import linear_params
 
@@ -20,7 +21,7 @@ class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["noisy_top_k"] = "noisy_top_k"
-    k: int = Field(default=2, ge=1)
+    k: int = Field(default=2, ge=1, le=MOST)
     """Experts per token. At least 2: the softmax over a single one is a constant 1."""
 
     has_selection_probs: ClassVar[bool] = True
@@ -58,7 +59,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
     type: Literal["top_p"] = "top_p"
     p: float = Field(default=0.4, gt=0, le=1)
     """The probability that a token's experts have to reach together."""
-    max_k: int | None = Field(default=None, ge=1)
+    max_k: int | None = Field(default=None, ge=1, le=MOST)
     """The most experts per token; num_experts by default."""
     renormalize: bool = False
     """Divide the weights of a token by their sum. Not for max_k = 1: it would be a constant 1."""
@@ -119,7 +120,7 @@ class HashRouterConfig(FixedKConfig, frozen=True):
     """Hash: the token's id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
 
     type: Literal["hash"] = "hash"
-    k: int = Field(default=1, ge=1)
+    k: int = Field(default=1, ge=1, le=MOST)
     """Experts per token, all different, each with weight 1 / k."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function."""
@@ -144,7 +145,7 @@ class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["forced"] = "forced"
-    k: int = Field(default=2, ge=1)
+    k: int = Field(default=2, ge=1, le=MOST)
     """Experts per token."""
     skew: float = Field(default=0.0, ge=0, le=1)
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from moe_ffn.config import Config
+from moe_ffn.config import MOST, Config
 from moe_ffn.routing.base_config import FixedKConfig, LinearRouterConfig
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class GroupsConfig(Config, frozen=True):
     """Node-limited routing: a token's experts come from a few groups of neighbours (DeepSeek-V3)."""
 
-    num_groups: int = Field(ge=1)
+    num_groups: int = Field(ge=1, le=MOST)
     """Groups of equal size that the experts are divided into."""
-    keep: int = Field(ge=1)
+    keep: int = Field(ge=1, le=MOST)
     """Groups a token may go to, the ones with the highest score."""
-    score_top: int | None = Field(default=2, ge=1)
+    score_top: int | None = Field(default=2, ge=1, le=MOST)
     """A group's score is the sum of its best experts' scores, this many of them: 2 in DeepSeek-V3;
     null stands for k / keep, Megatron-LM's rule."""
 
@@ -62,7 +62,7 @@ class GroupsConfig(Config, frozen=True):
 class TopKOptionsConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
-    k: int = Field(default=2, ge=1)
+    k: int = Field(default=2, ge=1, le=MOST)
     """Experts per token."""
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""

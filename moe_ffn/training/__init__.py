@@ -13,8 +13,15 @@ What is observed, from batch to reader:
     callbacks.py        rows of training and of validation; rows.py: their keys
     alarms.py           what calls for attention; alarm_bell.py: who hears it
     progress.py         what a person sees meanwhile
-    loggers.py          where rows go: a CSV and wandb
+    metrics_file.py     rows as a CSV; json_lines.py: alarms and samples; loggers.py: what loggers have in common
     wandb_run.py        wandb, which never stands in the way; wandb_row.py, load_figure.py: what it draws
+
+What is left when a run dies:
+    checkpoint_keeper.py when it is saved, and which checkpoints stay
+    checkpoint_file.py  one of them, sealed with its checksum; checkpoint_folder.py: their names
+    stopping.py         a signal ends the run after its step
+    guard.py            which steps are skipped, and when that is too much; blame.py: where NaN began
+    outage.py           what is said of a disk that cannot be written
 
     config.py           the options of all of them
 """

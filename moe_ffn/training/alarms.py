@@ -14,9 +14,16 @@ from torch import Tensor
 from moe_ffn.layer_names import parse_layer
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
+from moe_ffn.training.guard import SkippedStep
 
 AlarmKind = Literal[
-    "collapse", "dead_experts", "nonfinite_logits", "exploding_logits", "dropped", "loss_spike"
+    "collapse",
+    "dead_experts",
+    "nonfinite_logits",
+    "exploding_logits",
+    "dropped",
+    "loss_spike",
+    "skipped_step",
 ]
 
 RoutingValues = Mapping[str, Tensor]
@@ -74,6 +81,7 @@ class Advice:
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
             "dropped": f"raise {self._capacity(layer)}, or balance better: {balance}",
             "loss_spike": f"{rate}, or raise optimizer.schedule.warmup_fraction (now {warmup:g})",
+            "skipped_step": f"if it comes again, {rate}",
         }[kind]
 
     def _balance(self, layer: str | None) -> str:
@@ -130,7 +138,7 @@ class AlarmRules:
         Args:
             step: the optimizer step the row was written at.
             num_steps: how many steps it covers.
-            loss: their mean cross-entropy.
+            loss: mean cross-entropy of those that were taken; nan where none was.
             routing: what was measured of each sparse layer over them.
         """
         troubles: list[_Trouble] = [("loss_spike", None, text) for text in self._of_loss(loss)]
@@ -162,6 +170,15 @@ class AlarmRules:
         self._lasted = {(kind, layer): steps for kind, layer, steps in state["lasted"]}
         self._last_seen = {(kind, layer): step for kind, layer, step in state["last_seen"]}
 
+    def skipped(self, skipped: SkippedStep) -> list[Alarm]:
+        """What to say of a step that was not taken: nothing soon after another one."""
+        if not self._begins(skipped.step, 1, "skipped_step", None):
+            return []
+        limit = self.advice.trainer.guard.max_skipped_in_a_row
+        message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
+        advice = self.advice.against("skipped_step", None)
+        return [Alarm(skipped.step, "skipped_step", None, message, advice)]
+
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
         """Whether this was not seen for a while; a trouble that comes and goes rings once."""
         before = self._last_seen.get((kind, layer))
@@ -169,8 +186,7 @@ class AlarmRules:
         return before is None or step - before > max(self.config.after_steps, num_steps)
 
     def _of_loss(self, loss: float) -> Iterator[str]:
-        if not math.isfinite(loss):
-            yield f"train/loss is {loss}"
+        if math.isnan(loss):  # no step was taken, which has an alarm of its own
             return
         if len(self._losses) >= ROWS_BEFORE_SPIKES:
             usual = median(self._losses)

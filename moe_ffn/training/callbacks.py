@@ -21,6 +21,7 @@ from moe_ffn.outputs import Routing
 from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import AlarmRules
 from moe_ffn.training.config import LoggingConfig
+from moe_ffn.training.guard import Diverged
 from moe_ffn.training.loaders import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.routing_by_layer import RoutingByLayer, mean_over_ranks
@@ -39,6 +40,8 @@ class StepLogger(Callback):
         """The newest row, for the progress display."""
         self.last_routing: dict[str, dict[str, Tensor]] = {}
         """For each sparse layer, the values behind the newest row."""
+        self.num_skipped = 0
+        """Optimizer steps of the whole run that were not taken."""
         self.total_tokens = 0
         self.total_seconds = 0.0
         self._routing = RoutingWindow(config)
@@ -46,13 +49,19 @@ class StepLogger(Callback):
         self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
+        self._last_step = 0
 
     @property
     def tokens_per_second(self) -> float:
         """Over the whole run so far, validations left out."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.num_skipped = pl_module.guard.num_skipped  # what a checkpoint knew
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
         self._clock = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,6 +83,9 @@ class StepLogger(Callback):
     ) -> None:
         tokens = batch["input_ids"].numel() * trainer.world_size
         self._window.add(outputs, tokens)
+        if trainer.global_step > self._last_step:
+            self._last_step = trainer.global_step
+            self._end_step(trainer, pl_module)
         step_of_batch = batch["index"] // trainer.accumulate_grad_batches + 1
         self._routing.update(outputs["routings"], self._ends_row(step_of_batch, trainer))
         due = self._ends_row(trainer.global_step, trainer)
@@ -88,6 +100,20 @@ class StepLogger(Callback):
         self.total_tokens += tokens
         if row is not None:
             self._write(row, trainer)
+
+    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.num_skipped = pl_module.guard.num_skipped
+        skipped = pl_module.skipped_step
+        self._window.end_step(taken=skipped is None)
+        if skipped is not None and trainer.is_global_zero:
+            self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, Diverged):  # whose last steps are what a person will look at
+            self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
@@ -124,6 +150,7 @@ class StepLogger(Callback):
         self.last_routing = self._routing.close(step, num_steps, pl_module, trainer.world_size)
         return {
             **self._window.means(trainer),
+            "train/skipped_steps": self._window.num_skipped,
             "train/learning_rate": self._learning_rate,
             "train/gradient_norm": float(pl_module.gradient_norm),
             **routing_row(self.last_routing),
@@ -146,24 +173,40 @@ class StepLogger(Callback):
 
 @dataclass
 class _LossWindow:
-    """Sums since the last row."""
+    """Sums since the last row, over the steps that were taken."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 0
+    num_skipped: int = 0
+    """Steps that were not taken."""
     tokens: int = 0
     seconds: float = 0.0
+    of_step: list[dict[str, Tensor]] = field(default_factory=list)
+    """The batches of the step that has not ended."""
 
     def add(self, outputs: TrainStepOutput, tokens: int) -> None:
         losses = outputs["objective"]
-        values = {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
-        for name, value in values.items():
-            before = self.sums.get(name)
-            self.sums[name] = value if before is None else before.to(value.device) + value
-        self.num_batches += 1
+        self.of_step.append(
+            {"loss": losses.cross_entropy, "objective": losses.total, **losses.balancing}
+        )
         self.tokens += tokens
 
+    def end_step(self, *, taken: bool) -> None:
+        for values in self.of_step:
+            for name, value in values.items():
+                # A loss that is no number must not make one of the row's mean.
+                counted = value if taken else torch.zeros_like(value)
+                before = self.sums.get(name)
+                self.sums[name] = counted if before is None else before.to(counted.device) + counted
+        self.num_batches += len(self.of_step) * taken
+        self.num_skipped += not taken
+        self.of_step = []
+
     def means(self, trainer: Trainer) -> dict[str, float]:
-        """Over the batches, and over the ranks, each of which saw an equal part of every batch."""
+        """Over the batches, and over the ranks, each of which saw an equal part of every batch.
+
+        nan where no step was taken.
+        """
         means = torch.stack(list(self.sums.values())) / self.num_batches
         means = trainer.strategy.reduce(means, reduce_op="mean")
         assert isinstance(means, Tensor)
@@ -174,6 +217,7 @@ class _LossWindow:
         return {
             "sums": {name: mean_over_ranks(value) for name, value in self.sums.items()},
             "num_batches": self.num_batches,
+            "num_skipped": self.num_skipped,
             "tokens": self.tokens,
             "seconds": self.seconds,
         }
@@ -181,6 +225,7 @@ class _LossWindow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = dict(state["sums"])
         self.num_batches = state["num_batches"]
+        self.num_skipped = state["num_skipped"]
         self.tokens = state["tokens"]
         self.seconds = state["seconds"]
 

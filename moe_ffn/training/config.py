@@ -7,10 +7,11 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from moe_ffn.balancing.config import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config import MOST, Config, TaggedConfig, errors_at
+from moe_ffn.errors import show
 
 
 class ScheduleConfig(TaggedConfig, frozen=True):
@@ -111,30 +112,43 @@ class ObjectiveConfig(Config, frozen=True):
 class EarlyStoppingConfig(Config, frozen=True):
     """Stop when the validation loss no longer falls."""
 
-    patience: int = Field(default=3, ge=1)
+    patience: int = Field(default=3, ge=1, le=MOST)
     """Validations without improvement before stopping."""
     min_delta: float = Field(default=0.0, ge=0)
     """The least fall, in nats per token, that counts as improvement."""
 
 
-LIGHTNING_ARGUMENTS = (
-    "accelerator",
-    "benchmark",
-    "detect_anomaly",
-    "deterministic",
-    "devices",
-    "fast_dev_run",
-    "gradient_clip_algorithm",
-    "inference_mode",
-    "max_time",
-    "min_steps",
-    "model_registry",
-    "num_nodes",
-    "profiler",
-    "strategy",
-    "sync_batchnorm",
-)
-"""The arguments of `lightning.Trainer` that are passed on as they are."""
+class GuardConfig(Config, frozen=True):
+    """Which optimizer steps are skipped: those with NaN or infinity in the loss or the gradient, always, and
+    those with a loss that is far too high.
+    """
+
+    max_loss_ratio: float | None = Field(default=10.0, gt=1)
+    """Loss of a step over the median of the last 32 steps taken that is far too high; null: none is."""
+    max_skipped_in_a_row: int = Field(default=10, ge=1)
+    """So many steps skipped one after the other end the run, with exit code 3."""
+
+
+LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "accelerator": (str, "text"),
+    "benchmark": (bool | None, "true, false or null"),
+    "detect_anomaly": (bool, "true or false"),
+    "deterministic": (bool | Literal["warn"] | None, "true, false, null or 'warn'"),
+    "devices": (int | str | list[int], "a whole number, text or a list of whole numbers"),
+    "fast_dev_run": (bool | int, "true, false or a whole number"),
+    "gradient_clip_algorithm": (Literal["norm", "value"] | None, "'norm', 'value' or null"),
+    "inference_mode": (bool, "true or false"),
+    "max_time": (str | dict[str, int] | None, "text, a mapping of whole numbers or null"),
+    "min_steps": (int | None, "a whole number or null"),
+    "model_registry": (str | None, "text or null"),
+    "num_nodes": (int, "a whole number"),
+    "profiler": (str | None, "text or null"),
+    "strategy": (str, "text"),
+    "sync_batchnorm": (bool, "true or false"),
+}
+"""The arguments of `lightning.Trainer` that are passed on: what they take, in types and in words.
+
+Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies."""
 
 OWNED_LIGHTNING_ARGUMENTS = {
     "barebones": "the loggers and checkpoints of a run are its result",
@@ -173,9 +187,9 @@ class TrainerConfig(Config, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
-    max_steps: int = Field(default=400, ge=1)
+    max_steps: int = Field(default=400, ge=1, le=MOST)
     """Optimizer steps."""
-    accumulate_grad_batches: int = Field(default=1, ge=1)
+    accumulate_grad_batches: int = Field(default=1, ge=1, le=MOST)
     """Batches whose gradients make up one optimizer step."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
@@ -183,10 +197,25 @@ class TrainerConfig(Config, frozen=True):
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(default=200, ge=1)
+    validate_every_n_steps: int = Field(default=200, ge=1, le=MOST)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""
+    guard: GuardConfig = GuardConfig()
+    """Which optimizer steps are skipped, and how many in a row end the run."""
+
+    @model_validator(mode="after")
+    def _check_lightning_arguments(self) -> TrainerConfig:
+        wrong: dict[str, str] = {}
+        for name, value in self.lightning_arguments().items():
+            takes, words = LIGHTNING_ARGUMENTS[name]
+            try:
+                TypeAdapter(takes, config=ConfigDict(strict=True)).validate_python(value)
+            except ValidationError:
+                wrong[name] = f"must be {words}, got {show(value)}"
+        if wrong:
+            raise errors_at(type(self), wrong, self.lightning_arguments())
+        return self
 
     @classmethod
     def known_keys(cls) -> Iterable[str]:
@@ -219,7 +248,7 @@ class WandbConfig(Config, frozen=True):
 class AlarmsConfig(Config, frozen=True):
     """When a run says that something goes wrong: a line, a wandb alert, and a line of alarms.jsonl."""
 
-    after_steps: int = Field(default=50, ge=1)
+    after_steps: int = Field(default=50, ge=1, le=MOST)
     """Optimizer steps that imbalance or dropping has to last, and that an expert has to be without a
     token to count as dead."""
     max_violation_share: float = Field(default=0.5, gt=0, le=1)
@@ -244,9 +273,9 @@ class CheckpointsConfig(Config, frozen=True):
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 
-    every_n_steps: int = Field(default=10, ge=1)
+    every_n_steps: int = Field(default=10, ge=1, le=MOST)
     """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
-    churn_every_n_steps: int = Field(default=20, ge=1)
+    churn_every_n_steps: int = Field(default=20, ge=1, le=MOST)
     """Least optimizer steps between two looks at a fixed probe batch; churn is the share of its tokens
     whose experts changed in between."""
     alarms: AlarmsConfig = AlarmsConfig()
@@ -260,9 +289,9 @@ class SampleConfig(Config, frozen=True):
 
     prompt: str = Field(default="def ", min_length=1)
     """What it starts from."""
-    num_tokens: int = Field(default=256, ge=0)
+    num_tokens: int = Field(default=256, ge=0, le=MOST)
     """How many tokens to write; 0 writes none."""
     temperature: float = Field(default=0.7, ge=0)
     """Divides the logits; 0 always takes the most probable token."""
-    top_k: int | None = Field(default=40, ge=1)
+    top_k: int | None = Field(default=40, ge=1, le=MOST)
     """Choose among this many most probable tokens; null among all."""

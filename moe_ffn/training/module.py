@@ -5,12 +5,15 @@ B batch, S sequence, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -19,11 +22,14 @@ from torch.optim import Optimizer
 
 from moe_ffn.metrics.language import LanguageMetrics
 from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.training.config import ObjectiveConfig, OptimizerConfig
+from moe_ffn.training.blame import where_it_began
+from moe_ffn.training.config import GuardConfig, ObjectiveConfig, OptimizerConfig
+from moe_ffn.training.guard import SkippedStep, StepGuard
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
 from moe_ffn.training.objective import Objective, objective
-from moe_ffn.training.optimizer import build_optimizer, build_schedule
+from moe_ffn.training.optimizer import build_optimizer, build_schedule, restate_options
 from moe_ffn.training.steering import RouterSteering
 from moe_ffn.training.step_totals import StepTotals, count_step
 
@@ -54,6 +60,7 @@ class LanguageModel(LightningModule):
         model: DecoderConfig,
         optimizer: OptimizerConfig,
         objective: ObjectiveConfig,
+        guard: GuardConfig,
         *,
         byte_lengths: Tensor,
         max_seq_len: int,
@@ -81,12 +88,18 @@ class LanguageModel(LightningModule):
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
+        self.guard = StepGuard(guard)
+        self.skipped_step: SkippedStep | None = None
+        """The newest optimizer step, if it was skipped."""
+        self._step_batches: list[LoadedBatch] = []
+        self._step_losses: list[Tensor] = []
         # Plain values only, so that the checkpoint loads with weights_only=True.
         self.save_hyperparameters(
             {
                 "model": model.to_dict(),
                 "optimizer": optimizer.to_dict(),
                 "objective": objective.to_dict(),
+                "guard": guard.to_dict(),
                 "vocab_size": len(byte_lengths),
                 "max_seq_len": max_seq_len,
                 "max_steps": max_steps,
@@ -94,6 +107,9 @@ class LanguageModel(LightningModule):
             },
             logger=False,
         )
+
+    def on_train_start(self) -> None:
+        self._forget_step()  # a fit that was interrupted may have begun one
 
     def on_train_batch_start(self, batch: LoadedBatch, batch_idx: int) -> None:
         self._seed_batch(batch["index"])
@@ -107,19 +123,16 @@ class LanguageModel(LightningModule):
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
         if self.objective_config.load_balance_global and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
-        losses = objective(
-            output.logits,
-            target_ids,
-            output.routings,
-            self.objective_config,
-            sparsity_weight=self.steering.sparsity_weight,
-            step_totals=self._step_totals,
-        )
+        losses = self._objective(output, target_ids)
         self.steering.observe(routings, self.decoder.routers())
+        self._step_batches.append(batch)
+        self._step_losses.append(losses.total.detach())
         return TrainStepOutput(loss=losses.total, objective=losses.detach(), routings=routings)
 
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.steering.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
+    def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
+        # After the callbacks, which have said and logged that the step was skipped.
+        if self.skipped_step is not None:
+            self.guard.require_progress(self.skipped_step)
 
     def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[str, dict[str, Routing]]:
         # The same tokens are masked in every validation and on any number of ranks.
@@ -154,16 +167,81 @@ class LanguageModel(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        # The norm is wanted for the log, also where nothing is clipped.
-        if gradient_clip_algorithm not in (None, "norm"):
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            self.gradient_norm = torch.nn.utils.get_total_norm(gradients).detach()
-            return super().configure_gradient_clipping(
-                optimizer, gradient_clip_val, gradient_clip_algorithm
-            )
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val or torch.inf)
-        self.gradient_norm = norm.detach()
-        return None
+        self.gradient_norm = self._clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if self._allows_step():
+            self.steering.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
+        else:
+            # Without gradients the optimizer moves nothing: no parameter, no moment and no step count.
+            self.zero_grad(set_to_none=True)
+        self._forget_step()
+
+    def _clip(
+        self, optimizer: Optimizer, limit: int | float | None, algorithm: str | None
+    ) -> Tensor:
+        """Clip the gradients; returns the norm they had, which is wanted also where nothing is clipped."""
+        if algorithm in (None, "norm"):
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), limit or torch.inf).detach()
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).detach()
+        super().configure_gradient_clipping(optimizer, limit, algorithm)
+        return norm
+
+    def _allows_step(self) -> bool:
+        """Judge the step that ends now by its loss, the mean over batches and ranks, and its gradient."""
+        loss = torch.stack(self._step_losses).mean().float()
+        numbers = torch.stack([loss, self.gradient_norm.to(loss)])
+        # All ranks decide by the same numbers. This is the one time that a step waits for the device.
+        mean, norm = (self._sum_over_ranks(numbers) / self._num_ranks).tolist()
+        self.skipped_step = None
+        reason = self.guard.objection(mean, norm)
+        if reason is None:
+            self.guard.take(mean)
+            return True
+        scale = self._gradient_scale
+        if scale > 1 and math.isfinite(mean) and not math.isfinite(norm):
+            return False  # float16's scaler is looking for its scale: it halves it, and nothing is wrong
+        step = self.trainer.global_step + 1
+        looks = not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None
+        began_in = self._where_it_began(scale) if looks else None
+        if looks and began_in is None:
+            reason += ", but not when the step was repeated"
+        self.skipped_step = self.guard.skip(step, reason, began_in)
+        return False
+
+    def _where_it_began(self, scale: float) -> str | None:
+        """Repeat the step, and name the first thing in it that is not finite; on any rank."""
+
+        def forward(batch: LoadedBatch) -> Objective:
+            self._seed_batch(batch["index"])
+            with self.precision_context():
+                input_ids, target_ids = self._inputs_and_targets(batch)
+                # Not the compiled one, which would not call the modules inside.
+                return self._objective(self.decoder.forward(input_ids), target_ids)
+
+        batches = [partial(forward, batch) for batch in self._step_batches]
+        found = where_it_began(self, batches, scale / len(batches))
+        if self._num_ranks == 1:
+            return found
+        of_ranks: list[str | None] = [None] * self._num_ranks
+        torch.distributed.all_gather_object(of_ranks, found)
+        return next((found for found in of_ranks if found is not None), None)
+
+    @property
+    def _gradient_scale(self) -> float:
+        """What losses are multiplied by before backward, so that gradients fit float16; 1 elsewhere."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _forget_step(self) -> None:
+        self.steering.forget()
+        self._step_batches, self._step_losses = [], []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["guard"] = self.guard.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.guard.load_state_dict(checkpoint["guard"])
+        restate_options(checkpoint, self.optimizer_config, self.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.decoder, self.optimizer_config)
@@ -182,6 +260,16 @@ class LanguageModel(LightningModule):
         # run repeats the unbroken one to the bit without any generator state in the checkpoint.
         entropy = [self.seed, index, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+
+    def _objective(self, output: DecoderOutput, target_ids: Tensor) -> Objective:
+        return objective(
+            output.logits,
+            target_ids,
+            output.routings,
+            self.objective_config,
+            sparsity_weight=self.steering.sparsity_weight,
+            step_totals=self._step_totals,
+        )
 
     def _inputs_and_targets(
         self, batch: LoadedBatch, generator: torch.Generator | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +28,23 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
 def build_schedule(optimizer: AdamW, config: OptimizerConfig, max_steps: int) -> LambdaLR:
     """The learning rate as a function of the optimizer step alone, so that resuming needs no state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
+
+
+def restate_options(checkpoint: dict[str, Any], config: OptimizerConfig, max_steps: int) -> None:
+    """Make a checkpoint, in place, one of a run with these options, so that a resumed run obeys them.
+
+    torch would restore the rates and decays that the checkpoint was saved with, and say nothing.
+    """
+    (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    decayed, kept = optimizer["param_groups"]
+    multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
+    for group, weight_decay in ((decayed, config.weight_decay), (kept, 0.0)):
+        group["initial_lr"] = config.learning_rate
+        group["lr"] = config.learning_rate * multiplier
+        group["betas"], group["eps"] = config.betas, config.eps
+        group["weight_decay"] = weight_decay
+    schedule["base_lrs"] = [config.learning_rate] * 2
+    schedule["_last_lr"] = [decayed["lr"]] * 2
 
 
 def split_by_decay(

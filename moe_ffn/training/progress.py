@@ -138,6 +138,7 @@ def status(steps: StepLogger) -> str:
     parts = [
         f"loss {steps.last_row['train/loss']:.3f}",
         *routing_health(steps.last_routing),
+        *([f"skipped {steps.num_skipped}"] if steps.num_skipped else []),
         f"{steps.tokens_per_second:,.0f} tokens/s",
     ]
     return "  ".join(parts)

@@ -51,7 +51,9 @@ class RoutingByLayer:
         """What was added since `close`, over all ranks, each of which has to ask."""
         copies = {layer: deepcopy(of_layer) for layer, of_layer in self.layers.items()}
         reduce_over_ranks([metric for layer in sorted(copies) for metric in copies[layer]])
-        return {layer: [_states(metric) for metric in copies[layer]] for layer in copies}
+        states = {layer: [_states(metric) for metric in copies[layer]] for layer in sorted(copies)}
+        counted = {layer: of_layer for layer, of_layer in states.items() if _any_counts(of_layer)}
+        return self._loaded | counted
 
     def load_state_dict(self, state: dict[str, list[dict[str, Tensor]]]) -> None:
         """Go on from there; what one rank has counts for all, since they are added up."""
@@ -71,6 +73,10 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 def _states(metric: Metric) -> dict[str, Tensor]:
     return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _any_counts(states: list[dict[str, Tensor]]) -> bool:
+    return any(bool(value.any()) for of_metric in states for value in of_metric.values())
 
 
 def reduce_over_ranks(metrics: Sequence[Metric]) -> None:

@@ -66,6 +66,10 @@ class RouterSteering(nn.Module):
             density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
             weight = sparsity_weight_after(self.sparsity_weight, density, self.factor)
             self.sparsity_weight.copy_(weight)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was observed: of batches that no step is made of."""
         self._observed, self._densities, self._num_batches = {}, {}, 0
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -58,9 +59,9 @@ class StopRequest:
         if self.signum and signum == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signum:
-            # Not `print`, which may be what was interrupted.
-            name = signal.Signals(signum).name
-            os.write(2, f"\n{name}: ending after this step; Ctrl-C ends at once\n".encode())
+            line = f"\n{signal.Signals(signum).name}: ending after this step; Ctrl-C ends at once\n"
+            with suppress(OSError, ValueError):  # a standard error that is closed, or no file
+                os.write(sys.stderr.fileno(), line.encode())  # `print` may be what was interrupted
         self.signum = signum
 
 

@@ -128,6 +128,50 @@ class TestText:
         with pytest.raises(ConfigError, match=r"^data\.corpus\.paths: " + message):
             names(given)
 
+    @pytest.mark.parametrize("pattern", ["**", "**/*.txt", "*/../b.txt", "."])
+    def test_loops_of_links_come_to_an_end(self, folder: Path, pattern: str) -> None:
+        for number in range(8):  # `glob.glob` would enter each of them in each of them, forty deep
+            (folder / "deep" / f"loop{number}").symlink_to(folder, target_is_directory=True)
+        (folder / "self.txt").symlink_to("self.txt")
+        (folder / "nowhere.txt").symlink_to("no.such")
+        assert set(names(folder / pattern)) <= {"a.md", "b.txt", "deep/c.txt", "deep/../b.txt"}
+        assert names(folder / pattern)
+
+    @pytest.mark.parametrize(
+        ("target", "message"),
+        [
+            ("link.txt", r"'link\.txt' is a symbolic link that leads nowhere; mend or remove it"),
+            ("no.such", r"'link\.txt' is a symbolic link that leads nowhere; mend or remove it"),
+            ("/dev/null", r"'link\.txt' is neither a file nor a folder"),
+        ],
+    )
+    def test_what_is_no_file_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, message: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "link.txt").symlink_to(target)
+        with pytest.raises(ConfigError, match=r"^data\.corpus\.paths: " + message):
+            names("link.txt")
+
+    def test_a_pipe_in_a_folder_is_skipped(self, folder: Path) -> None:
+        os.mkfifo(folder / "pipe.txt")
+        assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]
+
+    def test_a_folder_that_cannot_be_listed_is_refused(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Root may list anything, so the system's answer is replaced.
+        scandir = os.scandir
+
+        def refuse(path: str) -> object:
+            if str(path).endswith("deep"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(ConfigError, match=r"paths: '.*/deep' cannot be read \(Permission"):
+            names(folder)
+
     @pytest.mark.skipif(os.name == "nt", reason="a folder cannot be opened, in another way")
     def test_an_unreadable_file_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"data\.corpus\.paths: '.*' cannot be read \(Is a"):

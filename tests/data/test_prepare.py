@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import pytest
 import moe_ffn.data.prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.config import BPEConfig, BytesConfig, DataConfig, TextConfig, TokenizerConfig
+from moe_ffn.data.documents import changed
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.errors import ConfigError
 
@@ -213,6 +216,20 @@ class TestCache:
             prepared()
         assert list((tmp_path / "cache").iterdir()) == []
 
+    def test_what_a_killed_process_left_is_removed_a_day_later(
+        self, prepared: Prepare, tmp_path: Path
+    ) -> None:
+        left = [tmp_path / "cache" / f".key.{name}.unfinished" for name in ("old", "at_work")]
+        for folder in left:
+            folder.mkdir(parents=True)
+            (folder / "train.bin").write_bytes(b"half")
+        old, at_work = left
+        two_days_ago = time.time() - 2 * 86_400
+        for path in (old / "train.bin", old, at_work):  # into `at_work` something is still written
+            os.utime(path, (two_days_ago, two_days_ago))
+        folder = prepared().folder
+        assert set((tmp_path / "cache").iterdir()) == {folder, at_work}
+
     def test_below_a_file_is_refused(self, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         message = r"data\.cache_dir: '.*file/cache' cannot be written \(Not a directory\)"
@@ -282,6 +299,14 @@ class TestMemory:
             tracemalloc.stop()
         assert data.train_size.num_bytes + data.validation_size.num_bytes == 64 << 20
         assert peak < 16 << 20
+
+
+def test_the_documents_are_listed_and_a_change_is_named(prepared: Prepare, texts: Path) -> None:
+    before = prepared().documents
+    assert before.count == 40
+    assert changed(before, prepared().documents) is None
+    (texts / "7.txt").unlink()
+    assert changed(before, prepared().documents) == "'7.txt' was removed"
 
 
 class TestMistakes:

@@ -87,7 +87,7 @@ def test_a_document_longer_than_a_block_is_cut_once() -> None:
 
 def test_the_digest_is_that_of_names_contents_and_given_splits() -> None:
     def digest(*documents: Document) -> str:
-        return plan_split(documents, 50).corpus_sha256
+        return plan_split(documents, 50).documents.corpus_sha256
 
     reference = digest(Document("a", [b"x", b"y"]), Document("b", [b"z"]))
     assert digest(Document("a", [b"xy"]), Document("b", [b"z"])) == reference

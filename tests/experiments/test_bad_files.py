@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from experiments.command_line import parse_config
+from experiments.config import TrainConfig
+from experiments.saved_run import load_run
+from moe_ffn.errors import ConfigError
 
 # -- config files
 
@@ -27,6 +33,25 @@ FILES = {
     "not UTF-8": (b"run: {name: \xff}", r"is not a UTF-8 text file$"),
     "UTF-16": ("seed: 1".encode("utf-16"), r"is not a UTF-8 text file$"),
     "binary": (bytes(range(32)), r"is not valid YAML: .+"),
+    "a list that holds itself": ("a: &a [*a]", r"is not valid YAML \(line 1\): 'a' holds itself$"),
+    "a mapping merged into itself": (
+        "a: &a {<<: *a}",
+        r"is not valid YAML \(line 1\): 'a' holds itself$",
+    ),
+    "few lines, many values": (
+        "a: &a [1, 2, 3, 4, 5, 6, 7, 8]\n"
+        + "".join(
+            f"{b}: &{b} [{', '.join(8 * [f'*{a}'])}]\n" for a, b in zip("abcd", "bcde", strict=True)
+        ),
+        r"is not valid YAML \(line 4\): more than 5000 values$",
+    ),
+    "deep": ("a: " + "[" * 60, r"is not valid YAML \(line 1\): nested deeper than 50 levels$"),
+    "long": ("# " + "x" * 100_000, r"is longer than 100000 bytes, and so no config$"),
+    "a tag that does not fit": ("a: !!bool x", r"is not valid YAML: a value cannot be read: 'x'$"),
+    "a date by its tag": (
+        "a: !!timestamp x",
+        r"is not valid YAML \(line 1\): could not determine .+",
+    ),
 }
 
 
@@ -69,7 +94,49 @@ def test_a_config_file_that_is_missing_or_a_folder_is_refused(
     assert refuse("--config", "folder") == "--config folder: Is a directory"
 
 
+def test_of_many_mistakes_three_lines_are_said(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("".join(f"k{number}: 1\n" for number in range(9)))
+
+    said = refuse("--config", "mine.yaml", lines=3).splitlines()
+
+    assert [line.partition(":")[0] for line in said[:2]] == ["k0", "k1"]
+    assert said[2] == "and 7 more mistakes; mend these first"
+
+
+def test_a_line_break_in_a_key_makes_no_second_line(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text('"a\\nb\\e[31m": 1')
+
+    assert refuse("--config", "mine.yaml").startswith("a\\nb\\x1b[31m: unknown; known: ")
+
+
 # -- a class of one's own
+
+
+def test_whose_code_is_run_is_said_before_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import sys; print('mine', file=sys.stderr)\n"
+        "from moe_ffn.ffn.config import IdentityConfig\n"
+        "class Block(IdentityConfig):\n    type: str\n"
+    )
+    argv = ["--model.ffn.type", f"{path}:Block", "--print-config"]
+
+    for said in (f"importing '{path}', which runs its code\nmine\n", ""):  # once
+        with pytest.raises(SystemExit):
+            parse_config(argv, TrainConfig, "train")
+        assert capsys.readouterr().err == said
+
+
+def test_reading_a_config_runs_no_code(refuse: Callable[..., str], tmp_path: Path) -> None:
+    for tag in ("apply:os.mkdir ['hacked']", "object/apply:os.mkdir ['hacked']", "name:os.system"):
+        (tmp_path / "mine.yaml").write_text(f"seed: !!python/{tag}")
+        refuse("--config", "mine.yaml")
+    assert not (tmp_path / "hacked").exists()
+
 
 OWN = {
     "raises": ("1 / 0", "importing '{path}' failed: ZeroDivisionError: division by zero"),
@@ -77,6 +144,7 @@ OWN = {
         "import no_such_package",
         "importing '{path}' failed: ModuleNotFoundError: No module named 'no_such_package'",
     ),
+    "ends the program": ("raise SystemExit(0)", "importing '{path}' failed: SystemExit: 0"),
     "does not define the class": ("Blok = 3", "'{path}' has no 'Block'; did you mean 'Blok'?"),
     "is no config": ("Block = dict", "'{path}:Block' must be a subclass of FFNConfig, got <class 'dict'>"),
 }  # fmt: skip
@@ -131,6 +199,34 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
         said[0],
     )
     assert not (tmp_path / "runs").exists()
+
+
+# -- the small files of a run
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "answer"),
+    [
+        ("config.yaml", "sed: 1", "'{path}': sed: unknown; did you mean 'seed'?"),
+        ("config.yaml", "[1]", "'{path}': must hold a YAML mapping, got list"),
+        ("config.yaml", "", "'{path}' describes another model than checkpoints/best.ckpt holds; one of "
+         "the two is not of this run"),
+        ("tokenizer.json", "{", "'{path}' is not the tokenizer that this run was trained with: "
+         "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("tokenizer.json", "[]", "'{path}' is not the tokenizer that this run was trained with: "
+         "'list' object has no attribute 'get'"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_a_run_is_named(
+    moe_run: Any, tmp_path: Path, name: str, content: str, answer: str
+) -> None:
+    run = shutil.copytree(moe_run.folder, tmp_path / "run")
+    (run / name).write_text(content)
+
+    with pytest.raises(ConfigError) as refused:
+        load_run(run)
+
+    assert str(refused.value) == answer.format(path=run / name)
 
 
 # -- where a run is written

@@ -256,6 +256,26 @@ REFUSED = {
         "configs/moe.yaml",
         "'configs/moe.yaml': expected --config configs/moe.yaml",
     ),
+    "more layers than anybody has": (
+        "--model.num_layers 10001",
+        "model.num_layers: must be at most 10000, got 10001",
+    ),
+    "a model larger than any machine": (
+        "--model.d_model 1000000000",
+        re.compile(
+            r"model: [\d,]+ parameters take [\d,]+ GB, and this machine has \d+ GB of memory; .*d_model"
+        ),
+    ),
+    "a batch larger than any machine": (
+        "--data.batch_size 1000000000000 --data.seq_len 1000000000",
+        "data.batch_size: must be at most 1000000000, got 1000000000000",
+    ),
+    "a batch larger than this machine": (
+        "--data.batch_size 1000000000 --data.seq_len 1000000",
+        re.compile(
+            r"data: batch_size \(1000000000\) times seq_len \(1000000\) is [\d,]+ GB of token ids"
+        ),
+    ),
     "seed beyond 63 bits": (
         "--seed 99999999999999999999999",
         "seed: must be less than 9223372036854775808, got 99999999999999999999999",

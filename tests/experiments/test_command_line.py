@@ -360,7 +360,7 @@ def test_a_config_of_this_program_is_read_back_from_a_file(tmp_path: Path) -> No
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(TrainConfig()), encoding="utf-8")
 
-    assert read_yaml(path) == TrainConfig().to_dict()
+    assert read_yaml(path, "mine") == TrainConfig().to_dict()
 
 
 def test_help_says_which_values_an_option_takes_and_which_it_requires(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import compare
+from experiments.command_line import to_yaml
 from experiments.comparison import Result, comparison_table, in_order
+from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 
 ROOT = Path(__file__).parents[2]
@@ -115,19 +119,43 @@ def test_a_misspelt_option_stops_before_anything_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_an_unfinished_run_left_is_set_aside(
+def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = TrainConfig.model_validate({"run": {"name": "plain", "output_dir": str(tmp_path)}})
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "metrics.csv").write_text("precious")
-    compare.set_aside(folder)
+
+    assert not compare.has_begun(config)
+
     (aside,) = tmp_path.glob("plain-unfinished-*")
     assert not folder.exists()
     assert (aside / "metrics.csv").read_text() == "precious"
-    assert capsys.readouterr().out == f"plain: an unfinished run is now {aside}\n"
-    compare.set_aside(folder)  # nothing there, nothing said
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == (
+        f"plain: an unfinished run with other options is now {aside}\n"
+    )
+    assert not compare.has_begun(config)
+    assert capsys.readouterr().out == "", "nothing there, nothing said"
+
+
+def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig.model_validate({"run": {"name": "plain", "output_dir": str(tmp_path)}})
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/config.yaml").write_text(to_yaml(config))
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+    begun = compare.has_begun(config)
+    assert compare.train(Path("plain.yaml"), config, ["--seed", "0"], begun)
+
+    assert begun
+    assert commands[0][-2:] == ["--resume", str(tmp_path / "plain")]
 
 
 def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:

@@ -36,6 +36,7 @@ def test_config_makes_a_training_step(path: Path) -> None:
         config.model,
         config.optimizer,
         config.objective,
+        config.trainer.guard,
         byte_lengths=torch.ones(vocab_size),
         max_seq_len=SEQ_LEN,
         max_steps=config.trainer.max_steps,

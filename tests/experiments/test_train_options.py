@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from experiments.config import TrainConfig
-from experiments.run_folder import make_run_folder
+from experiments.run_folder import check_run_folder, make_run_folder
+from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.config import FFNConfig
 
 RunTrain = Callable[..., Any]
@@ -162,31 +164,64 @@ def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(
     assert texts[0] == texts[1]
 
 
-def test_a_run_that_diverges_is_reported_and_not_a_crash(
+def test_a_run_that_diverges_ends_with_what_happened_and_what_to_try(
     run_train: RunTrain, tmp_path: Path
 ) -> None:
     run = run_train(
         tmp_path,
         "--optimizer", "{learning_rate: 1e+9, schedule: {warmup_fraction: 0.0}}",
         "--trainer.gradient_clip_val", "0",
+        "--trainer.guard.max_skipped_in_a_row", "5",
+        "--trainer.max_steps", "40",
         "--model.norm_placement", "post",
     )  # fmt: skip
 
-    assert run.code == 0, run.stderr
-    assert "validation loss nan" in run.stdout
-    assert "training has diverged: lower optimizer.learning_rate" in run.stdout
-    told = re.findall(
-        r"^alarm: step \d+: (\S+): \d+ tokens reached the router with NaN or infinity; something before "
-        r"it broke: lower optimizer.learning_rate \(now 1e\+09\) or set trainer.gradient_clip_val"
-        r"(?: \(and layer_\d\d\))?$",
-        run.stderr,
-        re.MULTILINE,
+    assert run.code == 3, run.stderr
+    alarm, happened, left = run.stderr.splitlines()[-3:]
+    cause = r"its (loss|gradient norm) is (nan|inf), which began in (the gradient of )?decoder\.\S+"
+    assert re.match(
+        rf"alarm: step \d+: skipped \(1 in a row, 5 end the run\): {cause}; if it", alarm
     )
-    assert told
-    assert len(told) == len(set(told)), "each layer is named once"
-    assert set(told) <= {"layer_00", "layer_01"}
-    summary = json.loads((run.folder / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary["validation_loss"] is None
+    assert re.fullmatch(
+        rf"diverged: step \d+: 5 steps in a row were skipped; the last because {cause}", happened
+    )
+    assert re.fullmatch(
+        rf"diverged: the last good checkpoint is runs/{run.folder.name}/checkpoints/\w+\.ckpt; lower "
+        r"optimizer\.learning_rate \(now 1e\+09\) or set trainer\.gradient_clip_val, or raise "
+        r"optimizer\.schedule\.warmup_fraction \(now 0\)",
+        left,
+    )
+    assert sum(float(row.get("train/skipped_steps", 0)) for row in run.rows) == 5
+    assert (run.folder / "report.html").exists()
+    for path in (run.folder / "checkpoints").glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(
+        "import torch\n"
+        "from moe_ffn import FFNBlock, FFNConfig, FFNOutput\n"
+        "class Once(FFNConfig, frozen=True):\n"
+        "    def build(self, d_model): return Breaks()\n"
+        "    def num_params(self, d_model): return 0\n"
+        "    def flops_per_token(self, d_model, seq_len): return 0\n"
+        "class Breaks(FFNBlock):\n"
+        "    calls = 0\n"
+        "    def forward(self, x, context=None):\n"
+        "        self.calls += self.training\n"
+        "        return FFNOutput(x * float('nan') if self.calls == 3 else x)\n"
+    )
+
+    run = run_train(tmp_path, "--model.ffn.type", "once.py:Once")
+
+    assert run.code == 0, run.stderr
+    assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
+    assert "skipped steps   1\n" in run.stdout
+    assert "its loss is nan, but not when the step was repeated; if it comes again" in run.stderr
+    losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 def test_automatic_names_never_collide(tmp_path: Path) -> None:
@@ -196,6 +231,15 @@ def test_automatic_names_never_collide(tmp_path: Path) -> None:
 
     assert len(set(folders)) == 5
     assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
+
+
+def test_a_name_that_another_run_took_meanwhile_is_refused_by_that_name(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path), "name": "mine"}})
+    check_run_folder(config)
+    make_run_folder(config, {"config.yaml": "seed: 1"})
+    with pytest.raises(ConfigError, match=r"run\.name: '.*mine' exists and is never overwritten"):
+        make_run_folder(config, {"config.yaml": "seed: 2"})
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
 
 
 def test_an_own_block_names_its_run(

@@ -118,6 +118,7 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
         *("step", "trainer/global_step"),
         *("train/loss", "train/objective", "train/load_balance", "train/router_z"),
         *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
+        "train/skipped_steps",
         *("validation/loss", "validation/bits_per_byte"),
         *(
             f"{split}routing/layer_{layer:02d}/{name}"
@@ -190,6 +191,7 @@ def test_checkpoints_load_with_weights_only_into_a_fresh_model(
         config.model,
         config.optimizer,
         config.objective,
+        config.trainer.guard,
         byte_lengths=torch.ones(VOCAB_SIZE),
         max_seq_len=config.data.seq_len,
         max_steps=6,

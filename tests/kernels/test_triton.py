@@ -221,6 +221,16 @@ def test_an_expanded_gradient_is_taken(make_weights: Any, make_plan_of: Any) -> 
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+def test_a_second_derivative_is_refused(make_weights: Any, make_plan_of: Any) -> None:
+    plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
+    x_TD = tokens(1)
+    (gradient,) = torch.autograd.grad(
+        backend.triton(x_TD, plan, weights).sum(), x_TD, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match=r"experts\.backend 'triton' has no second derivative"):
+        torch.autograd.grad(gradient.sum(), x_TD)
+
+
 def test_backward_keeps_the_inputs_and_one_product(make_weights: Any, make_plan_of: Any) -> None:
     experts = PLANS["lopsided"]
     plan, weights = make_plan_of(experts, 3), make_weights()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.command_line import read_yaml, validate
+from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import prepare
 
@@ -53,7 +53,5 @@ def first_gradient(config: TrainConfig, folder: Path) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    found = first_gradient(
-        validate(TrainConfig, read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]).parent
-    )
+    found = first_gradient(read_config(Path(sys.argv[1]), TrainConfig), Path(sys.argv[2]).parent)
     torch.save(found, sys.argv[2])

@@ -137,9 +137,10 @@ def test_a_loss_that_falls_or_wavers_is_none(rules: AlarmRules) -> None:
     assert watch(rules, 5.5, 4.0, 3.0, 2.5, 2.2, 2.4, 2.1, 2.6, 2.0) == []
 
 
-def test_a_loss_that_is_no_number_is_told_at_once(rules: AlarmRules) -> None:
-    (alarm,) = watch(rules, float("nan"))
-    assert alarm.message == "train/loss is nan"
+def test_a_row_without_a_loss_is_passed_over(rules: AlarmRules) -> None:
+    # None of its steps was taken, which is an alarm of its own: test_guard.py.
+    assert watch(rules, float("nan"), 2.0, 2.0, float("nan"), 2.0, 2.0, 2.0, 2.5) == []
+    assert len(watch(rules, float("nan"), 4.2)) == 1
 
 
 def test_a_trouble_rings_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
@@ -195,7 +196,7 @@ def test_advice_on_dropping_names_the_factor() -> None:
 
 
 def test_advice_where_nothing_is_clipped() -> None:
-    (alarm,) = watch(make_rules(gradient_clip_val=0.0), float("inf"))
+    (alarm,) = watch(make_rules(gradient_clip_val=0.0), *[2.0] * 5, 9.0)
     assert "or set trainer.gradient_clip_val, or" in alarm.advice
 
 

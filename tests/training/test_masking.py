@@ -106,6 +106,7 @@ def masked_module(make_config: Callable[..., TrainConfig]) -> LanguageModel:
         config.model,
         config.optimizer,
         config.objective,
+        config.trainer.guard,
         byte_lengths=torch.ones(11),
         max_seq_len=16,
         max_steps=4,

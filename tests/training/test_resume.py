@@ -196,3 +196,31 @@ def test_resuming_a_finished_run_makes_no_step(
 
     assert not again.losses
     assert_same(weights, module.state_dict())
+
+
+def test_a_resumed_run_obeys_the_options_it_is_given(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    """torch would go on with the rates of the checkpoint."""
+    config = make_config(trainer={"max_steps": 8, "accelerator": "cpu"})
+    changed = make_config(
+        trainer={"max_steps": 20, "accelerator": "cpu"},
+        optimizer={"learning_rate": 1e-5, "weight_decay": 0.0, "betas": [0.5, 0.6]},
+    )
+    saved = tmp_path / "cut.ckpt"
+    with pytest.raises(Killed):
+        run(config, prepared, tmp_path / "first", Recorder(saved, stop_at=5))
+
+    class Rates(Recorder):
+        rates: list[float] = []  # noqa: RUF012 - of one test
+
+        def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    rates = Rates()
+    _, optimizer = run(changed, prepared, tmp_path / "second", rates, resume_from=saved)
+
+    schedule = changed.optimizer.schedule
+    assert rates.rates == [1e-5 * schedule.multiplier(step, 20) for step in range(5, 20)]
+    for group in optimizer["param_groups"]:
+        assert (group["betas"], group["weight_decay"]) == ((0.5, 0.6), 0.0)

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 from lightning import Trainer
+from pydantic import ValidationError
 
+from moe_ffn.errors import explain
 from moe_ffn.training.config import (
     LIGHTNING_ARGUMENTS,
     OWNED_LIGHTNING_ARGUMENTS,
@@ -16,3 +19,30 @@ def test_every_argument_of_the_trainer_is_passed_on_or_has_a_reason_not_to_be() 
     options = set(TrainerConfig.model_fields) & arguments
     assert set(LIGHTNING_ARGUMENTS) | set(OWNED_LIGHTNING_ARGUMENTS) | options == arguments
     assert not set(LIGHTNING_ARGUMENTS) & set(OWNED_LIGHTNING_ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("detect_anomaly", "no", "true or false"),
+        ("deterministic", "x", "true, false, null or 'warn'"),
+        ("min_steps", "x", "a whole number or null"),
+        ("devices", 1.5, "a whole number, text or a list of whole numbers"),
+    ],
+)
+def test_what_lightning_would_take_in_silence_is_refused(
+    argument: str, value: object, words: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        TrainerConfig.model_validate({argument: value})
+    assert explain(refused.value) == [f"{argument}: must be {words}, got {value!r}"]
+
+
+def test_what_lightning_takes_is_passed_on() -> None:
+    given = {
+        "deterministic": "warn",
+        "devices": [0, 1],
+        "max_time": {"hours": 1},
+        "benchmark": None,
+    }
+    assert TrainerConfig.model_validate(given).lightning_arguments() == given

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, dropout_mask, needs_gradient, outside_graphs
+from moe_ffn.kernels.base import (
+    ExpertWeights,
+    dropout_mask,
+    needs_gradient,
+    no_second_derivative,
+    outside_graphs,
+)
 from moe_ffn.kernels.cpu.activation import block_activation
 from moe_ffn.kernels.cpu.products import Products, WeightGradient
 from moe_ffn.kernels.cpu.rows import Rows
@@ -100,10 +105,11 @@ class _ExpertsOnCPU(torch.autograd.Function):
         return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not `once_differentiable`, whose error is not on the way from a gradient back to x: asked for
+        # d/dx alone, torch passes it by.
+        if torch.is_grad_enabled():
+            raise no_second_derivative("cpu")
         saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
         inputs, (kept_NH, dropout_NF, *row_tensors) = saved[:6], saved[6:]
         x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED = inputs

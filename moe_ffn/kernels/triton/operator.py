@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ffn.kernels.base import no_second_derivative
+
 
 @torch.library.custom_op("moe_ffn::experts", mutates_args=())
 def experts(
@@ -181,7 +183,12 @@ def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor 
     return (*kept, *(None,) * 9)
 
 
+def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise no_second_derivative("triton")
+
+
 experts.register_autograd(_backward, setup_context=_save)
+experts_backward.register_autograd(_refuse)
 
 
 def _rows_of(x_TD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,207 @@
+"""A run that was cut and resumed is the unbroken run, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import itertools
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from experiments.run_folder import METRICS_FILE
+from experiments.selftest.case import Case, Chapter
+from experiments.selftest.same_run import require_same
+from experiments.selftest.scene import finish, options, run, start, wait_for_row
+
+MAX_STEPS, VALIDATE_EVERY, BATCH_SIZE = 14, 4, 16
+"""Rows end at even steps, validations are at 4, 8, 12 and the end, and an epoch of the tiny corpus ends in
+batch 9, which is that of step 10 without accumulation."""
+
+_MOE = "type: moe, num_experts: 4, experts: {type: swiglu, dropout: DROPOUT}"
+MODELS = {
+    "dense": "{type: dense, dropout: DROPOUT}",
+    "swiglu": "{type: swiglu, dropout: DROPOUT}",
+    "moe with a capacity": f"{{{_MOE}, capacity: {{factor: 1.0}}}}",
+    "dropless moe": f"{{{_MOE}}}",
+    "noisy router": f"{{{_MOE}, router: noisy_top_k}}",
+    "loss-free bias": f"{{{_MOE}, router: {{type: sigmoid_top_k, correction_bias: true}}}}",
+}
+PRECISIONS = {"": "32-true", " in bf16": "bf16-mixed"}
+
+
+class Crash(Exception):  # noqa: N818 - made by the test, not by the program
+    """The process dies here, as far as the run can tell."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a run ends before its time."""
+
+    name: str
+    step: int
+    """The optimizer step it happens in, counted from 1."""
+    is_crash: bool = False
+    """Whether nothing can be saved any more; otherwise SIGTERM asks the run to end."""
+    in_validation: bool = False
+
+    def happen(self) -> None:
+        if self.is_crash:
+            raise Crash
+        signal.raise_signal(signal.SIGTERM)
+
+
+CUTS = (
+    Cut("asked to end between two rows", 3),
+    Cut("asked to end in a validation", 8, in_validation=True),
+    Cut("asked to end where an epoch does", 10),
+    Cut("asked to end in an accumulation window", 6),
+    Cut("died in an accumulation window", 7, is_crash=True),
+    Cut("died in the last validation", MAX_STEPS, is_crash=True, in_validation=True),
+)
+
+
+def cases() -> Iterator[Case]:
+    scenes = [
+        (f"{model}{suffix}", ffn, precision)
+        for suffix, precision in PRECISIONS.items()
+        for model, ffn in MODELS.items()
+        if precision == "32-true" or model == "dense"
+    ]
+    for (model, ffn, precision), accumulate, dropout, cut in itertools.product(
+        scenes, (1, 4), ("0.0", "0.1"), CUTS
+    ):
+        yield Case(
+            f"{model}, accumulation {accumulate}, dropout {dropout}: {cut.name}",
+            functools.partial(_resumes, ffn, precision, accumulate, dropout, cut),
+            short=(model, accumulate, dropout) == ("loss-free bias", 4, "0.1")
+            and "accumulation" in cut.name,
+        )
+    yield Case("two ranks, resumed as one: the data keep their order", _from_two_ranks_to_one)
+
+
+CHAPTER = Chapter(
+    "resume",
+    "A run that is cut and resumed ends equal to the unbroken one, difference 0.0: losses, weights, "
+    "optimizer, router biases, metrics.",
+    cases,
+)
+
+
+def _resumes(
+    ffn: str, precision: str, accumulate: int, dropout: str, cut: Cut, folder: Path
+) -> None:
+    argv = _argv(ffn, precision, accumulate, dropout)
+    _train([*options(folder, **{"run.name": "cut", "run.output_dir": str(folder)}), *argv], cut)
+    _train(["--resume", str(folder / "cut")])
+    require_same(_unbroken(ffn, precision, accumulate, dropout), folder / "cut")
+
+
+def _argv(ffn: str, precision: str, accumulate: int, dropout: str) -> list[str]:
+    given = {
+        "model.ffn": ffn.replace("DROPOUT", dropout),
+        "model.dropout": dropout,
+        "data.batch_size": str(BATCH_SIZE),
+        "data.cache_dir": str(_lasting_folder() / "cache"),
+        "trainer.max_steps": str(MAX_STEPS),
+        "trainer.validate_every_n_steps": str(VALIDATE_EVERY),
+        "trainer.accumulate_grad_batches": str(accumulate),
+        "trainer.precision": precision,
+    }
+    return [part for key, value in given.items() for part in (f"--{key}", value)]
+
+
+@functools.cache
+def _unbroken(ffn: str, precision: str, accumulate: int, dropout: str) -> Path:
+    """The folder of the run that nothing happened to."""
+    folder = Path(tempfile.mkdtemp(dir=_lasting_folder()))
+    changes = {"run.name": "unbroken", "run.output_dir": str(folder)}
+    _train([*options(folder, **changes), *_argv(ffn, precision, accumulate, dropout)])
+    return folder / "unbroken"
+
+
+@functools.cache
+def _keeper() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="selftest-unbroken-")
+
+
+def _lasting_folder() -> Path:
+    """One that lasts as long as the process."""
+    return Path(_keeper().name)
+
+
+def _train(argv: list[str], cut: Cut | None = None) -> None:
+    """Run the program in this process; it comes to its end, or to the cut."""
+    from experiments.train import main
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            with _cutting(cut):
+                code = main(argv)
+        except Crash:
+            code = 1
+        except SystemExit as end:
+            code = end.code
+    assert code == _expected_code(cut), f"exit code {code}: {printed.getvalue()[-500:]}"
+
+
+def _expected_code(cut: Cut | None) -> int:
+    if cut is None:
+        return 0
+    return 1 if cut.is_crash else 128 + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def _cutting(cut: Cut | None) -> Iterator[None]:
+    """Within, the cut happens in the middle of its step, or of the validation after it."""
+    if cut is None:
+        yield
+        return
+    from moe_ffn.training.module import LanguageModel
+
+    hook = "validation_step" if cut.in_validation else "training_step"
+    original: Callable[..., Any] = getattr(LanguageModel, hook)
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        accumulate = self.trainer.accumulate_grad_batches
+        middle = batch_idx == 0 if cut.in_validation else batch_idx % accumulate == accumulate // 2
+        steps_made = self.trainer.global_step
+        if middle and steps_made == (cut.step if cut.in_validation else cut.step - 1):
+            cut.happen()
+        return original(self, batch, batch_idx)
+
+    with patch.object(LanguageModel, hook, step):
+        yield
+
+
+def _from_two_ranks_to_one(folder: Path) -> str:
+    """The losses are those of one rank alone, but for the order in which ranks add up."""
+    changes = {"model__ffn": "dense", "trainer__max_steps": "40"}
+    assert (one := run(*options(folder, run__name="one", **changes))).code == 0, one.stderr
+    ranks = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    process = start(*options(folder, run__name="two", **changes), *ranks)
+    wait_for_row(folder / "runs/two", 10, process)
+    process.send_signal(signal.SIGTERM)
+    two = finish(process)
+    assert two.code == 128 + signal.SIGTERM, f"exit code {two.code}: {two.stderr}"
+    alone = ("--trainer.devices", "1", "--trainer.strategy", "auto")
+    resumed = run("--resume", str(folder / "runs/two"), *alone)
+    assert resumed.code == 0, resumed.stderr
+    losses, expected = (_losses(folder / "runs" / name) for name in ("two", "one"))
+    assert losses.keys() == expected.keys(), "rows at other steps"
+    farthest = max(abs(losses[step] / expected[step] - 1) for step in expected)
+    assert farthest < 1e-4, f"losses differ by {farthest:.1e}"
+    return f"losses within {farthest:.0e}"
+
+
+def _losses(folder: Path) -> dict[str, float]:
+    from moe_ffn.training.metrics_file import STEP, read_rows
+
+    rows = read_rows(folder / METRICS_FILE)
+    return {row[STEP]: float(row["train/loss"]) for row in rows if "train/loss" in row}

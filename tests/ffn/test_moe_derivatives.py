@@ -1,0 +1,109 @@
+"""The derivatives of a whole MoE layer, router included, against finite differences; and second ones.
+
+T tokens, D model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from any_moe import FEW, SOME, AnyMoE, any_moe
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+
+from moe_ffn import TokenContext
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.kernels.select import BACKENDS
+
+SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3))
+DOUBLE = (torch.float64,)
+
+
+class OfEverything:
+    """The layer as a function of its input and its parameters, for finite differences."""
+
+    def __init__(self, drawn: AnyMoE) -> None:
+        self.drawn = drawn
+        self.layer = drawn.layer()
+        self.names = [name for name, _ in self.layer.named_parameters()]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        values = [self.drawn.tokens(), *self.layer.parameters()]
+        return tuple(value.detach().clone().requires_grad_() for value in values)
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        torch.manual_seed(self.drawn.seed)  # the same noise, and the same lots for whom is dropped
+        values = dict(zip(self.names, parameters, strict=True))
+        output = functional_call(self.layer, values, (x, self.drawn.context()))
+        return output.hidden
+
+
+@SOME
+@given(any_moe(backends=("loop", "bmm", "cpu"), dtypes=DOUBLE, shapes=SHAPES))
+def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
+    layer = OfEverything(drawn)
+    assert gradcheck(layer, layer.inputs, fast_mode=True)
+
+
+@FEW
+@given(any_moe(backends=("loop", "bmm"), dtypes=DOUBLE, shapes=SHAPES))
+def test_gradients_of_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
+    layer = OfEverything(drawn)
+    assert gradgradcheck(layer, layer.inputs, fast_mode=True)
+
+
+# --------------------------------------------------------------------- every backend, one by one
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    # Of a linear one, the gradient that reaches the layer is a constant, and the second derivative
+    # is not 0 all the same.
+    "linear": lambda y: y.sum(),
+    "quadratic": lambda y: y.square().sum(),
+}
+
+
+def second_derivatives(layer: MoEFFN, x: Tensor, mask: Tensor, loss: str) -> list[Tensor]:
+    """d/d(everything) of the squared gradient of a loss, as a gradient penalty has it."""
+    x = x.detach().requires_grad_()
+    hidden = layer(x, TokenContext(mask)).hidden
+    (gradient,) = torch.autograd.grad(LOSSES[loss](hidden), x, create_graph=True)
+    return list(torch.autograd.grad(gradient.square().sum(), [x, *layer.parameters()]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_derivative_is_right_or_refused(
+    backend: str, loss: str, build_moe: Any, tokens_and_mask: Any, dtype_of: Any
+) -> None:
+    options = {"experts": {"bias": True}, "capacity": {"factor": 1.0}}
+    layer = build_moe(backend, **options)
+    x, mask = tokens_and_mask(dtype_of(backend), padded=True)
+    if backend in ("cpu", "triton"):
+        message = rf"experts\.backend '{backend}' has no second derivative.*set experts\.backend to 'loop'"
+        with pytest.raises(RuntimeError, match=message):
+            second_derivatives(layer, x, mask, loss)
+        return
+    reference = build_moe("loop", **options).double()
+    wanted = second_derivatives(reference, x.double(), mask, loss)
+    tolerance = 1e-12 if x.dtype == torch.float64 else 1e-4  # of sums of squares of sums
+    for one, other in zip(second_derivatives(layer, x, mask, loss), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_second_derivative_through_a_bfloat16_router_is_right(
+    build_moe: Any, tokens_and_mask: Any
+) -> None:
+    layer = build_moe("loop").bfloat16()
+    x, mask = tokens_and_mask(torch.bfloat16, padded=True)
+    got = second_derivatives(layer, x, mask, "quadratic")
+    wanted = second_derivatives(layer.double(), x.double(), mask, "quadratic")
+    for one, other in zip(got, wanted, strict=True):
+        error = (one.double() - other).abs().max() / other.abs().max()
+        assert error < 5e-2  # 8 bits, rounded some ten times

@@ -1,0 +1,147 @@
+"""The first thing of a step that is not finite is named, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.training.blame import nonfinite_value, where_it_began
+from moe_ffn.training.objective import Objective
+
+
+class Residual(nn.Module):
+    """x + f(x), whose sum may overflow where neither part does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), Residual(), nn.Linear(2, 1))
+
+
+def break_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output * torch.inf
+
+
+def batch(
+    model: nn.Module, x: Tensor | None = None, loss: Callable[[Tensor], Tensor] = Tensor.mean
+) -> Callable[[], Objective]:
+    x = torch.ones(3, 2) if x is None else x
+
+    def forward() -> Objective:
+        y = x
+        for part in model.children():
+            y = part(y)
+        return Objective(loss(y), y.detach().mean(), {"router_z": torch.tensor(1.0)})
+
+    return forward
+
+
+def test_where_all_is_finite_nothing_is_named(model: nn.Module) -> None:
+    assert where_it_began(model, [batch(model), batch(model)]) is None
+
+
+def test_a_parameter(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("1.inner.weight")[0, 1] = torch.nan
+    assert where_it_began(model, [batch(model)]) == "the parameter 1.inner.weight"
+
+
+def test_the_innermost_module(model: nn.Module) -> None:
+    model.get_submodule("1.inner").register_forward_hook(break_output)
+    assert where_it_began(model, [batch(model)]) == "1.inner"
+
+
+def test_what_a_module_does_between_the_modules_in_it(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    largest = torch.finfo(torch.float32).max
+    x = torch.full((1, 2), largest / 4)
+    # 2 and 2 quarters, then 2 + 4 of them.
+    with torch.no_grad():
+        model.get_parameter("0.bias").zero_()
+        model.get_parameter("1.inner.weight").copy_(torch.eye(2) * 1.5)
+    assert where_it_began(model, [batch(model, x)]) == "1"
+
+
+def test_the_input(model: nn.Module) -> None:
+    x = torch.tensor([[1.0, torch.nan]])
+    assert where_it_began(model, [batch(model, x)]) == "the input of 0"
+
+
+def test_the_second_batch(model: nn.Module) -> None:
+    broken = batch(model, torch.full((1, 2), torch.inf))
+    assert where_it_began(model, [batch(model), broken]) == "the input of 0"
+
+
+def test_the_loss(model: nn.Module) -> None:
+    broken = batch(model, loss=lambda y: y.mean() * torch.nan)
+    assert where_it_began(model, [broken]) == "the objective's total"
+
+
+def test_a_part_of_the_loss(model: nn.Module) -> None:
+    def forward() -> Objective:
+        losses = batch(model)()
+        return Objective(
+            losses.total * torch.nan, losses.cross_entropy, {"z": losses.total * torch.inf}
+        )
+
+    assert where_it_began(model, [forward]) == "the objective's z"
+
+
+def test_the_gradient_that_backward_reaches_first(model: nn.Module) -> None:
+    model.get_parameter("0.weight").register_hook(lambda g: g * torch.inf)
+    model.get_parameter("1.inner.weight").register_hook(lambda g: g * torch.nan)
+    assert where_it_began(model, [batch(model)]) == "the gradient of 1.inner.weight"
+
+
+def test_a_derivative_that_does_not_exist(model: nn.Module) -> None:
+    broken = batch(model, loss=lambda y: (y - y).abs().sum().sqrt())
+    assert where_it_began(model, [broken]) == "the gradient of 2.bias"
+
+
+def test_a_gradient_that_only_its_scale_makes_overflow(model: nn.Module) -> None:
+    assert where_it_began(model, [batch(model)], gradient_scale=1e38) is None
+    steep = batch(model, loss=lambda y: y.mean() * 1e3)
+    assert where_it_began(model, [steep], gradient_scale=1e38) is not None
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["found", "fails"])
+def test_nothing_is_left_behind(model: nn.Module, fails: bool) -> None:
+    def forward() -> Objective:
+        losses = batch(model, loss=lambda y: y.mean() * (1 if fails else torch.inf))()
+        if fails:
+            raise ValueError("in the middle")
+        return losses
+
+    if fails:
+        with pytest.raises(ValueError, match="in the middle"):
+            where_it_began(model, [forward])
+    else:
+        where_it_began(model, [forward])
+        where_it_began(model, [batch(model)])
+
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for parameter in model.parameters():
+        assert parameter.grad is None
+        assert not parameter._backward_hooks
+    assert model.training
+
+
+def test_nonfinite_value_passes_integers_over() -> None:
+    state = {"count": torch.tensor(3), "ratio": torch.tensor([1.0, torch.inf]), "none": None}
+    assert nonfinite_value(state) == "ratio"
+    assert nonfinite_value({"count": torch.tensor(3)}) is None
