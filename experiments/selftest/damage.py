@@ -73,11 +73,11 @@ def _expected() -> tuple[dict[str, Any], dict[str, Any]]:
     """What that run has to agree in with a checkpoint: its identity, and the state of its model."""
     from experiments.assemble import build_module
     from experiments.checkpoints import identity
-    from experiments.command_line import read_yaml, validate
+    from experiments.command_line import read_config
     from experiments.config import TrainConfig
     from moe_ffn.data.prepare import prepare
 
-    config = validate(TrainConfig, read_yaml(_finished_run() / CONFIG_FILE))
+    config = read_config(_finished_run() / CONFIG_FILE, TrainConfig)
     data = prepare(config.data, progress=False)
     return identity(config, data), build_module(config, data).state_dict()
 
@@ -419,14 +419,15 @@ def _bit_flips(folder: Path) -> str:
 
 def _unreadable(folder: Path) -> str:
     """Nobody's permission; who is root becomes somebody else for it."""
-    copied = _copy(folder)
-    _load(copied)  # so that nothing has to be imported as somebody else
-    _start(copied)
-    folder.chmod(0o755)
     damage = Damage("", lambda path: path.chmod(0), "cannot be read (Permission denied)")
-    damage.do(copied / CHECKPOINTS_FOLDER / NEWEST)
-    with _nobody():
-        return _require_start(copied, damage)
+    with tempfile.TemporaryDirectory(prefix="selftest-") as open_to_all:
+        Path(open_to_all).chmod(0o755)
+        copied = _copy(Path(open_to_all))
+        _load(copied)  # so that nothing has to be imported as somebody else
+        _start(copied)
+        damage.do(copied / CHECKPOINTS_FOLDER / NEWEST)
+        with _nobody():
+            return _require_start(copied, damage)
 
 
 @contextlib.contextmanager

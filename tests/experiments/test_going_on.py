@@ -416,12 +416,14 @@ def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", fail)
-    # `run_train` returns codes alone, and this one comes from deeper.
-    with pytest.raises(SystemExit) as ended:
-        run_train(tmp_path, "--run.name", "full", "--trainer.max_steps", "2")
+    done = run_train(tmp_path, "--run.name", "full", "--trainer.max_steps", "2")
 
-    folder = tmp_path / "runs" / "full"
-    assert ended.value.code == 1
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: the weights of step 2 are not saved (No space left on device); make room, then: python -m "
+        "experiments.train --resume runs/full"
+    )
+    folder = done.folder
     assert not (folder / "summary.json").exists(), "it could not be resumed"
     assert (folder / "metrics.csv").exists()
     assert (folder / "report.html").exists()
