@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from experiments.checkpoints import identity
 from experiments.config import TrainConfig
+from experiments.kept_files import KeptFiles
 from experiments.run_folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -47,6 +49,7 @@ class RunCallbacks:
     samples: SampleLog
     steps: StepLogger
     validation: ValidationLogger
+    kept: KeptFiles
     checkpoints: CheckpointKeeper
     stop: StopOnRequest
 
@@ -113,8 +116,14 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
     )
 
 
-def make_callbacks(config: TrainConfig, data: PreparedData, folder: Path) -> RunCallbacks:
-    """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for."""
+def make_callbacks(
+    config: TrainConfig, data: PreparedData, folder: Path, files: Mapping[str, str] | None = None
+) -> RunCallbacks:
+    """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for.
+
+    Args:
+        files: what the run is begun with, to be put back where it is removed; nothing by default.
+    """
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
     checkpoints = CheckpointKeeper(
@@ -127,6 +136,7 @@ def make_callbacks(config: TrainConfig, data: PreparedData, folder: Path) -> Run
         SampleLog(folder / SAMPLES_FILE, data.tokenizer, config.sample, config.seed),
         StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
+        KeptFiles(folder, files or {}),
         checkpoints,
         StopOnRequest(StopRequest(), checkpoints),
     )
@@ -155,7 +165,7 @@ def build_trainer(
             )
         )
     # Last, so that what is saved is what all the others have made of the step.
-    callbacks += [run_callbacks.checkpoints, run_callbacks.stop]
+    callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
         "max_steps": options.max_steps,
         "max_epochs": -1,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +16,27 @@ from torch import Tensor
 from experiments.config import TrainConfig
 from experiments.resume import differences
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
 
-_NEEDED = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "global_step")
+_NEEDED = {
+    "state_dict": Mapping,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "loops": Mapping,
+    "callbacks": Mapping,
+    "epoch": int,
+    "global_step": int,
+}
+"""What Lightning reads of a checkpoint, and as what."""
 
 _FREE = {"backend", "eval_factor"}
 """Options of the model that change how it is computed, or evaluated, and not what it is."""
+
+
+_OF_WEIGHTS = re.compile(r"model|data$|data\.tokenizer|data\.seq_len")
+"""The part of an identity without which weights mean something else."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +53,29 @@ class GoodCheckpoint:
 
 def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
     """What two runs have to agree in for one to go on from a checkpoint of the other."""
-    tokenizer = json.dumps(data.tokenizer.to_dict(), sort_keys=True)
+    weights = identity_of_weights(config, data.tokenizer)
     return {
         "seed": config.seed,
-        "model": _without_free(config.model.to_dict()),
+        **weights,
         "data": {
             "corpus": {"sha256": data.corpus_sha256},
-            "tokenizer": {"sha256": hashlib.sha256(tokenizer.encode()).hexdigest()},
+            **weights["data"],
             "validation_percent": config.data.validation_percent,
-            "seq_len": config.data.seq_len,
             "batch_size": config.data.batch_size,
         },
         "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
+    }
+
+
+def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of an identity in which a model has to agree with the weights that are put into it."""
+    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
+    return {
+        "model": _without_free(config.model.to_dict()),
+        "data": {
+            "tokenizer": {"sha256": hashlib.sha256(values.encode()).hexdigest()},
+            "seq_len": config.data.seq_len,
+        },
     }
 
 
@@ -76,8 +103,13 @@ def newest_good(
 
 def candidates(folder: Path) -> list[Path]:
     """Of the folder of checkpoints, the newest first; the best weights last, since they may be old."""
+    return [*step_checkpoints(folder), *best_checkpoint(folder)]
+
+
+def best_checkpoint(folder: Path) -> list[Path]:
+    """That of the best weights, where there is one; a link to nothing is one too, and not good."""
     best = folder / BEST_NAME
-    return [*step_checkpoints(folder), *([best] if best.exists() else [])]
+    return [best] if os.path.lexists(best) else []
 
 
 def refusal_to_resume(
@@ -89,21 +121,46 @@ def refusal_to_resume(
         expected: the `identity` of the run.
         state: of its model, whose names and shapes the checkpoint has to have.
     """
-    if missing := [name for name in (*_NEEDED, IDENTITY) if name not in values]:
-        return f"lacks '{missing[0]}', so it is no checkpoint of a run"
-    if different := differences(values[IDENTITY], expected):
-        key, (old, new) = next(iter(different.items()))
+    for name, kind in (_NEEDED | {IDENTITY: Mapping}).items():
+        if not isinstance(values.get(name), kind):
+            return f"lacks '{name}', so it is no checkpoint of a run"
+    different = differences(values[IDENTITY], expected)
+    return _first(different) or _refusal_of_state(values["state_dict"], state)
+
+
+def refusal_to_load(
+    values: Mapping[str, Any], expected: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> str | None:
+    """Why the weights of a checkpoint do not go into a model; None where they do.
+
+    Args:
+        expected: the `identity_of_weights` of the run.
+        state: of its model, by the names that weights have in `values["state_dict"]`.
+    """
+    for name in ("state_dict", IDENTITY):
+        if not isinstance(values.get(name), Mapping):
+            return f"lacks '{name}', so it is no checkpoint of a run"
+    different = differences(values[IDENTITY], expected)
+    of_weights = {key: pair for key, pair in different.items() if _OF_WEIGHTS.match(key)}
+    return _first(of_weights) or _refusal_of_state(values["state_dict"], state)
+
+
+def _first(different: Mapping[str, tuple[Any, Any]]) -> str | None:
+    for key, (old, new) in different.items():
         return f"was made with {key} {_short(old)}, but this run has {_short(new)}"
-    return refusal_of_weights(values["state_dict"], state)
+    return None
 
 
-def refusal_of_weights(found: Mapping[str, Any], state: Mapping[str, Tensor]) -> str | None:
-    """Why weights do not go into a model; None where they do."""
+def _refusal_of_state(found: Mapping[str, Any], state: Mapping[str, Tensor]) -> str | None:
     for name, value in state.items():
         if name not in found:
             return f"lacks the weight '{name}'"
         if not isinstance(found[name], Tensor) or found[name].shape != value.shape:
             return f"has '{name}' in another shape than {tuple(value.shape)}"
+        if found[name].is_floating_point() != value.is_floating_point():
+            return f"has '{name}' as {found[name].dtype}, not {value.dtype}"
+        if found[name].isnan().any():
+            return f"holds NaN in '{name}'"
     if unknown := [name for name in found if name not in state]:
         return f"has the weight '{unknown[0]}', which this model lacks"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from experiments.checkpoints import candidates, newest_good, refusal_to_resume
-from experiments.command_line import to_yaml
+from experiments.mending import cut_logs, mend_files, read_facts
 from experiments.resume import Resume
 from experiments.run_folder import (
-    ALARMS_FILE,
     CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
     FACTS_FILE,
-    METRICS_FILE,
     RESUMES_FILE,
-    SAMPLES_FILE,
     SUMMARY_FILE,
     git_revision,
 )
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import write_whole
-from moe_ffn.training.json_lines import JsonLines, cut_lines
-from moe_ffn.training.metrics_file import cut_rows
+from moe_ffn.files import remove_unfinished
+from moe_ffn.training import json_lines
 
 
 @dataclass(frozen=True)
@@ -38,6 +32,8 @@ class Start:
     checkpoint: Path | None
     """None where none was saved yet: from the first step."""
     passed_over: tuple[str, ...]
+    callbacks: Mapping[str, Any]
+    """The states of the callbacks, by their names."""
 
     def describe(self, folder: Path) -> str:
         """Which checkpoint, and why this one."""
@@ -66,29 +62,37 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
         candidates(checkpoints), lambda values: refusal_to_resume(values, identity, state)
     )
     if found is not None:
-        return Start(found.step, found.path, tuple(passed_over))
+        return Start(found.step, found.path, tuple(passed_over), found.values["callbacks"])
     if passed_over:
         more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
         raise ConfigError(
             f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; start a new run, or "
             "remove the folder to train this one from its first step"
         )
-    return Start(0, None, ())
+    return Start(0, None, (), {})
 
 
 def first_precision(folder: Path, precision: str) -> str:
     """What `trainer.precision: auto` was when the run began; `precision` where nobody knows any more."""
-    try:
-        known = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-        return str(known.get("precision", precision))
-    except (OSError, ValueError, AttributeError):
-        return precision
+    return read_facts(folder / FACTS_FILE).get("precision", precision)
 
 
-def go_back(resume: Resume, start: Start) -> None:
-    """Remove what was written after the checkpoint, and note down that the run goes on."""
+def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
+    """Remove what was written after the checkpoint, and note down that the run goes on.
+
+    What is damaged is mended, with a line about it.
+
+    Args:
+        files: what the run would be begun with now, by name.
+
+    Returns:
+        the same, with what is known of its beginning.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
     folder = resume.folder
-    line = {
+    line: dict[str, Any] = {
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
         "passed_over": start.passed_over,
@@ -96,18 +100,17 @@ def go_back(resume: Resume, start: Start) -> None:
         "git_revision": git_revision(),
     }
     try:
-        cut_rows(folder / METRICS_FILE, start.step)
-        for name in (SAMPLES_FILE, ALARMS_FILE):
-            cut_lines(folder / name, start.step)
+        remove_unfinished(folder)
+        cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        if resume.changes:
-            write_whole(folder / CONFIG_FILE, to_yaml(resume.config))
+        files = mend_files(resume, files)
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({error.strerror}), so the run cannot go on there; make room, or "
             "mend its permissions"
         ) from error
-    JsonLines(folder / RESUMES_FILE).add([line])
+    json_lines.JsonLines(folder / RESUMES_FILE).add([line])
+    return files
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from experiments.config import TrainConfig
 from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import load_table
+from moe_ffn.files import write_whole
 from moe_ffn.layer_names import short_name
 from moe_ffn.training.alarms import Advice
 from moe_ffn.training.checkpoint_folder import step_checkpoints
@@ -71,7 +72,11 @@ class Results:
                 say(f"  {name:31} {meaning}")
 
     def write(self) -> None:
-        """Write `summary.json` and `sample.txt` into the run's folder."""
+        """Write `sample.txt` and `summary.json`, which says that the run is finished, into its folder.
+
+        Raises:
+            OSError: they cannot be written.
+        """
         summary = {
             "validation_loss": self.loss,
             "validation_bits_per_byte": self.bits_per_byte,
@@ -88,11 +93,10 @@ class Results:
                 for layer, values in self.routing.items()
             },
         }
-        text = json.dumps(_without_nan(summary), indent=2)
-        (self.folder / SUMMARY_FILE).write_text(text + "\n", encoding="utf-8")
         if self.sample:
-            text = self.sample_prompt + self.sample
-            (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+            write_whole(self.folder / "sample.txt", self.sample_prompt + self.sample)
+        text = json.dumps(_without_nan(summary), indent=2)
+        write_whole(self.folder / SUMMARY_FILE, text + "\n")
 
     def _unused_experts(self) -> str:
         unused = {

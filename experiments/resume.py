@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import parse_config
+from experiments.command_line import parse_config, read_config, read_yaml
 from experiments.config import TrainConfig
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -58,7 +58,7 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
     """
     folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
     check_is_run(folder)
-    own = parse_config(["--config", str(folder / CONFIG_FILE)], TrainConfig, command)
+    own = _own_config(folder / CONFIG_FILE)
     config = parse_config(["--config", str(folder / CONFIG_FILE), *argv], TrainConfig, command)
     if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
         raise ConfigError(
@@ -66,6 +66,26 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
             "leave --resume out to start a new run"
         )
     return Resume(folder, config, differences(own.to_dict(), config.to_dict()))
+
+
+def _own_config(path: Path) -> TrainConfig:
+    """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
+
+    Raises:
+        ConfigError: it cannot be read, or an option is not there.
+    """
+    config = read_config(path, TrainConfig)
+    given = read_yaml(path, where=f"'{path}'")
+    lacking = [
+        key for key, (found, _) in differences(given, config.to_dict()).items() if found is None
+    ]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(
+            f"'{path}' lacks {lacking[0]}{more}, so it was cut short, or is of another version; put back "
+            "what it was"
+        )
+    return config
 
 
 def is_finished(folder: Path) -> bool:

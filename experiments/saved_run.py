@@ -11,7 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.checkpoints import newest_good, refusal_of_weights
+from experiments.checkpoints import (
+    best_checkpoint,
+    identity_of_weights,
+    newest_good,
+    refusal_to_load,
+)
 from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from experiments.run_folder import (
@@ -24,7 +29,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
-from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
+from moe_ffn.training.checkpoint_folder import step_checkpoints
 
 _PREFIX = "decoder."
 
@@ -46,18 +51,21 @@ def load_run(folder: Path) -> SavedRun:
     config = read_config(folder / CONFIG_FILE, TrainConfig)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
-    decoder.load_state_dict(_weights(folder, decoder))
+    expected = identity_of_weights(config, tokenizer)
+    decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected))
     return SavedRun(config, tokenizer, decoder.eval())
 
 
-def _weights(folder: Path, decoder: Decoder) -> Mapping[str, Tensor]:
+def _weights(
+    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any]
+) -> Mapping[str, Tensor]:
     """The best, or the newest where those are damaged."""
-    checkpoints = folder / CHECKPOINTS_FOLDER
     state = decoder.state_dict()
-    best = checkpoints / BEST_NAME
-    paths = [*([best] if best.exists() else []), *step_checkpoints(checkpoints)]
     found, passed_over = newest_good(
-        paths, lambda values: refusal_of_weights(_of_decoder(values), state)
+        [*best_checkpoint(checkpoints), *step_checkpoints(checkpoints)],
+        lambda values: refusal_to_load(
+            {**values, "state_dict": _of_decoder(values)}, expected, state
+        ),
     )
     why = "; ".join(passed_over)
     if found is not None:

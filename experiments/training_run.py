@@ -27,7 +27,7 @@ from experiments.assemble import (
 from experiments.checkpoints import identity
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
-from experiments.exit import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_SIGNAL
+from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
 from experiments.report.page import REPORT_FILE, write_report
 from experiments.restart import find_start, first_precision, go_back, how_to_go_on
 from experiments.results import Results, say_diverged
@@ -43,7 +43,7 @@ from experiments.run_lock import locked
 from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
-from moe_ffn.errors import first_line
+from moe_ffn.errors import first_line, reason
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.guard import Diverged
 from moe_ffn.training.loggers import close
@@ -78,6 +78,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     say(f"\n{describe_data(data)}")
 
     facts = run_facts(config, data, precision)
+    files = run_files(config, data, facts)
     folder, start = Path(config.run.output_dir), None
     with ExitStack() as stack:
         if resume is not None:
@@ -88,9 +89,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             if config.trainer.precision == "auto":
                 precision = first_precision(folder, precision)
             if is_main:
-                go_back(resume, start)
+                files = go_back(resume, start, files)
         elif is_main:
-            folder = make_run_folder(config, run_files(config, data, facts))
+            folder = make_run_folder(config, files)
             stack.enter_context(locked(folder))
         loggers: list[Logger] = []
         if is_main:
@@ -98,7 +99,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             say(f"precision {precision}")
             say(wandb_line)
             say(f"writing to {folder}/\n")
-        callbacks = make_callbacks(config, data, folder)
+        callbacks = make_callbacks(config, data, folder, files)
         trainer = build_trainer(config, folder, precision, loggers, callbacks)
         token_data = make_token_data(config, data)
         if config.trainer.compile:
@@ -130,9 +131,11 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                     add_report(folder)
         if is_main:
             results = make_results(config, data, callbacks, folder)
-            results.write()
-            add_report(folder)
+            lost = write_results(results, callbacks, trainer.global_step)
             results.print(console)
+            if lost:
+                print(f"error: {lost}", file=sys.stderr)
+                raise SystemExit(EXIT_FAILED)
 
 
 def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
@@ -144,12 +147,40 @@ def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) ->
     }
 
 
-def add_report(folder: Path) -> None:
-    """The run, which has ended, as a page, `report.html`; one line where that cannot be made."""
+def write_results(results: Results, callbacks: RunCallbacks, step: int) -> str:
+    """The summary and the page; what the disk did not take, as a sentence, empty where it took all.
+
+    A run without its last weights has no summary, so that `--resume` can still bring it to its end.
+    """
+    folder = results.folder
+    callbacks.kept.put_back()
+    lost = ""
+    if (failure := callbacks.checkpoints.failure) is not None:
+        lost = f"the weights of step {step} are not saved ({reason(failure)})"
+    else:
+        try:
+            results.write()
+        except OSError as error:
+            lost = f"the summary is not written ({reason(error)})"
+    if not add_report(folder) and not lost:
+        return f"the page is not written; make room, then: python -m experiments.report {folder}"
+    return f"{lost}; make room, then: python -m experiments.train --resume {folder}" if lost else ""
+
+
+def add_report(folder: Path) -> bool:
+    """The run, which has ended, as a page, `report.html`; one line where that cannot be made.
+
+    Returns:
+        whether the disk took it.
+    """
     try:
         write_report([folder], folder / REPORT_FILE, has_ended=True)
     except Exception as error:  # of any kind: a run is not to be lost to its page
-        print(f"{REPORT_FILE}: {first_line(error)}", file=sys.stderr)
+        cause = error.__cause__
+        why = reason(cause) if isinstance(cause, OSError) else first_line(error)
+        print(f"{REPORT_FILE}: {why}", file=sys.stderr)
+        return not isinstance(cause, OSError)
+    return True
 
 
 def make_results(

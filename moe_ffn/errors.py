@@ -58,6 +58,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def reason(error: OSError) -> str:
+    """`No space left on device`, without the number and the path."""
+    return error.strerror or first_line(error)
+
+
 def expand_path(path: str, key: str) -> Path:
     """`path` with `~` replaced, or a ConfigError that names the key."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from typing import BinaryIO
 
 UNFINISHED = ".unfinished"
 """How the name of a file ends that is being written, or was when its process died."""
+
+_NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
+"""What file systems answer that cannot sync a folder."""
 
 
 @contextmanager
@@ -41,6 +45,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def set_aside(path: Path) -> Path:
+    """Keep what is in a damaged file, which is about to be mended, beside it; returns where."""
+    kept = path.with_name(f"{path.name}.damaged")
+    write_whole(kept, path.read_bytes())
+    return kept
+
+
 def remove_unfinished(folder: Path) -> None:
     """Remove what a process that died left half-written."""
     for path in folder.glob(f".*{UNFINISHED}"):
@@ -55,5 +66,8 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_THING:
+            raise
     finally:
         os.close(descriptor)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from html import escape
 from pathlib import Path
+
+from moe_ffn.files import write_whole
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -37,12 +37,4 @@ def html_page(title: str, body: str, *, script: str = "", head: str = "") -> str
 
 def write_page(path: Path, html: str) -> None:
     """Put the page in its place whole: who opens it while it is written sees the old one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(html)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, html)

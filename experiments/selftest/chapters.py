@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from experiments.selftest import (
     configs,
+    damage,
     damaged_runs,
     data,
+    disks,
     endurance,
     kills,
     numbers,
@@ -19,6 +21,8 @@ from experiments.selftest.case import Chapter
 CHAPTERS: tuple[Chapter, ...] = (
     resume.CHAPTER,
     kills.CHAPTER,
+    disks.CHAPTER,
+    damage.CHAPTER,
     damaged_runs.CHAPTER,
     numbers.CHAPTER,
     configs.CHAPTER,

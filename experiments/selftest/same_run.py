@@ -25,10 +25,13 @@ def differences(one: Path, other: Path) -> list[str]:
     """
     from moe_ffn.training.checkpoint_file import read_checkpoint
     from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
-    from moe_ffn.training.metrics_file import read_rows
+    from moe_ffn.training.metrics_file import num_damaged, read_rows
 
     found = [
         *_differ(read_rows(one / METRICS_FILE), read_rows(other / METRICS_FILE), METRICS_FILE),
+        *_differ(
+            num_damaged(one / METRICS_FILE), num_damaged(other / METRICS_FILE), "damaged lines"
+        ),
         *_differ(_json(one / SUMMARY_FILE), _json(other / SUMMARY_FILE), SUMMARY_FILE),
     ]
     for name in (ALARMS_FILE, SAMPLES_FILE):

@@ -8,6 +8,8 @@ still.
 from __future__ import annotations
 
 import hashlib
+import re
+import stat
 import struct
 import warnings
 from pathlib import Path
@@ -21,6 +23,7 @@ from moe_ffn.files import replacing
 IDENTITY = "identity"
 """The key under which is what a run has to agree in to go on from a checkpoint."""
 
+_FOUND = re.compile(r"(?<=WeightsUnpickler error: ).+|^Trying to load .+", re.MULTILINE)
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
@@ -54,7 +57,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or is not what was written.
     """
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             _require_seal(file)
             file.seek(0)
             with warnings.catch_warnings():
@@ -66,7 +69,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # of many kinds: pickle's, zip's, torch's
         raise CheckpointError(
-            f"is no checkpoint of tensors and plain values ({first_line(error)})"
+            f"is no checkpoint of tensors and plain values ({_why(error)})"
         ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
@@ -80,8 +83,20 @@ def verify(path: Path) -> None:
         CheckpointError: it does not match.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         _require_seal(file)
+
+
+def _why(error: Exception) -> str:
+    """Of all that torch says of a file, what it found, and not its advice to load it all the same."""
+    found = _FOUND.search(str(error))
+    return found[0] if found else first_line(error)
+
+
+def _open(path: Path) -> BinaryIO:
+    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for its other end
+        raise CheckpointError("is no file, but a folder or a device")
+    return path.open("rb")
 
 
 def _seal(file: BinaryIO) -> None:

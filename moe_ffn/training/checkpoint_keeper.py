@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,13 @@ class CheckpointKeeper(Callback):
         self.best_loss = float("inf")
         self.last_saved_step = -1
         """The optimizer step of the newest save that succeeded; -1 before the first."""
+        self.failure: OSError | None = None
+        """Why the disk did not take the newest step; None where it did."""
         self._patience = 0  # steps to wait after a save that failed; 0 where none did
         self._failed_at = -1
         self._outage = Outage(folder)
         self._saved_at = time.monotonic()
-        self._said_slow = False
+        self._said_slow = self._said_broken = False
 
     def is_validation_due(self, step: int) -> bool:
         """Whether optimizer step `step` ends with a validation, before which nothing is saved."""
@@ -110,7 +113,7 @@ class CheckpointKeeper(Callback):
         if loss < self.best_loss:
             before, self.best_loss = self.best_loss, loss
             if not self._write(trainer, BEST_NAME):
-                self.best_loss = before
+                self.best_loss = before  # that of the file, which a later one has to beat
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 
@@ -126,7 +129,9 @@ class CheckpointKeeper(Callback):
         step = trainer.global_step
         if step == self.last_saved_step:
             return True
-        if not self._write(trainer, step_name(step)):
+        is_saved = self._write(trainer, step_name(step))
+        self.failure = self.io.failure
+        if not is_saved:
             self._patience = min(max(2 * self._patience, 1), self._every)
             self._failed_at = step
             return False
@@ -163,20 +168,34 @@ class CheckpointKeeper(Callback):
 
     def _write(self, trainer: Trainer, name: str) -> bool:
         """Write a file, unless weights are broken; on every rank, whether it is there now."""
-        if not _all_finite(trainer.lightning_module):
+        self.io.failure = None
+        broken = _first_broken(trainer.lightning_module)
+        if not trainer.strategy.reduce_boolean_decision(broken is None):
+            self._say_broken(trainer, broken)
             return False
+        start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()  # a run that goes on from here has to find the rows before
-        start = time.monotonic()
         trainer.save_checkpoint(self.folder / name)
-        self._say_if_slow(time.monotonic() - start)
         failure = self.io.failure
         if trainer.is_global_zero:
+            self._say_if_slow(time.monotonic() - start)
             if failure is None:
                 self._outage.succeeded()
             else:
                 self._outage.failed(failure)
         return bool(trainer.strategy.broadcast(failure is None))
+
+    def _say_broken(self, trainer: Trainer, name: str | None) -> None:
+        if name is None or self._said_broken:
+            return
+        self._said_broken = True
+        print(
+            f"checkpoint: none of step {trainer.global_step}, nor until that is mended: '{name}' holds NaN "
+            f"or infinity; those in '{self.folder}' stay",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _say_if_slow(self, seconds: float) -> None:
         now = time.monotonic()
@@ -197,11 +216,19 @@ class CheckpointKeeper(Callback):
         try:
             if too_old:
                 verify(self.folder / step_name(step))
-            for path in too_old:
-                path.unlink(missing_ok=True)
         except (CheckpointError, OSError):
-            return  # what cannot be read or removed now is seen again at the next save
+            return
+        for path in too_old:
+            with suppress(OSError):  # what cannot be removed now is seen again at the next save
+                path.unlink(missing_ok=True)
 
 
-def _all_finite(module: torch.nn.Module) -> bool:
-    return all(bool(value.isfinite().all()) for value in module.parameters())
+def _first_broken(module: torch.nn.Module) -> str | None:
+    """The first parameter that is not finite, or buffer with NaN; a buffer may be a mask of infinities."""
+    for name, value in module.named_parameters():
+        if not bool(value.isfinite().all()):
+            return name
+    for name, value in module.named_buffers():
+        if bool(value.isnan().any()):
+            return name
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -177,6 +177,11 @@ OWNED_LIGHTNING_ARGUMENTS = {
 """The other arguments of `lightning.Trainer`, and what to use instead."""
 
 
+Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
+"""What a run may be trained in."""
+
+
 class TrainerConfig(Config, frozen=True):
     """The training loop. Further arguments of `lightning.Trainer` are passed on."""
 
@@ -188,7 +193,7 @@ class TrainerConfig(Config, frozen=True):
     """Batches whose gradients make up one optimizer step."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
-    precision: Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "auto"
+    precision: Precision = "auto"
     """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""

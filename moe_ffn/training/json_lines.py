@@ -41,6 +41,16 @@ def cut_lines(path: Path, step: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects that have a step; none where there is no file."""
+    return [json.loads(line) for line in _whole_lines(path) if _step(line) is not None]
+
+
+def num_damaged(path: Path) -> int:
+    """How many whole lines of a file are no objects with a step."""
+    return sum(_step(line) is None for line in _whole_lines(path))
+
+
 def _whole_lines(path: Path) -> list[str]:
     """None where there is no file; without a last line that has no end, whose writer died."""
     try:
@@ -53,7 +63,7 @@ def _whole_lines(path: Path) -> list[str]:
 def _step(line: str) -> int | None:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     step = value.get("step") if isinstance(value, dict) else None
-    return step if isinstance(step, int) else None
+    return step if type(step) is int else None

@@ -110,27 +110,64 @@ def columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a file, without empty cells; none where there is no file.
 
-    A last line without its end is left out: its writer died.
+    A last line without its end is left out: its writer died. So is a line that is no row; see
+    `num_damaged`.
     """
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    whole = text[: text.rfind("\n") + 1]
-    rows = csv.DictReader(io.StringIO(whole, newline=""))
-    return [{name: cell for name, cell in row.items() if name and cell} for row in rows]
+    names, lines = _read(path)
+    rows = [
+        dict(zip(names, cells, strict=True)) for cells in map(_cells, lines) if _fit(cells, names)
+    ]
+    return [{name: cell for name, cell in row.items() if cell} for row in rows]
+
+
+def num_damaged(path: Path) -> int:
+    """How many whole lines of a file are no rows of numbers, or stand under a header that is none."""
+    names, lines = _read(path)
+    has_header = STEP in names or not (names or lines)
+    return sum(not _fit(_cells(line), names) for line in lines) + (not has_header)
 
 
 def cut_rows(path: Path, step: int) -> None:
     """Remove the rows written after optimizer step `step`, which a resumed run will write again."""
-    rows = [
-        row for row in read_rows(path) if row.get(STEP, "").isdigit() and int(row[STEP]) <= step
-    ]
+    rows = [row for row in read_rows(path) if int(row[STEP]) <= step]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if rows:
         write_whole(path, _lines([dict(zip(names, names, strict=True)), *rows], names))
     else:
         path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[list[str], list[str]]:
+    """The columns, and the whole lines below them."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], []
+    header, *lines = text.split("\n")[:-1] or [""]
+    return _cells(header) or [header] * bool(header), lines
+
+
+def _cells(line: str) -> list[str]:
+    # Line by line, or a stray quotation mark would make one cell of all the rest.
+    try:
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error:  # a cell of a hundred thousand characters
+        return []
+
+
+def _fit(cells: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether these are numbers, as many as there are columns, and one of them the step."""
+    if STEP not in names or len(cells) != len(names):
+        return False
+    return cells[names.index(STEP)].isdecimal() and all(map(_is_number, filter(None, cells)))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _lines(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:

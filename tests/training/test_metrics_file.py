@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, read_rows
+from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, num_damaged, read_rows
 
 
 @pytest.fixture
@@ -119,3 +119,45 @@ def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
     logger.log_metrics({"loss": 2.0}, step=4)
 
     assert read_rows(path) == [{"step": "4", "loss": "2.0"}]
+
+
+DAMAGES = {
+    "bytes": b"\xff\x00,1.0",
+    "a cell less": b"6",
+    "a cell more": b"6,1.0,2.0",
+    "no number": b"6,1.O",
+    "no step": b",1.0",
+    "a quotation mark": b'6,"1.0',
+    "a cell without end": b"6," + b"9" * 200_000,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGES.values(), ids=DAMAGES)
+def test_lines_that_are_no_rows_are_counted_and_left_out(path: Path, line: bytes) -> None:
+    logger = MetricsFile(path)
+    for step in (2, 4):
+        logger.log_metrics({"loss": 1.5}, step=step)
+    good = path.read_text()
+    with path.open("ab") as file:
+        file.write(line + b"\n8,1.25\n")
+
+    assert num_damaged(path) == 1
+    assert [row["step"] for row in read_rows(path)] == ["2", "4", "8"]
+    cut_rows(path, 4)
+    assert path.read_text() == good
+
+
+@pytest.mark.parametrize("header", [b"stop,loss", b"\xff", b'"', b"[" * 200_000])
+def test_under_a_damaged_header_nothing_can_be_read(path: Path, header: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(header + b"\n2,1.5\n4,1.5\n")
+
+    assert read_rows(path) == []
+    assert num_damaged(path) == 3
+
+
+def test_without_a_file_nothing_is_damaged(path: Path) -> None:
+    assert num_damaged(path) == 0
+    MetricsFile(path).log_metrics({"loss": float("nan"), "other": None}, step=2)
+    assert num_damaged(path) == 0

@@ -1,0 +1,429 @@
+"""`--resume`: which run, with which options, from which checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from experiments.checkpoints import identity, newest_good, refusal_to_load, refusal_to_resume
+from experiments.command_line import to_yaml
+from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
+from experiments.restart import Start, find_start, go_back
+from experiments.resume import NEWEST, Resume, differences, find_resume, take_resume
+from experiments.train import main
+from moe_ffn.errors import ConfigError
+from moe_ffn.training import checkpoint_keeper
+from moe_ffn.training.checkpoint_file import write_checkpoint
+from moe_ffn.training.metrics_file import read_rows
+
+FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
+
+# -- which run
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """`make_run("a", written=5)`: a run of the default options, last written at that second."""
+
+    def make(name: str, written: int, finished: bool = False) -> Path:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(to_yaml(TrainConfig()))
+        if finished:
+            (folder / "summary.json").write_text("{}")
+        for path in folder.iterdir():
+            os.utime(path, (written, written))
+        return folder
+
+    return make
+
+
+def find(run: str, *argv: str) -> Resume:
+    return find_resume(run, argv, "train")
+
+
+@pytest.mark.parametrize(
+    ("argv", "run", "rest"),
+    [
+        (["--seed", "1"], None, ["--seed", "1"]),
+        (["--resume"], NEWEST, []),
+        (["--resume", "runs/a", "--seed", "1"], "runs/a", ["--seed", "1"]),
+        (["--resume=runs/a"], "runs/a", []),
+        (["--resume", "--seed", "1"], NEWEST, ["--seed", "1"]),
+        (["--seed", "1", "--resume"], NEWEST, ["--seed", "1"]),
+    ],
+)
+def test_resume_may_name_a_run(argv: list[str], run: str | None, rest: list[str]) -> None:
+    assert take_resume(argv) == (run, rest)
+
+
+def test_resume_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--resume: given twice; a process goes on with one"):
+        take_resume(["--resume", "runs/a", "--resume=runs/b"])
+
+
+def test_without_a_name_it_is_the_unfinished_run_that_was_written_last(
+    make_run: Callable[..., Path],
+) -> None:
+    make_run("oldest", written=1)
+    middle = make_run("middle", written=2)
+    make_run("newest", written=3, finished=True)
+
+    assert find(NEWEST).folder.resolve() == middle.resolve()
+    assert find(NEWEST, "--run.name", "oldest").folder == Path("runs/oldest")
+
+    checkpoints = Path("runs/oldest/checkpoints")
+    checkpoints.mkdir()
+    (checkpoints / "step_00000001.ckpt").touch()
+    assert find(NEWEST).folder == Path("runs/oldest"), "a checkpoint was written now"
+
+
+def test_where_there_is_nothing_to_go_on_with_that_is_said(make_run: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no run; name one"):
+        find(NEWEST)
+    make_run("done", written=1, finished=True)
+    with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no unfinished run; name one"):
+        find(NEWEST)
+    with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
+        find("runs/other")
+    with pytest.raises(ConfigError, match=r"^'runs' is no run: .*; it holds runs; .*runs/done"):
+        find("runs")
+
+
+def test_a_finished_run_goes_on_to_more_steps_alone(make_run: Callable[..., Path]) -> None:
+    folder = str(make_run("done", written=1, finished=True))
+
+    with pytest.raises(ConfigError, match=r"is finished; raise trainer.max_steps \(now 400\)"):
+        find(folder)
+    with pytest.raises(ConfigError, match="is finished"):
+        find(folder, "--trainer.max_steps", "300")
+
+    found = find(folder, "--trainer.max_steps", "500")
+    assert found.config.trainer.max_steps == 500
+    assert found.changes == {"trainer.max_steps": (400, 500)}
+
+
+def test_a_config_that_was_cut_short_is_refused(make_run: Callable[..., Path]) -> None:
+    folder = make_run("cut", written=1)
+    path = folder / "config.yaml"
+    lines = path.read_text().splitlines(keepends=True)
+
+    path.write_text("".join(lines[:-1]))
+    with pytest.raises(ConfigError, match=r"config.yaml' lacks sample\.\w+, so it was cut short"):
+        find(str(folder))
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"config.yaml' lacks seed and \d+ more, so"):
+        find(str(folder))
+
+
+def test_differences_are_named_by_their_dotted_keys() -> None:
+    before = {"a": 1, "b": {"c": 2, "d": 3}, "e": {"f": 4}}
+    now = {"a": 1, "b": {"c": 5, "d": 3, "g": 6}, "e": 7}
+
+    assert differences(before, now) == {"b.c": (2, 5), "b.g": (None, 6), "e": ({"f": 4}, 7)}
+
+
+# -- from which checkpoint
+
+
+def test_the_newest_good_one_is_taken_and_the_others_named(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.ckpt" for number in range(4)]
+    paths[0].touch()
+    for number in (1, 2, 3):
+        write_checkpoint({"global_step": number}, paths[number])
+
+    found, passed_over = newest_good(
+        paths, lambda values: "is odd" if values["global_step"] == 1 else None
+    )
+
+    assert found is not None
+    assert (found.path, found.step) == (paths[2], 2)
+    assert passed_over == ["0.ckpt is empty", "1.ckpt is odd"]
+    assert newest_good(paths[:2], lambda values: "is odd") == (
+        None,
+        ["0.ckpt is empty", "1.ckpt is odd"],
+    )
+
+
+STATE = {"weight": torch.zeros(2, 3), "count": torch.zeros(3, dtype=torch.int64)}
+IDENTITY = {
+    "seed": 1,
+    "model": {"d_model": 16},
+    "data": {"seq_len": 8, "batch_size": 4, "tokenizer": {"sha256": "a" * 64}},
+}
+CHECKPOINT: dict[str, Any] = {
+    "state_dict": STATE,
+    "identity": IDENTITY,
+    "optimizer_states": [],
+    "lr_schedulers": [],
+    "loops": {},
+    "callbacks": {},
+    "epoch": 0,
+    "global_step": 4,
+}
+OF_WEIGHTS = {
+    "model": {"d_model": 16},
+    "data": {"seq_len": 8, "tokenizer": {"sha256": "a" * 64}},
+}
+
+
+def with_identity(**changed: Any) -> dict[str, Any]:
+    return {**CHECKPOINT, "identity": {**IDENTITY, **changed}}
+
+
+def test_a_good_one_is_not_refused() -> None:
+    assert refusal_to_resume(CHECKPOINT, IDENTITY, STATE) is None
+    assert refusal_to_load(CHECKPOINT, OF_WEIGHTS, STATE) is None
+
+
+@pytest.mark.parametrize("key", CHECKPOINT)
+@pytest.mark.parametrize("instead", [None, "text"])
+def test_a_checkpoint_without_a_part_is_refused(key: str, instead: str | None) -> None:
+    values = {name: value for name, value in CHECKPOINT.items() if name != key}
+    if instead is not None:
+        values[key] = instead
+
+    assert refusal_to_resume(values, IDENTITY, STATE) == (
+        f"lacks '{key}', so it is no checkpoint of a run"
+    )
+    refused = refusal_to_load(values, OF_WEIGHTS, STATE) is not None
+    assert refused == (key in ("state_dict", "identity"))
+
+
+@pytest.mark.parametrize(
+    ("values", "answer", "loads"),
+    [
+        (with_identity(seed=2), "was made with seed 2, but this run has 1", True),
+        (
+            with_identity(model={"d_model": 32}),
+            "was made with model.d_model 32, but this run has 16",
+            False,
+        ),
+        (
+            with_identity(data={**IDENTITY["data"], "batch_size": 8}),
+            "was made with data.batch_size 8, but this run has 4",
+            True,
+        ),
+        (
+            with_identity(data={**IDENTITY["data"], "tokenizer": {"sha256": "b" * 64}}),
+            "was made with data.tokenizer.sha256 bbbbbbbbbbbb..., but this run has aaaaaaaaaaaa...",
+            False,
+        ),
+        (with_identity(model=None), "was made with model None, but this run has {'d_model': 16}", False),
+    ],
+    ids=["seed", "model", "batch size", "tokenizer", "no model"],
+)  # fmt: skip
+def test_what_is_of_something_else_is_refused(
+    values: dict[str, Any], answer: str, loads: bool
+) -> None:
+    assert refusal_to_resume(values, IDENTITY, STATE) == answer
+    assert refusal_to_load(values, OF_WEIGHTS, STATE) == (None if loads else answer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({"weight": torch.zeros(3, 2)}, r"has 'weight' in another shape than \(2, 3\)"),
+        ({"weight": [0.0]}, r"has 'weight' in another shape"),
+        ({"weight": torch.zeros(2, 3).long()}, r"has 'weight' as torch.int64, not torch.float32"),
+        ({"weight": torch.full((2, 3), torch.nan)}, r"holds NaN in 'weight'"),
+        ({"more": torch.zeros(1)}, r"has the weight 'more', which this model lacks"),
+    ],
+    ids=["shape", "no tensor", "kind", "NaN", "too many"],
+)
+def test_weights_that_do_not_go_into_the_model_are_refused(
+    changed: dict[str, Any], answer: str
+) -> None:
+    values = {**CHECKPOINT, "state_dict": {**STATE, **changed}}
+    said = refusal_to_load(values, OF_WEIGHTS, STATE)
+    assert said is not None
+    assert re.match(answer, said), said
+    assert refusal_to_resume(values, IDENTITY, STATE) == said
+
+
+def test_bfloat16_weights_go_into_a_float32_model() -> None:
+    state = {**STATE, "weight": STATE["weight"].bfloat16()}
+    assert refusal_to_load({**CHECKPOINT, "state_dict": state}, OF_WEIGHTS, STATE) is None
+
+
+# -- the program
+
+
+@pytest.fixture
+def unfinished(moe_run: Any, tmp_path: Path) -> Path:
+    """The run of six steps, as it was after the fourth."""
+    folder = tmp_path / "runs" / "mine"
+    shutil.copytree(moe_run.folder, folder)
+    (folder / "summary.json").unlink()
+    (folder / "checkpoints" / "step_00000006.ckpt").unlink()
+    return folder
+
+
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run `--resume` with these arguments; returns the exit code."""
+
+    def run(*argv: str) -> int:
+        monkeypatch.setenv("COLUMNS", "300")
+        monkeypatch.setattr(sys, "argv", ["train.py", "--resume", *argv])
+        try:
+            return exit_on_bad_input(main)
+        except SystemExit as end:
+            return int(end.code or 0)
+
+    return run
+
+
+def test_a_changed_model_is_refused_with_both_values(
+    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
+
+    code = go_on(str(unfinished), "--model.d_model", "32")
+
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2
+    assert error == (
+        f"error: '{unfinished}/checkpoints' has no checkpoint to go on from: step_00000004.ckpt was made "
+        "with model.d_model 16, but this run has 32; and 1 more; start a new run, or remove the folder to "
+        "train this one from its first step"
+    )
+    after = {path: path.read_bytes() for path in before}
+    assert after == before, "something was changed"
+
+
+def test_it_goes_on_to_more_steps_and_says_from_where(
+    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (unfinished / "checkpoints" / "step_00000005.ckpt").write_bytes(b"cut")
+    (unfinished / "tokenizer.json").write_bytes(b"\xff")
+
+    code = go_on(str(unfinished), "--trainer.max_steps", "8")
+
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert (
+        f"resuming {unfinished} after step 4, from step_00000004.ckpt: passed over step_00000005.ckpt does "
+        "not end in its checksum: it was cut short, or is no checkpoint; the newest good one\n"
+    ) in printed.out
+    assert printed.err.count("tokenizer.json' is not what this run was begun with") == 1
+    assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}
+    assert [row["step"] for row in read_rows(unfinished / "metrics.csv")] == list("244688")
+    assert yaml.safe_load((unfinished / "config.yaml").read_text())["trainer"]["max_steps"] == 8
+    (line,) = (unfinished / "resumes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changes"] == {"trainer.max_steps": [6, 8]}
+    assert (unfinished / "summary.json").exists()
+
+
+def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,loss\n2,1.5\n")
+    (folder / "samples.jsonl").write_bytes(b"\xff\n")
+    states = {
+        "StepLogger": {"last_row_step": 4, "num_alarms": 3},
+        "SampleLog": {"last": "a text"},
+    }
+    start = Start(4, folder / "step_00000004.ckpt", (), states)
+
+    files = {"config.yaml": to_yaml(TrainConfig()), "facts.json": FACTS}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+    go_back(Resume(folder, TrainConfig(), {}), start, files)
+
+    assert capsys.readouterr().err.splitlines() == [
+        f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
+        "samples.jsonl.damaged has it as it was",
+        f"'{folder}/metrics.csv' ends at step 2, not 4; the rest is lost, and the run goes on",
+        f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
+    ]
+    assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, 1),
+        ({"seed": (0, 3)}, 0),
+    ],
+    ids=["edited", "given"],
+)
+def test_an_option_that_changed_by_itself_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "facts.json").write_text(FACTS)
+    config = TrainConfig(seed=3)
+    fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
+
+    go_back(Resume(folder, config, changes), Start(0, None, (), {}), {"facts.json": fresh})
+
+    line = (
+        f"'{folder}/config.yaml' has seed 3, facts.json has 0: one of them was edited or damaged; going "
+        "on with 3"
+    )
+    assert capsys.readouterr().err.splitlines() == [line][:said]
+    facts = json.loads((folder / "facts.json").read_text())
+    assert (facts["seed"], facts["precision"]) == (3, "32-true")
+
+
+def test_a_folder_without_checkpoints_begins_at_the_start(tmp_path: Path) -> None:
+    start = find_start(tmp_path, {}, {})
+
+    assert (start.step, start.checkpoint) == (0, None)
+    assert start.describe(tmp_path).endswith(
+        "from the start: no checkpoint was saved before it ended"
+    )
+
+
+def test_the_identity_leaves_out_what_only_changes_the_computing(
+    config_of: Callable[[list[str]], TrainConfig], moe_run: Any
+) -> None:
+    from moe_ffn.data.prepare import prepare
+
+    plain = config_of(moe_run.args)
+    data = prepare(plain.data, progress=False)
+    for option, value, same in [
+        ("--model.ffn.experts.backend", "loop", True),
+        ("--model.ffn.capacity.eval_factor", "2.0", True),
+        ("--logging.every_n_steps", "7", True),
+        ("--model.ffn.capacity.factor", "2.0", False),
+        ("--seed", "7", False),
+    ]:
+        other = config_of([*moe_run.args, option, value])
+        assert (identity(other, data) == identity(plain, data)) == same, option
+
+
+def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
+    run_train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(values: dict[str, Any], path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", fail)
+    done = run_train(tmp_path, "--run.name", "full", "--trainer.max_steps", "2")
+
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: the weights of step 2 are not saved (No space left on device); make room, then: python -m "
+        "experiments.train --resume runs/full"
+    )
+    folder = done.folder
+    assert not (folder / "summary.json").exists(), "it could not be resumed"
+    assert (folder / "metrics.csv").exists()
+    assert (folder / "report.html").exists()

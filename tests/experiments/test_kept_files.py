@@ -1,0 +1,72 @@
+"""What a run is begun with comes back where somebody removed its folder; one process holds a run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+
+from experiments.kept_files import KeptFiles
+from experiments.run_lock import is_locked, locked
+from moe_ffn.errors import ConfigError
+
+
+def test_files_that_are_there_are_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+
+    KeptFiles(tmp_path, {"config.yaml": "theirs"}).put_back()
+
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert capsys.readouterr().err == ""
+
+
+def test_those_that_were_removed_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    kept = KeptFiles(folder, {"config.yaml": "seed: 1\n", "facts.json": "{}"})
+
+    kept.put_back()
+    kept.put_back()
+
+    assert (folder / "config.yaml").read_text() == "seed: 1\n"
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{folder}' had lost config.yaml, facts.json; written again"
+    ]
+
+
+def test_a_disk_that_does_not_take_them_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.write_text("a file in the place of the folder")
+    kept = KeptFiles(folder, {"config.yaml": ""})
+
+    for _ in range(3):
+        kept.put_back()
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"disk: '{folder}' cannot be written (")
+
+
+def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
+    assert not is_locked(tmp_path)
+    with locked(tmp_path):
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.apply(is_locked, [tmp_path])
+        with pytest.raises(ConfigError, match=r"is being trained by another process; stop that"):
+            locked(tmp_path).__enter__()
+    assert not is_locked(tmp_path)
+
+
+def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    shutil.rmtree(folder)
+
+    with locked(folder):
+        assert not is_locked(folder)

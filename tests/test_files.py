@@ -1,0 +1,106 @@
+"""Files that are whole or not there, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.files import remove_unfinished, replacing, set_aside, sync_folder, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_content_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "before")
+
+    write_whole(path, "wörter")
+
+    assert path.read_bytes() == "wörter".encode()
+    assert names(tmp_path) == ["file"]
+    assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=str)
+def test_an_error_within_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "before")
+
+    def write_half() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+
+    assert path.read_text() == "before"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_what_fails_at_the_end_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "file"
+    write_whole(path, "before")
+
+    def fail(*given: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os if call == "fsync" else Path, call, fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_whole(path, "after")
+
+    assert path.read_text() == "before"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_in_the_place_of_the_file_is_an_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+
+    with pytest.raises(OSError, match="directory"):
+        write_whole(tmp_path / "file", "content")
+
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (".file.abc.unfinished", "file", "mine.unfinished", ".hidden"):
+        (tmp_path / name).touch()
+
+    remove_unfinished(tmp_path)
+
+    assert names(tmp_path) == [".hidden", "file", "mine.unfinished"]
+
+
+def test_a_damaged_file_is_kept_beside_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"\xff\x00")
+
+    kept = set_aside(path)
+
+    assert kept == tmp_path / "metrics.csv.damaged"
+    assert kept.read_bytes() == path.read_bytes() == b"\xff\x00"
+
+
+@pytest.mark.parametrize(
+    ("code", "fails"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
+)
+def test_a_file_system_that_cannot_sync_folders_is_no_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if fails:
+        with pytest.raises(OSError, match="Input/output error"):
+            sync_folder(tmp_path)
+    else:
+        sync_folder(tmp_path)

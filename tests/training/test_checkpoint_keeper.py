@@ -1,0 +1,285 @@
+"""When a run is saved, what stays, and what is said of a disk that takes nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moe_ffn.training import checkpoint_keeper
+from moe_ffn.training.checkpoint_folder import step_name
+from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
+from moe_ffn.training.config import CheckpointsConfig
+
+
+class FakeTrainer:
+    """What the keeper asks of Lightning's Trainer; a run of one process."""
+
+    def __init__(self, keeper: CheckpointKeeper) -> None:
+        self.keeper = keeper
+        self.global_step = 0
+        self.is_global_zero = True
+        self.accumulate_grad_batches = 1
+        self.loggers: list[Any] = []
+        self.lightning_module = nn.Linear(2, 2)
+        self.state = SimpleNamespace(fn="fit")
+        self.callback_metrics: dict[str, float] = {}
+        self.strategy = SimpleNamespace(
+            broadcast=lambda value: value, reduce_boolean_decision=lambda value: value
+        )
+
+    def save_checkpoint(self, path: Path) -> None:
+        self.keeper.io.save_checkpoint({"global_step": self.global_step}, path)
+
+    def step(self, number: int) -> None:
+        """The end of an optimizer step, without a validation."""
+        self.global_step = number
+        module: Any = self.lightning_module
+        trainer: Any = self
+        self.keeper.on_train_batch_end(trainer, module, None, {"index": number - 1}, number - 1)
+
+    def validate(self, number: int, loss: float) -> None:
+        self.global_step = number
+        self.callback_metrics["validation/loss"] = loss
+        module: Any = self.lightning_module
+        trainer: Any = self
+        self.keeper.on_validation_end(trainer, module)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., FakeTrainer]:
+    """`make(every_n_steps=2)`: a trainer whose keeper writes into `tmp_path/checkpoints`."""
+
+    def build(validate_every_n_steps: int = 1000, **options: Any) -> FakeTrainer:
+        config = CheckpointsConfig(**options)
+        folder = tmp_path / "checkpoints"
+        return FakeTrainer(CheckpointKeeper(folder, config, validate_every_n_steps, {}))
+
+    return build
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.ckpt"))
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing can be written any more, until it is called."""
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    return lambda: monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [10]), (2, [8, 10]), (9, [2, 4, 6, 8, 10])])
+def test_the_last_few_and_the_best_are_kept(
+    make: Callable[..., FakeTrainer], folder: Path, keep_last: int, kept: list[int]
+) -> None:
+    trainer = make(every_n_steps=2, keep_last=keep_last)
+    trainer.validate(1, loss=2.0)
+    for number in range(2, 11):
+        trainer.step(number)
+
+    assert steps(folder) == kept
+    assert (folder / "best.ckpt").exists()
+
+
+def test_only_a_lower_loss_is_the_best(make: Callable[..., FakeTrainer], folder: Path) -> None:
+    trainer = make(every_n_steps=100)
+    trainer.validate(1, loss=2.0)
+    first = (folder / "best.ckpt").read_bytes()
+    for number, loss in enumerate([2.0, 2.5, float("nan")], start=2):
+        trainer.validate(number, loss=loss)
+    assert (folder / "best.ckpt").read_bytes() == first
+
+    trainer.validate(6, loss=1.5)
+    assert (folder / "best.ckpt").read_bytes() != first
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_the_good_ones_stay_where_the_newest_is_damaged(
+    make: Callable[..., FakeTrainer],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep_last: int,
+) -> None:
+    trainer = make(every_n_steps=2, keep_last=keep_last)
+    for number in range(2, 7):
+        trainer.step(number)
+    good = steps(folder)
+    write = checkpoint_keeper.write_checkpoint
+
+    def write_badly(values: dict[str, Any], path: Path) -> None:
+        """As a disk does that loses the end of a file and says nothing."""
+        write(values, path)
+        os.truncate(path, path.stat().st_size - 5)
+
+    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", write_badly)
+    trainer.step(8)
+    trainer.step(10)
+
+    assert steps(folder) == [*good, 8, 10]
+
+
+def test_what_cannot_be_removed_keeps_nothing_else(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    trainer = make(every_n_steps=2, keep_last=1)
+    (folder / step_name(4)).mkdir(parents=True)  # somebody's folder
+    (folder / step_name(3)).touch()
+
+    trainer.step(6)
+
+    assert steps(folder) == [4, 6]
+
+
+def test_a_save_that_fails_removes_nothing_and_is_tried_again(
+    make: Callable[..., FakeTrainer],
+    folder: Path,
+    full_disk: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    free, tried = full_disk, []
+    trainer = make(every_n_steps=10, keep_last=1)
+    folder.mkdir()
+    (folder / step_name(5)).touch()
+    write = checkpoint_keeper.write_checkpoint
+
+    def recorded(values: dict[str, Any], path: Path) -> None:
+        tried.append(values["global_step"])
+        write(values, path)
+
+    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", recorded)
+    for number in range(10, 50):
+        trainer.step(number)
+    # 1, 2, 4 and 8 steps later, and never longer than the 10 between two checkpoints
+    assert tried == [10, 11, 13, 17, 25, 35, 45]
+    assert steps(folder) == [5]
+    assert trainer.keeper.failure is not None
+
+    free()
+    for number in range(50, 62):
+        trainer.step(number)
+
+    assert tried[7:] == [55, 60], "as soon as it is due, and then as always"
+    assert steps(folder) == [60]
+    assert trainer.keeper.failure is None
+    assert [path.name for path in folder.iterdir()] == [step_name(60)]
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{folder}' cannot be written (No space left on device); training goes on and tries again",
+        f"disk: '{folder}' is written again",
+    ]
+
+
+def test_the_best_of_what_could_be_written_is_the_best(
+    make: Callable[..., FakeTrainer], folder: Path, full_disk: Callable[[], None]
+) -> None:
+    trainer = make(every_n_steps=100)
+    trainer.validate(1, loss=1.0)
+    full_disk()
+
+    trainer.validate(2, loss=1.5)
+
+    assert trainer.keeper.best_loss == 1.5
+    assert (folder / "best.ckpt").exists()
+
+
+@pytest.mark.parametrize("where", ["a parameter", "a buffer"])
+def test_broken_weights_are_not_saved_and_that_is_said_once(
+    make: Callable[..., FakeTrainer], folder: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    trainer = make(every_n_steps=2)
+    module = trainer.lightning_module
+    module.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))
+    trainer.step(2)
+    assert steps(folder) == [2], "a buffer may hold infinities"
+
+    broken = module.weight.data[0] if where == "a parameter" else module.mask
+    broken[0] = float("nan")  # pyright: ignore[reportIndexIssue]
+    for number in range(3, 20):
+        trainer.step(number)
+
+    assert steps(folder) == [2]
+    name = "weight" if where == "a parameter" else "mask"
+    assert capsys.readouterr().err.splitlines() == [
+        f"checkpoint: none of step 4, nor until that is mended: '{name}' holds NaN or infinity; those in "
+        f"'{folder}' stay"
+    ]
+    assert trainer.keeper.failure is None, "the disk is good"
+
+
+def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
+    make: Callable[..., FakeTrainer], full_disk: Callable[[], None]
+) -> None:
+    trainer = make(every_n_steps=2)
+    trainer.step(2)
+    assert trainer.keeper.failure is not None
+
+    trainer.lightning_module.weight.data[0] = float("nan")
+    trainer.step(3)
+
+    assert trainer.keeper.failure is None
+
+
+def test_a_slow_disk_is_said_once(
+    make: Callable[..., FakeTrainer],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(checkpoint_keeper.time, "monotonic", lambda: clock)
+    trainer = make(every_n_steps=2)
+    write = checkpoint_keeper.write_checkpoint
+
+    def crawl(values: dict[str, Any], path: Path) -> None:
+        nonlocal clock
+        clock += 30.0
+        write(values, path)
+
+    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", crawl)
+    for number in range(2, 9):
+        clock += 15.0
+        trainer.step(number)
+
+    assert capsys.readouterr().err.splitlines() == [
+        "disk: a checkpoint took 30 s, 67% of the time since the last one; raise checkpoints.every_n_steps "
+        "(now 2)"
+    ]
+
+
+def test_a_step_is_saved_once(make: Callable[..., FakeTrainer], folder: Path) -> None:
+    trainer = make(every_n_steps=2)
+    trainer.step(2)
+    before = (folder / step_name(2)).stat().st_mtime_ns
+    anything: Any = trainer
+    trainer.keeper.on_train_end(anything, anything)
+
+    assert (folder / step_name(2)).stat().st_mtime_ns == before
+
+
+def test_leftovers_of_a_dead_process_are_removed(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    folder.mkdir()
+    (folder / ".step_00000002.ckpt.x.unfinished").touch()
+    trainer: Any = make()
+
+    trainer.keeper.on_train_start(trainer, trainer.lightning_module)
+
+    assert not list(folder.iterdir())
