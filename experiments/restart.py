@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from experiments.mending import cut_logs, mend_files, read_facts
 from experiments.resume import Resume
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
+    DOCUMENTS_FILE,
     FACTS_FILE,
     RESUMES_FILE,
     SUMMARY_FILE,
     git_revision,
 )
+from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import remove_unfinished
 from moe_ffn.training import json_lines
@@ -44,6 +47,22 @@ class Start:
             f"passed over {why}; the newest good one" if why else "its newest checkpoint, and good"
         )
         return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}: {which}"
+
+
+def check_documents(folder: Path, now: Documents) -> None:
+    """ConfigError that names the first document which is not what the run began with.
+
+    Where the run's list is lost, the checkpoint still knows that the corpus is another.
+    """
+    try:
+        text = (folder / DOCUMENTS_FILE).read_text(encoding="utf-8")
+        change = changed(Documents.from_dict(json.loads(text)), now)
+    except (OSError, ValueError):
+        return
+    if change:
+        raise ConfigError(
+            f"data.corpus: {change}, since '{folder}' began; put back what it was, or start a new run"
+        )
 
 
 def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Tensor]) -> Start:

@@ -140,6 +140,7 @@ _FILES = {
     "samples.jsonl": "the texts of every validation",
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
+    "documents.json": "what it was trained on: each document and its sha256",
     "checkpoints/best.ckpt": "weights of the lowest validation loss",
     "checkpoints/step_*.ckpt": "the last weights; --resume goes on from them",
     "wandb": "the run for wandb",

@@ -20,6 +20,7 @@ SUMMARY_FILE = "summary.json"
 ALARMS_FILE = "alarms.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FILE = "tokenizer.json"
+DOCUMENTS_FILE = "documents.json"
 RESUMES_FILE = "resumes.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 

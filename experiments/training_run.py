@@ -29,11 +29,12 @@ from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
 from experiments.report.page import REPORT_FILE, write_report
-from experiments.restart import find_start, first_precision, go_back, how_to_go_on
+from experiments.restart import check_documents, find_start, first_precision, go_back, how_to_go_on
 from experiments.results import Results, say_diverged
 from experiments.resume import Resume
 from experiments.run_folder import (
     CONFIG_FILE,
+    DOCUMENTS_FILE,
     FACTS_FILE,
     TOKENIZER_FILE,
     check_run_folder,
@@ -84,6 +85,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if resume is not None:
             folder = resume.folder
             stack.enter_context(locked(folder) if is_main else nullcontext())
+            check_documents(folder, data.documents)
             start = find_start(folder, identity(config, data), module.state_dict())
             say(start.describe(folder))
             if config.trainer.precision == "auto":
@@ -139,11 +141,14 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
 
 def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
-    """What the run is, before its first step: options, facts and tokenizer, each the text of a file."""
+    """What the run is, before its first step: options, facts, tokenizer and what was read, each the text of a
+    file.
+    """
     return {
         CONFIG_FILE: to_yaml(config),
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",
         TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
+        DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
     }
 
 

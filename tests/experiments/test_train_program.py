@@ -38,6 +38,7 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "sample.txt",
         "samples.jsonl",
         "tokenizer.json",
+        "documents.json",
         "checkpoints/best.ckpt",
         "checkpoints/step_00000006.ckpt",
     }
