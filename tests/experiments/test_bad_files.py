@@ -209,8 +209,9 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     [
         ("config.yaml", "sed: 1", "'{path}': sed: unknown; did you mean 'seed'?"),
         ("config.yaml", "[1]", "'{path}': must hold a YAML mapping, got list"),
-        ("config.yaml", "", "'{path}' describes another model than checkpoints/best.ckpt holds; one of "
-         "the two is not of this run"),
+        ("config.yaml", "", "'{run}/checkpoints' has no good checkpoint: best.ckpt was made with "
+         "model.d_model 16, but this run has 128; step_00000006.ckpt was made with model.d_model 16, but "
+         "this run has 128; step_00000004.ckpt was made with model.d_model 16, but this run has 128"),
         ("tokenizer.json", "{", "'{path}' is not the tokenizer that this run was trained with: "
          "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("tokenizer.json", "[]", "'{path}' is not the tokenizer that this run was trained with: "
@@ -226,7 +227,7 @@ def test_a_damaged_file_of_a_run_is_named(
     with pytest.raises(ConfigError) as refused:
         load_run(run)
 
-    assert str(refused.value) == answer.format(path=run / name)
+    assert str(refused.value) == answer.format(path=run / name, run=run)
 
 
 # -- where a run is written
