@@ -22,11 +22,14 @@ MOST_LINES = 3
 """What is said of one command: the first mistakes are often the cause of the others."""
 
 
+MOST_LINES = 3
+"""What is said of one command: the first mistakes are often the cause of the others."""
+
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
-    """Run `main` on the command line; a ConfigError becomes one line per mistake and exit code 2.
+    """Run `main` on the command line; a ConfigError becomes up to three lines and exit code 2.
 
     Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed.
     """
@@ -34,7 +37,11 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
         with _ending_cleanly():
             return main(sys.argv[1:])
     except ConfigError as error:
-        for line in str(error).splitlines():
+        lines = str(error).splitlines()
+        if len(lines) > MOST_LINES:
+            rest = len(lines) - (MOST_LINES - 1)
+            lines[MOST_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
+        for line in lines:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:

@@ -303,6 +303,35 @@ def test_a_changed_model_is_refused_with_both_values(
     assert after == before, "something was changed"
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.unlink(), "'3.txt' was removed"),
+        (lambda text: text.write_text("other words\n"), "'3.txt' has changed"),
+        (lambda text: text.with_name("a.txt").write_text("more\n"), "'a.txt' is new"),
+    ],
+    ids=["removed", "changed", "new"],
+)
+def test_a_corpus_that_changed_is_refused_by_the_name_of_the_file(
+    unfinished: Path,
+    corpus: Path,
+    go_on: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], Any],
+    said: str,
+) -> None:
+    moved = Path(shutil.copytree(corpus, tmp_path / "moved"))
+    change(moved / "3.txt")
+
+    code = go_on(str(unfinished), "--data.corpus.paths", f"['{moved}']")
+
+    assert code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: data.corpus: {said}, since '{unfinished}' began; put back what it was, or start a new run"
+    )
+
+
 def test_it_goes_on_to_more_steps_and_says_from_where(
     unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
