@@ -1,10 +1,13 @@
-"""One process at a time trains a run."""
+"""One process at a time trains a run, and others can tell whether one does."""
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from moe_ffn.errors import ConfigError
 
@@ -14,6 +17,10 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK_FILE = ".lock"
+"""Holds the name of the machine on which the run was trained last."""
+
+_PATIENCE_SECONDS = 1.0
+"""A reader that asks whether the lock is held has it for a moment."""
 
 
 @contextmanager
@@ -26,27 +33,50 @@ def locked(folder: Path) -> Iterator[None]:
         ConfigError: another process holds it.
     """
     try:
-        file = (folder / LOCK_FILE).open("a")
+        file = (folder / LOCK_FILE).open("a+")
     except OSError:
         yield
         return
     with file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"'{folder}' is being trained by another process; stop that one, or start a new run"
-                ) from error
-            except OSError:
-                pass
+        if not _take(file):
+            raise ConfigError(
+                f"'{folder}' is being trained by another process; stop that one, or start a new run"
+            )
+        try:
+            file.truncate(0)
+            file.write(platform.node())
+            file.flush()
+        except OSError:  # a full disk; the lock is held all the same
+            pass
         yield
 
 
-def is_locked(folder: Path) -> bool:
-    """Whether a process on this machine trains the run now."""
+def is_trained_here(folder: Path) -> bool | None:
+    """Whether a process of this machine trains the run now; None where that cannot be told."""
     try:
-        with locked(folder):
+        with (folder / LOCK_FILE).open() as file:
+            if fcntl is None or file.read() != platform.node():
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except ConfigError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return None
+
+
+def _take(file: TextIO) -> bool:
+    """Whether the lock is ours now, or there are no locks here."""
+    if fcntl is None:
+        return True
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        except OSError:
+            return True

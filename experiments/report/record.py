@@ -23,6 +23,7 @@ from experiments.run_folder import (
     SUMMARY_FILE,
     check_is_run,
 )
+from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
@@ -185,8 +186,12 @@ def _state(
 ) -> State:
     if is_finished:
         return "finished"
-    if has_ended:
+    is_trained = False if has_ended else is_trained_here(folder)
+    if is_trained is False:
         return "interrupted"
+    if is_trained:
+        return "training" if metrics else "waiting"
+    # Perhaps on another machine: what is written tells.
     files = [folder / name for name in WATCHED]
     written = [path.stat().st_mtime for path in files if path.is_file()]
     rows = max(map(len, metrics.values()), default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.kept_files import KeptFiles
-from experiments.run_lock import is_locked, locked
+from experiments.run_lock import is_trained_here, locked
 from moe_ffn.errors import ConfigError
 
 
@@ -54,13 +54,21 @@ def test_a_disk_that_does_not_take_them_is_said_once(
 
 
 def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
-    assert not is_locked(tmp_path)
+    assert is_trained_here(tmp_path) is None, "nobody ever held it"
     with locked(tmp_path):
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            assert pool.apply(is_locked, [tmp_path])
+            assert pool.apply(is_trained_here, [tmp_path])
         with pytest.raises(ConfigError, match=r"is being trained by another process; stop that"):
             locked(tmp_path).__enter__()
-    assert not is_locked(tmp_path)
+    assert is_trained_here(tmp_path) is False
+
+
+def test_of_another_machine_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(tmp_path):
+        monkeypatch.setattr("platform.node", lambda: "another")
+        assert is_trained_here(tmp_path) is None
 
 
 def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> None:
@@ -69,4 +77,4 @@ def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> Non
     shutil.rmtree(folder)
 
     with locked(folder):
-        assert not is_locked(folder)
+        assert is_trained_here(folder) is None

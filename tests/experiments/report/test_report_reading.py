@@ -14,6 +14,7 @@ from synthetic_run import age, raise_alarms, write_run
 from experiments.report import record
 from experiments.report.metrics_file import Series, read_metrics
 from experiments.report.record import Alarm, Sample, read_run, read_runs
+from experiments.run_lock import locked
 from moe_ffn.errors import ConfigError
 
 
@@ -199,6 +200,15 @@ def test_a_run_without_an_end_is_training_until_it_has_been_silent_for_long(tmp_
     age(folder, 100)
     assert read_run(folder).state == "training"
     age(folder, 130)
+    assert read_run(folder).state == "interrupted"
+
+
+def test_the_process_that_trains_it_is_believed_more_than_the_clock(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    with locked(folder):
+        age(folder, 5_000)
+        assert read_run(folder).state == "training"
+    age(folder, 0)
     assert read_run(folder).state == "interrupted"
 
 
