@@ -15,8 +15,8 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import Logger
 
-from experiments.checkpoints import identity
 from experiments.config import TrainConfig
+from experiments.identity import identity
 from experiments.kept_files import KeptFiles
 from experiments.run_folder import (
     ALARMS_FILE,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.config import TrainConfig
-from experiments.resume import differences
-from moe_ffn.data.prepare import PreparedData
-from moe_ffn.data.tokenizer import Tokenizer
+from experiments.identity import differences
 from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
 
@@ -30,10 +25,6 @@ _NEEDED = {
     "global_step": int,
 }
 """What Lightning reads of a checkpoint, and as what."""
-
-_FREE = {"backend", "eval_factor"}
-"""Options of the model that change how it is computed, or evaluated, and not what it is."""
-
 
 _OF_WEIGHTS = re.compile(r"model|data$|data\.tokenizer|data\.seq_len")
 """The part of an identity without which weights mean something else."""
@@ -49,34 +40,6 @@ class GoodCheckpoint:
     @property
     def step(self) -> int:
         return self.values["global_step"]
-
-
-def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
-    """What two runs have to agree in for one to go on from a checkpoint of the other."""
-    weights = identity_of_weights(config, data.tokenizer)
-    return {
-        "seed": config.seed,
-        **weights,
-        "data": {
-            "corpus": {"sha256": data.corpus_sha256},
-            **weights["data"],
-            "validation_percent": config.data.validation_percent,
-            "batch_size": config.data.batch_size,
-        },
-        "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
-    }
-
-
-def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The part of an identity in which a model has to agree with the weights that are put into it."""
-    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
-    return {
-        "model": _without_free(config.model.to_dict()),
-        "data": {
-            "tokenizer": {"sha256": hashlib.sha256(values.encode()).hexdigest()},
-            "seq_len": config.data.seq_len,
-        },
-    }
 
 
 def newest_good(
@@ -164,14 +127,6 @@ def _refusal_of_state(found: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
     if unknown := [name for name in found if name not in state]:
         return f"has the weight '{unknown[0]}', which this model lacks"
     return None
-
-
-def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_free(value) if isinstance(value, Mapping) else value
-        for key, value in options.items()
-        if key not in _FREE
-    }
 
 
 def _short(value: Any) -> str:

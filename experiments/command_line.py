@@ -12,7 +12,6 @@ import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[report
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 from yaml.composer import ComposerError
 
 from experiments.option_help import print_help
+from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
 from moe_ffn.errors import ConfigError, explain, first_line, shorten
@@ -85,7 +85,7 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
 
 
 def _say_import(where: str) -> None:
-    if "LOCAL_RANK" not in os.environ:  # the first of the ranks says it for all
+    if is_first_rank():  # says it for all
         print(f"importing {where!r}, which runs its code", file=sys.stderr, flush=True)
 
 

@@ -20,6 +20,7 @@ from experiments.command_line import parse_config, read_config, validate
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
+from experiments.run_lock import locked
 from moe_ffn.errors import ConfigError
 
 COMMAND = "python -m experiments.compare"
@@ -119,7 +120,8 @@ def has_begun(config: TrainConfig) -> bool:
     except ConfigError:  # the file is damaged, or of another version
         pass
     aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-    folder.rename(aside)
+    with locked(folder):
+        folder.rename(aside)
     print(f"{folder.name}: an unfinished run with other options is now {aside}")
     return False
 

@@ -21,10 +21,6 @@ EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 MOST_LINES = 3
 """What is said of one command: the first mistakes are often the cause of the others."""
 
-
-MOST_LINES = 3
-"""What is said of one command: the first mistakes are often the cause of the others."""
-
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 

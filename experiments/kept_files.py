@@ -31,10 +31,10 @@ class KeptFiles(Callback):
 
     def put_back(self) -> None:
         """Write those that are missing, and say so."""
-        missing = [name for name in self.files if not (self.folder / name).exists()]
-        if not missing:
-            return
         with self._outage.expected():
+            missing = [name for name in self.files if not (self.folder / name).exists()]
+            if not missing:
+                return
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in missing:
                 write_whole(self.folder / name, self.files[name])

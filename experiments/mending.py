@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.resume import Resume, differences
+from experiments.identity import differences
+from experiments.resume import Resume
 from experiments.run_folder import (
     ALARMS_FILE,
     CONFIG_FILE,
+    DOCUMENTS_FILE,
     FACTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
@@ -23,7 +25,7 @@ from experiments.run_folder import (
 from experiments.sample_log import SampleLog
 from moe_ffn.files import set_aside, write_whole
 from moe_ffn.training import json_lines, metrics_file
-from moe_ffn.training.callbacks import StepLogger
+from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.metrics_file import STEP
 
@@ -46,9 +48,11 @@ def cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
         ]
         if _keep_damaged(path, num_damaged(path))
     }
-    metrics_file.cut_rows(folder / METRICS_FILE, step)
-    for name in (SAMPLES_FILE, ALARMS_FILE):
-        json_lines.cut_lines(folder / name, step)
+    # The validation of that very step may be still to come, and with it a row and a text.
+    validated_step = callbacks.get(ValidationLogger.__qualname__, {}).get("last_step", -1)
+    metrics_file.cut_rows(folder / METRICS_FILE, step, validated_step)
+    json_lines.cut_lines(folder / SAMPLES_FILE, validated_step)
+    json_lines.cut_lines(folder / ALARMS_FILE, step)
     for path, what in _lost(folder, callbacks).items():
         if path not in damaged:
             print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
@@ -90,7 +94,9 @@ def mend_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
         found = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         if found == text or (name == CONFIG_FILE and not resume.changes):
             continue
-        if name == TOKENIZER_FILE or (name == FACTS_FILE and not read_facts(path)):
+        if name in (TOKENIZER_FILE, DOCUMENTS_FILE) or (
+            name == FACTS_FILE and not read_facts(path)
+        ):
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
         write_whole(path, text)

@@ -17,14 +17,17 @@ from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     DOCUMENTS_FILE,
     FACTS_FILE,
+    METRICS_FILE,
     RESUMES_FILE,
     SUMMARY_FILE,
     git_revision,
 )
 from moe_ffn.data.documents import Documents, changed
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import remove_unfinished
-from moe_ffn.training import json_lines
+from moe_ffn.training.checkpoint_folder import step_checkpoints, step_name, step_of
+from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
+from moe_ffn.training.metrics_file import STEP, VALIDATION_LOSS, read_rows
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ class Start:
     passed_over: tuple[str, ...]
     callbacks: Mapping[str, Any]
     """The states of the callbacks, by their names."""
+
+    def require_steps_left(self, max_steps: int) -> None:
+        """ConfigError where the run has come further than it is to go."""
+        if self.step > max_steps:
+            raise ConfigError(
+                f"trainer.max_steps ({max_steps}): the run is at step {self.step} already; give at least that"
+            )
 
     def describe(self, folder: Path) -> str:
         """Which checkpoint, and why this one."""
@@ -85,10 +95,20 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
     if passed_over:
         more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
         raise ConfigError(
-            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; start a new run, or "
-            "remove the folder to train this one from its first step"
+            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; start a new run"
         )
+    _require_an_early_end(folder)
     return Start(0, None, (), {})
+
+
+def _require_an_early_end(folder: Path) -> None:
+    """ConfigError where a run without a checkpoint had come so far that it must have had one."""
+    validations = [row[STEP] for row in read_rows(folder / METRICS_FILE) if VALIDATION_LOSS in row]
+    if len(validations) > 1 or (folder / SUMMARY_FILE).exists():
+        raise ConfigError(
+            f"'{folder / CHECKPOINTS_FOLDER}' has no checkpoint, though the run came further than its first; "
+            "put them back, or start a new run"
+        )
 
 
 def first_precision(folder: Path, precision: str) -> str:
@@ -120,20 +140,29 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     }
     try:
         remove_unfinished(folder)
+        _pass_over_newer(folder / CHECKPOINTS_FOLDER, start.step)
         cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
+        with (folder / RESUMES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
         files = mend_files(resume, files)
     except OSError as error:
         raise ConfigError(
-            f"'{folder}' cannot be written ({error.strerror}), so the run cannot go on there; make room, or "
+            f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "
             "mend its permissions"
         ) from error
-    json_lines.JsonLines(folder / RESUMES_FILE).add([line])
     return files
 
 
-def how_to_go_on(folder: Path) -> str:
+def _pass_over_newer(checkpoints: Path, step: int) -> None:
+    """Rename those of later steps, which are damaged: read again one day, they would be of another past."""
+    for path in step_checkpoints(checkpoints):
+        if step_of(path) > step:
+            path.replace(path.with_name(f"{path.name}.passed-over"))
+
+
+def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:
     """What to type, and what that will begin from."""
-    newest = next(iter(candidates(folder / CHECKPOINTS_FOLDER)), None)
-    saved = "no checkpoint was saved" if newest is None else f"saved {newest.name}"
+    step = keeper.last_saved_step
+    saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
     return f"{saved}; go on with: python -m experiments.train --resume {folder}"

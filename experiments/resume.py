@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.command_line import parse_config, read_config, read_yaml
 from experiments.config import TrainConfig
+from experiments.identity import differences, fixed_options
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -16,7 +18,13 @@ from experiments.run_folder import (
     check_is_run,
     output_dir,
 )
+from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError
+
+HELP = """\
+  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
+                      its newest good checkpoint and with its own options
+"""
 
 NEWEST = ""
 """What `--resume` without a run stands for."""
@@ -59,7 +67,18 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
     folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
     check_is_run(folder)
     own = _own_config(folder / CONFIG_FILE)
-    config = parse_config(["--config", str(folder / CONFIG_FILE), *argv], TrainConfig, command)
+    # In one word, or what stands first in `argv` would be another file.
+    config = parse_config([f"--config={folder / CONFIG_FILE}", *argv], TrainConfig, command, HELP)
+    fixed = differences(fixed_options(own), fixed_options(config))
+    for key, (before, now) in fixed.items():
+        raise ConfigError(
+            f"{key}: is {before} in '{folder}' and cannot become {now}; leave it out, or start a new run"
+        )
+    if run and config.run != own.run:
+        raise ConfigError(
+            f"run: '{folder}' keeps its name and place; leave --run.name and --run.output_dir out"
+        )
+    config = config.model_copy(update={"run": own.run})
     if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
         raise ConfigError(
             f"'{folder}' is finished; raise trainer.max_steps (now {own.trainer.max_steps}) to train on, or "
@@ -92,33 +111,22 @@ def is_finished(folder: Path) -> bool:
     return (folder / SUMMARY_FILE).is_file()
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found[f"{prefix}{key}"] = (old, new)
-    return found
-
-
 def _newest(config: TrainConfig) -> Path:
     parent = output_dir(config)
     if config.run.name is not None:
         return parent / config.run.name
     runs = [path for path in parent.glob("*") if (path / CONFIG_FILE).is_file()]
-    unfinished = [path for path in runs if not is_finished(path)]
+    unfinished = [p for p in runs if not is_finished(p) and not is_trained_here(p)]
     if not unfinished:
-        what = "has no unfinished run" if runs else "has no run"
+        what = "has no unfinished run that nobody trains" if runs else "has no run"
         raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")
     return max(unfinished, key=_last_written)
 
 
 def _last_written(folder: Path) -> tuple[float, str]:
     places = [folder, folder / CHECKPOINTS_FOLDER]
-    times = [path.stat().st_mtime for place in places if place.is_dir() for path in place.iterdir()]
-    return max(times, default=0.0), folder.name
+    times = [0.0]
+    for path in (path for place in places if place.is_dir() for path in place.iterdir()):
+        with suppress(OSError):  # gone by now, or a link to nothing
+            times.append(path.stat().st_mtime)
+    return max(times), folder.name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -42,12 +43,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 f"'{folder}' is being trained by another process; stop that one, or start a new run"
             )
-        try:
-            file.truncate(0)
-            file.write(platform.node())
-            file.flush()
-        except OSError:  # a full disk; the lock is held all the same
-            pass
+        with suppress(OSError):  # of a full disk; the lock is held all the same
+            os.truncate(file.fileno(), 0)
+            os.write(file.fileno(), platform.node().encode())  # nothing is left to write at the end
         yield
 
 
@@ -61,7 +59,7 @@ def is_trained_here(folder: Path) -> bool | None:
             return False
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # a file of somebody else's
         return None
 
 

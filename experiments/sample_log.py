@@ -27,7 +27,7 @@ class SampleLog(Callback):
         self.tokenizer = tokenizer
         self.options = options
         self.seed = seed
-        self._file = JsonLines(path)
+        self.file = JsonLines(path)
         self.last = ""
         """The newest text, without the prompt; empty where the model can write none."""
 
@@ -55,7 +55,7 @@ class SampleLog(Callback):
             "prompt": self.options.prompt,
             "text": self.last,
         }
-        self._file.add([line])
+        self.file.add([line])
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": self.last}

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from experiments.checkpoints import (
     best_checkpoint,
-    identity_of_weights,
     newest_good,
     refusal_to_load,
 )
 from experiments.command_line import read_config
 from experiments.config import TrainConfig
+from experiments.identity import identity_of_weights
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,

@@ -5,29 +5,24 @@ python -m experiments.train --help
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits
-from experiments.resume import find_resume, take_resume
+from experiments.ranks import is_first_rank
+from experiments.resume import HELP, find_resume, take_resume
 from experiments.run_folder import check_run_folder
 
 COMMAND = "python -m experiments.train"
-
-RESUME_HELP = """\
-  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
-                      its newest good checkpoint and with its own options
-"""
 
 
 def main(argv: Sequence[str]) -> int:
     run, options = take_resume(argv)
     if run is None:
-        resume, config = None, parse_config(options, TrainConfig, COMMAND, RESUME_HELP)
-        if "LOCAL_RANK" not in os.environ:  # the first of the ranks, which makes the folder
+        resume, config = None, parse_config(options, TrainConfig, COMMAND, HELP)
+        if is_first_rank():  # which makes the folder
             check_run_folder(config)
     else:
         resume = find_resume(run, options, command=COMMAND)

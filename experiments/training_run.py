@@ -24,15 +24,16 @@ from experiments.assemble import (
     quiet_libraries,
     run_facts,
 )
-from experiments.checkpoints import identity
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
+from experiments.identity import identity
 from experiments.report.page import REPORT_FILE, write_report
 from experiments.restart import check_documents, find_start, first_precision, go_back, how_to_go_on
 from experiments.results import Results, say_diverged
 from experiments.resume import Resume
 from experiments.run_folder import (
+    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
@@ -45,9 +46,12 @@ from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.errors import first_line, reason
+from moe_ffn.training.checkpoint_folder import BEST_NAME
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.guard import Diverged
+from moe_ffn.training.json_lines import JsonLines
 from moe_ffn.training.loggers import close
+from moe_ffn.training.metrics_file import MetricsFile
 from moe_ffn.training.stopping import Interrupted
 
 
@@ -87,7 +91,10 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             stack.enter_context(locked(folder) if is_main else nullcontext())
             check_documents(folder, data.documents)
             start = find_start(folder, identity(config, data), module.state_dict())
+            start.require_steps_left(config.trainer.max_steps)
             say(start.describe(folder))
+            for key, (before, now) in resume.changes.items():
+                say(f"{key} is {now} now (was {before})")
             if config.trainer.precision == "auto":
                 precision = first_precision(folder, precision)
             if is_main:
@@ -116,14 +123,16 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                     trainer.validate(module, datamodule=token_data, verbose=False)
             status = "success"
         except Interrupted as interrupted:
-            say(f"{interrupted}; {how_to_go_on(folder)}")
-            raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None
+            say(f"{interrupted}; {how_to_go_on(folder, callbacks.checkpoints)}")
+            raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
         except Diverged as error:
             if is_main:
                 say_diverged(error, config, folder)
-            raise SystemExit(EXIT_DIVERGED) from None
+            # Lightning kills the first rank, which still has files to close, once another one fails.
+            raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
         except SystemExit:  # Lightning's answer to Ctrl-C a second time
-            say(f"interrupted at step {trainer.global_step}; {how_to_go_on(folder)}")
+            how = how_to_go_on(folder, callbacks.checkpoints)
+            say(f"interrupted at step {trainer.global_step}; {how}")
             raise SystemExit(EXIT_INTERRUPTED) from None
         finally:
             try:
@@ -133,7 +142,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                     add_report(folder)
         if is_main:
             results = make_results(config, data, callbacks, folder)
-            lost = write_results(results, callbacks, trainer.global_step)
+            lost = write_results(results, callbacks, loggers, trainer.global_step)
             results.print(console)
             if lost:
                 print(f"error: {lost}", file=sys.stderr)
@@ -152,7 +161,9 @@ def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) ->
     }
 
 
-def write_results(results: Results, callbacks: RunCallbacks, step: int) -> str:
+def write_results(
+    results: Results, callbacks: RunCallbacks, loggers: list[Logger], step: int
+) -> str:
     """The summary and the page; what the disk did not take, as a sentence, empty where it took all.
 
     A run without its last weights has no summary, so that `--resume` can still bring it to its end.
@@ -160,16 +171,27 @@ def write_results(results: Results, callbacks: RunCallbacks, step: int) -> str:
     folder = results.folder
     callbacks.kept.put_back()
     lost = ""
-    if (failure := callbacks.checkpoints.failure) is not None:
-        lost = f"the weights of step {step} are not saved ({reason(failure)})"
+    if problem := callbacks.checkpoints.problem:
+        lost = f"the weights of step {step} are not saved ({problem})"
     else:
         try:
             results.write()
         except OSError as error:
             lost = f"the summary is not written ({reason(error)})"
-    if not add_report(folder) and not lost:
-        return f"the page is not written; make room, then: python -m experiments.report {folder}"
-    return f"{lost}; make room, then: python -m experiments.train --resume {folder}" if lost else ""
+    has_page = add_report(folder)
+    if lost:
+        return f"{lost}; mend that, then: python -m experiments.train --resume {folder}"
+    if not has_page:
+        return f"the page is not written; mend that, then: python -m experiments.report {folder}"
+    files = [callbacks.steps.bell.file, callbacks.samples.file, *loggers]
+    lacking = [
+        str(file.path.relative_to(folder))
+        for file in files
+        if isinstance(file, JsonLines | MetricsFile) and not file.is_complete
+    ]
+    if callbacks.checkpoints.lacks_best:
+        lacking.append(f"{CHECKPOINTS_FOLDER}/{BEST_NAME}")
+    return f"the disk did not take the newest of {', '.join(lacking)}" if lacking else ""
 
 
 def add_report(folder: Path) -> bool:

@@ -104,6 +104,17 @@ def test_every_command_succeeds(
         assert run([f"{module}.__main__", *arguments, "--json", "-"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
+    if module == "experiments.selftest":  # tests/selftest has the cases
+        assert run([f"{module}.__main__", "--list"]) == 0
+        assert "--short" in arguments
+        assert "kills" in capsys.readouterr().out
+        return
+    if "--resume" in arguments:
+        assert run([module, *TINY, "--run.name", "my-run"]) == 0
+        (Path("runs/my-run") / "summary.json").unlink()  # as if it had been killed at its end
+        assert run([module, *arguments]) == 0
+        assert "resuming runs/my-run after step 2" in capsys.readouterr().out
+        return
     if module == "experiments.overhead":
         # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
         assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)

@@ -57,6 +57,7 @@ def training_panels() -> list[PanelTypes]:
         _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
         _over_steps("Learning rate", "learning rate", "train/learning_rate"),
         _over_steps("Gradient norm, before clipping", "L2 norm", "train/gradient_norm"),
+        _over_steps("Steps skipped", "since the last row", "train/skipped_steps"),
         _over_steps("Objective: loss and weighted balancing", "nats per token", "train/objective"),
         _matching("Balancing losses", "before their weights", f"^train/({BALANCING_LOSSES})$"),
     ]

@@ -68,8 +68,8 @@ def _try(chapter: Chapter, short: bool, console: Console) -> list[Outcome]:
     for case in cases:
         outcome = try_case(case)
         outcomes.append(outcome)
-        sign, text = ("BROKEN", outcome.failure) if outcome.failure else ("kept", outcome.figure)
-        line = f"  {sign:6} {case.name} ({outcome.seconds:.1f} s)  {text}".rstrip()
+        text = outcome.failure or outcome.hindrance or outcome.figure
+        line = f"  {outcome.verdict:9} {case.name} ({outcome.seconds:.1f} s)  {text}".rstrip()
         console.print(line, highlight=False, markup=False)
     return outcomes
 
@@ -77,7 +77,7 @@ def _try(chapter: Chapter, short: bool, console: Console) -> list[Outcome]:
 def _table(outcomes: dict[Chapter, list[Outcome]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("chapter")
-    for name in ("kept", "cases", "s"):
+    for name in ("kept", "broken", "not tried", "s"):
         table.add_column(name, justify="right")
     for chapter, found in outcomes.items():
         table.add_row(chapter.name, *_counts(found))
@@ -85,7 +85,10 @@ def _table(outcomes: dict[Chapter, list[Outcome]]) -> Table:
 
 
 def _markdown(outcomes: dict[Chapter, list[Outcome]]) -> str:
-    lines = ["| chapter | what is promised | kept | cases | seconds |", "|---|---|---|---|---|"]
+    lines = [
+        "| chapter | what is promised | kept | broken | not tried | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
     for chapter, found in outcomes.items():
         cells = [f"`{chapter.name}`", chapter.promise, *_counts(found)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -93,9 +96,10 @@ def _markdown(outcomes: dict[Chapter, list[Outcome]]) -> str:
 
 
 def _counts(found: list[Outcome]) -> list[str]:
-    kept = sum(not outcome.failure for outcome in found)
+    verdicts = [outcome.verdict for outcome in found]
     seconds = sum(outcome.seconds for outcome in found)
-    return [str(kept), str(len(found)), f"{seconds:.0f}"]
+    counts = [verdicts.count(verdict) for verdict in ("kept", "BROKEN", "NOT TRIED")]
+    return [*map(str, counts), f"{seconds:.0f}"]
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ def _kept_folder() -> tempfile.TemporaryDirectory[str]:
 def _expected() -> tuple[dict[str, Any], dict[str, Any]]:
     """What that run has to agree in with a checkpoint: its identity, and the state of its model."""
     from experiments.assemble import build_module
-    from experiments.checkpoints import identity
     from experiments.command_line import read_config
     from experiments.config import TrainConfig
+    from experiments.identity import identity
     from moe_ffn.data.prepare import prepare
 
     config = read_config(_finished_run() / CONFIG_FILE, TrainConfig)

@@ -29,8 +29,8 @@ from experiments.selftest.scene import (
 )
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-TIMES_EACH, OF_THEM_EARLY = 20, 4
-"""Most while steps are made, the others from the first moment of the process on."""
+TIMES_IN_TRAINING, TIMES_BEFORE = 20, 4
+"""How often each comes at a random time while steps are made, and before the first of them."""
 
 ROWS_EVERY = 2
 CHANGES = {
@@ -46,10 +46,13 @@ CHANGES = {
 def cases() -> Iterator[Case]:
     for signum in SIGNALS:
         times = random.Random(int(signum))
-        for number in range(TIMES_EACH):
-            kill = _killed_early if number < OF_THEM_EARLY else _killed_in_training
-            check = functools.partial(kill, signum, times.random())
-            yield Case(f"{signum.name}, random time {number + 1} of {TIMES_EACH}", check)
+        for when, kill, number in (
+            ("in training", _killed_in_training, TIMES_IN_TRAINING),
+            ("before it", _killed_early, TIMES_BEFORE),
+        ):
+            for time_of_it in range(1, number + 1):
+                check = functools.partial(kill, signum, times.random())
+                yield Case(f"{signum.name} {when}, random time {time_of_it} of {number}", check)
         for moment, nth, what in (
             ("update", 33, "in the middle of an optimizer step"),
             ("save", 4, "in the middle of a save"),

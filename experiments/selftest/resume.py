@@ -48,7 +48,8 @@ class Cut:
     """The optimizer step it happens in, counted from 1."""
     is_crash: bool = False
     """Whether nothing can be saved any more; otherwise SIGTERM asks the run to end."""
-    in_validation: bool = False
+    within: str = "training_step"
+    """The method of LanguageModel in which it happens."""
 
     def happen(self) -> None:
         if self.is_crash:
@@ -58,11 +59,11 @@ class Cut:
 
 CUTS = (
     Cut("asked to end between two rows", 3),
-    Cut("asked to end in a validation", 8, in_validation=True),
+    Cut("asked to end in a validation", 8, within="validation_step"),
     Cut("asked to end where an epoch does", 10),
     Cut("asked to end in an accumulation window", 6),
     Cut("died in an accumulation window", 7, is_crash=True),
-    Cut("died in the last validation", MAX_STEPS, is_crash=True, in_validation=True),
+    Cut("died in the last validation", MAX_STEPS, is_crash=True, within="validation_step"),
 )
 
 
@@ -82,6 +83,8 @@ def cases() -> Iterator[Case]:
             short=(model, accumulate, dropout) == ("loss-free bias", 4, "0.1")
             and "accumulation" in cut.name,
         )
+    yield Case("died once its last validation was written", _died_after_the_last_validation)
+    yield Case("asked to end where it stops early", _asked_where_it_stops_early, short=True)
     yield Case("two ranks, resumed as one: the data keep their order", _from_two_ranks_to_one)
 
 
@@ -165,19 +168,45 @@ def _cutting(cut: Cut | None) -> Iterator[None]:
         return
     from moe_ffn.training.module import LanguageModel
 
-    hook = "validation_step" if cut.in_validation else "training_step"
-    original: Callable[..., Any] = getattr(LanguageModel, hook)
+    original: Callable[..., Any] = getattr(LanguageModel, cut.within)
+    in_training = cut.within == "training_step"
 
     def step(self: Any, batch: Any, batch_idx: int) -> Any:
         accumulate = self.trainer.accumulate_grad_batches
-        middle = batch_idx == 0 if cut.in_validation else batch_idx % accumulate == accumulate // 2
-        steps_made = self.trainer.global_step
-        if middle and steps_made == (cut.step if cut.in_validation else cut.step - 1):
+        is_the_batch = batch_idx % accumulate == accumulate // 2 if in_training else batch_idx == 0
+        if is_the_batch and self.trainer.global_step == cut.step - in_training:
             cut.happen()
         return original(self, batch, batch_idx)
 
-    with patch.object(LanguageModel, hook, step):
+    with patch.object(LanguageModel, cut.within, step):
         yield
+
+
+def _died_after_the_last_validation(folder: Path) -> None:
+    """Its row and its text are there already, and are written once."""
+    changes = {"trainer__validate_every_n_steps": "4", "trainer__max_steps": "6"}
+    _train(options(folder, run__name="whole", **changes))
+    argv = options(folder, run__name="cut", **changes)
+    with patch("experiments.training_run.make_results", side_effect=Crash):
+        _train(argv, Cut("died", 0, is_crash=True))
+    _train(["--resume", str(folder / "runs/cut")])
+    require_same(folder / "runs/whole", folder / "runs/cut")
+
+
+def _asked_where_it_stops_early(folder: Path) -> str:
+    """A run that stops early ends there too when it is cut in the validation that decides so."""
+    changes = {
+        "trainer__validate_every_n_steps": "2",
+        "trainer__early_stopping": "{patience: 1, min_delta: 9.0}",
+    }
+    _train(options(folder, run__name="whole", **changes))
+    cut = Cut("asked", 4, within="validation_step")
+    _train(options(folder, run__name="cut", **changes), cut)
+    _train(["--resume", str(folder / "runs/cut")])
+    require_same(folder / "runs/whole", folder / "runs/cut")
+    last = max(int(step) for step in _losses(folder / "runs/cut"))
+    assert last == 4, f"stopped at step {last}"
+    return f"stopped at step {last}"
 
 
 def _from_two_ranks_to_one(folder: Path) -> str:

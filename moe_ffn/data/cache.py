@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import UNFINISHED
+from moe_ffn.files import UNFINISHED, sync_folder
 
 _META = "meta.json"
 
@@ -88,7 +88,7 @@ def _remove_abandoned(cache_dir: Path) -> None:
 
 def _publish(built: Path, folder: Path) -> None:
     built.chmod(0o755)  # mkdtemp keeps others out, who may share the cache
-    _fsync_folder(built)
+    sync_folder(built)
     try:
         built.replace(folder)
     except OSError:
@@ -99,18 +99,8 @@ def _publish(built: Path, folder: Path) -> None:
         if read_meta(folder) is None:
             for file in sorted(built.iterdir(), key=lambda file: file.name == _META):
                 file.replace(folder / file.name)
-    _fsync_folder(folder)
-    _fsync_folder(folder.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows cannot open a folder
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
+    sync_folder(folder.parent)
 
 
 def _sha256(path: Path) -> str:

@@ -65,7 +65,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 values = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror or error})") from error
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # of many kinds: pickle's, zip's, torch's
         raise CheckpointError(

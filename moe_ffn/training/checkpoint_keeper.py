@@ -14,6 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
+from moe_ffn.errors import reason
 from moe_ffn.files import remove_unfinished
 from moe_ffn.training.checkpoint_file import (
     IDENTITY,
@@ -82,13 +83,17 @@ class CheckpointKeeper(Callback):
         self.identity = dict(identity)
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
+        self.missed_loss = float("inf")
+        """The lowest one whose weights the disk did not take."""
         self.last_saved_step = -1
         """The optimizer step of the newest save that succeeded; -1 before the first."""
-        self.failure: OSError | None = None
-        """Why the disk did not take the newest step; None where it did."""
+        self.problem = ""
+        """Why the newest step is not saved; empty where it is."""
         self._patience = 0  # steps to wait after a save that failed; 0 where none did
         self._failed_at = -1
         self._outage = Outage(folder)
+        self._had_stopped = False  # early, when the checkpoint was made from which the run goes on
+        self._should_stop = False
         self._saved_at = time.monotonic()
         self._said_slow = self._said_broken = False
 
@@ -97,8 +102,10 @@ class CheckpointKeeper(Callback):
         return step % self.validate_every_n_steps == 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self.folder.is_dir():
-            remove_unfinished(self.folder)
+        trainer.should_stop = trainer.should_stop or self._had_stopped
+        if trainer.is_global_zero:
+            with suppress(OSError):
+                remove_unfinished(self.folder)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -112,8 +119,9 @@ class CheckpointKeeper(Callback):
         loss = float(trainer.callback_metrics["validation/loss"])
         if loss < self.best_loss:
             before, self.best_loss = self.best_loss, loss
-            if not self._write(trainer, BEST_NAME):
+            if self._write(trainer, BEST_NAME):
                 self.best_loss = before  # that of the file, which a later one has to beat
+                self.missed_loss = min(loss, self.missed_loss)
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 
@@ -129,9 +137,8 @@ class CheckpointKeeper(Callback):
         step = trainer.global_step
         if step == self.last_saved_step:
             return True
-        is_saved = self._write(trainer, step_name(step))
-        self.failure = self.io.failure
-        if not is_saved:
+        self.problem = self._write(trainer, step_name(step))
+        if self.problem:
             self._patience = min(max(2 * self._patience, 1), self._every)
             self._failed_at = step
             return False
@@ -142,10 +149,16 @@ class CheckpointKeeper(Callback):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_loss": self.best_loss}
+        return {
+            "best_loss": self.best_loss,
+            "missed_loss": self.missed_loss,
+            "should_stop": self._should_stop,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss = state_dict["best_loss"]
+        self.missed_loss = state_dict["missed_loss"]
+        self._had_stopped = state_dict["should_stop"]
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -158,6 +171,11 @@ class CheckpointKeeper(Callback):
         self.last_saved_step = checkpoint["global_step"]
 
     @property
+    def lacks_best(self) -> bool:
+        """Whether the weights of the lowest validation loss are not in the file of the best."""
+        return self.missed_loss < self.best_loss
+
+    @property
     def _every(self) -> int:
         return self.config.every_n_steps or self.validate_every_n_steps
 
@@ -166,13 +184,13 @@ class CheckpointKeeper(Callback):
             return step >= self._failed_at + self._patience
         return step % self._every == 0
 
-    def _write(self, trainer: Trainer, name: str) -> bool:
-        """Write a file, unless weights are broken; on every rank, whether it is there now."""
-        self.io.failure = None
+    def _write(self, trainer: Trainer, name: str) -> str:
+        """Write a file, unless weights are broken; on every rank, why it is not there, or nothing."""
         broken = _first_broken(trainer.lightning_module)
         if not trainer.strategy.reduce_boolean_decision(broken is None):
             self._say_broken(trainer, broken)
-            return False
+            return f"'{broken}' holds NaN or infinity" if broken else "another rank's are broken"
+        self._should_stop = trainer.should_stop
         start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()  # a run that goes on from here has to find the rows before
@@ -184,7 +202,7 @@ class CheckpointKeeper(Callback):
                 self._outage.succeeded()
             else:
                 self._outage.failed(failure)
-        return bool(trainer.strategy.broadcast(failure is None))
+        return trainer.strategy.broadcast("" if failure is None else reason(failure))
 
     def _say_broken(self, trainer: Trainer, name: str | None) -> None:
         if name is None or self._said_broken:
@@ -211,9 +229,9 @@ class CheckpointKeeper(Callback):
 
     def _remove_old(self, step: int) -> None:
         """All but the newest few before `step`, once the file of `step` is known to be good."""
-        old = [path for path in step_checkpoints(self.folder) if step_of(path) < step]
-        too_old = old[self.config.keep_last - 1 :]
         try:
+            old = [path for path in step_checkpoints(self.folder) if step_of(path) < step]
+            too_old = old[self.config.keep_last - 1 :]
             if too_old:
                 verify(self.folder / step_name(step))
         except (CheckpointError, OSError):

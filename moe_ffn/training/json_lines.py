@@ -19,6 +19,11 @@ class JsonLines:
         self._pending: list[str] = []
         self._outage = Outage(path)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the disk took every line."""
+        return not self._pending
+
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Write each as a line."""
         self._pending.extend(json.dumps(value) + "\n" for value in values)

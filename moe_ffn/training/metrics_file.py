@@ -18,6 +18,9 @@ from moe_ffn.training.outage import Outage
 STEP = "step"
 """The column of the optimizer step a row was written at, by which a resumed run finds its place."""
 
+VALIDATION_LOSS = "validation/loss"
+"""A column of the rows of validations alone."""
+
 
 class MetricsFile(Logger):
     """Appends to a CSV file, which is written anew where a row has columns that it lacks.
@@ -40,6 +43,11 @@ class MetricsFile(Logger):
     @property
     def version(self) -> str:
         return ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the disk took every row."""
+        return not self._pending
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: a run's `config.yaml` has them."""
@@ -127,9 +135,17 @@ def num_damaged(path: Path) -> int:
     return sum(not _fit(_cells(line), names) for line in lines) + (not has_header)
 
 
-def cut_rows(path: Path, step: int) -> None:
-    """Remove the rows written after optimizer step `step`, which a resumed run will write again."""
-    rows = [row for row in read_rows(path) if int(row[STEP]) <= step]
+def cut_rows(path: Path, step: int, validated_step: int) -> None:
+    """Remove the rows that a run resumed from optimizer step `step` will write again.
+
+    Args:
+        validated_step: of its last validation. That of `step` itself may be still to come.
+    """
+    rows = [
+        row
+        for row in read_rows(path)
+        if int(row[STEP]) <= (validated_step if VALIDATION_LOSS in row else step)
+    ]
     names = list(dict.fromkeys(name for row in rows for name in row))
     if rows:
         write_whole(path, _lines([dict(zip(names, names, strict=True)), *rows], names))

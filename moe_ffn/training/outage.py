@@ -9,15 +9,11 @@ from pathlib import Path
 
 
 class Outage:
-    """What one writer has to say of its file, however often it fails.
-
-    The first failure is a line on standard error, and the first success after it another; no more.
-    """
+    """What one writer has to say of its file: a line when it begins to fail, and one when that is over."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_failures = 0
-        self._has_recovered = False
+        self._goes_on = False
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -30,15 +26,15 @@ class Outage:
             self.succeeded()
 
     def failed(self, error: OSError) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
+        if not self._goes_on:
+            self._goes_on = True
             self._say(
                 f"cannot be written ({error.strerror or error}); training goes on and tries again"
             )
 
     def succeeded(self) -> None:
-        if self.num_failures and not self._has_recovered:
-            self._has_recovered = True
+        if self._goes_on:
+            self._goes_on = False
             self._say("is written again")
 
     def _say(self, what: str) -> None:

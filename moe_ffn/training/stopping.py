@@ -59,7 +59,8 @@ class StopRequest:
         if self.signum and signum == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signum:
-            line = f"\n{signal.Signals(signum).name}: ending after this step; Ctrl-C ends at once\n"
+            name = signal.Signals(signum).name
+            line = f"\n{name}: ending after this step (Ctrl-C once more ends at once)\n"
             with suppress(OSError, ValueError):  # a standard error that is closed, or no file
                 os.write(sys.stderr.fileno(), line.encode())  # `print` may be what was interrupted
         self.signum = signum
@@ -88,15 +89,20 @@ class StopOnRequest(Callback):
         if at_end_of_step and not self.keeper.is_validation_due(trainer.global_step):
             self._stop_before_the_next_step(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.request.listen()  # Lightning has done it again where this is no part of a fit
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._stop_before_the_next_step(trainer)
+        else:
+            self._stop_if_asked(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_if_asked(trainer)  # what is left, a last validation, may take long
 
     def _stop_before_the_next_step(self, trainer: Trainer) -> None:
-        if trainer.global_step < trainer.max_steps:
+        if trainer.global_step < trainer.max_steps and not trainer.should_stop:
             self._stop_if_asked(trainer)
 
     def _stop_if_asked(self, trainer: Trainer) -> None:

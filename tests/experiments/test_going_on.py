@@ -15,12 +15,13 @@ import pytest
 import torch
 import yaml
 
-from experiments.checkpoints import identity, newest_good, refusal_to_load, refusal_to_resume
+from experiments.checkpoints import newest_good, refusal_to_load, refusal_to_resume
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.identity import differences, identity
 from experiments.restart import Start, find_start, go_back
-from experiments.resume import NEWEST, Resume, differences, find_resume, take_resume
+from experiments.resume import NEWEST, Resume, find_resume, take_resume
 from experiments.train import main
 from moe_ffn.errors import ConfigError
 from moe_ffn.training import checkpoint_keeper
@@ -93,7 +94,9 @@ def test_where_there_is_nothing_to_go_on_with_that_is_said(make_run: Callable[..
     with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no run; name one"):
         find(NEWEST)
     make_run("done", written=1, finished=True)
-    with pytest.raises(ConfigError, match=r"^--resume: 'runs' has no unfinished run; name one"):
+    with pytest.raises(
+        ConfigError, match=r"^--resume: 'runs' has no unfinished run that nobody trains; name one"
+    ):
         find(NEWEST)
     with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
         find("runs/other")
@@ -295,9 +298,8 @@ def test_a_changed_model_is_refused_with_both_values(
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
     assert error == (
-        f"error: '{unfinished}/checkpoints' has no checkpoint to go on from: step_00000004.ckpt was made "
-        "with model.d_model 16, but this run has 32; and 1 more; start a new run, or remove the folder to "
-        "train this one from its first step"
+        f"error: model.d_model: is 16 in '{unfinished}' and cannot become 32; leave it out, or start "
+        "a new run"
     )
     after = {path: path.read_bytes() for path in before}
     assert after == before, "something was changed"
@@ -449,7 +451,7 @@ def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
 
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == (
-        "error: the weights of step 2 are not saved (No space left on device); make room, then: python -m "
+        "error: the weights of step 2 are not saved (No space left on device); mend that, then: python -m "
         "experiments.train --resume runs/full"
     )
     folder = done.folder

@@ -173,8 +173,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "unknown_type": ("swigl", "type: unknown 'swigl'; did you mean 'swiglu'?; known: identity, "),
     "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: identity, dense, "),
     "missing_type": ({"d_ff": 8}, "type: missing; one of: identity, dense, "),
-    "type_is_a_number": ({"type": 3}, "type: unknown '3'; known: "),
-    "type_is_a_list": ({"type": ["moe"]}, "type: unknown '['moe']'; did you mean 'moe'?; known: "),
+    "type_is_a_number": ({"type": 3}, "type: must be a name, got 3; known: "),
+    "type_is_a_list": ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
     "unknown_key": (
         {"type": "moe", "num_expert": 4},
         "num_expert: unknown; did you mean 'num_experts'?",

@@ -26,6 +26,7 @@ class FakeTrainer:
         self.keeper = keeper
         self.global_step = 0
         self.is_global_zero = True
+        self.should_stop = False
         self.accumulate_grad_batches = 1
         self.loggers: list[Any] = []
         self.lightning_module = nn.Linear(2, 2)
@@ -171,7 +172,7 @@ def test_a_save_that_fails_removes_nothing_and_is_tried_again(
     # 1, 2, 4 and 8 steps later, and never longer than the 10 between two checkpoints
     assert tried == [10, 11, 13, 17, 25, 35, 45]
     assert steps(folder) == [5]
-    assert trainer.keeper.failure is not None
+    assert trainer.keeper.problem == "No space left on device"
 
     free()
     for number in range(50, 62):
@@ -179,7 +180,7 @@ def test_a_save_that_fails_removes_nothing_and_is_tried_again(
 
     assert tried[7:] == [55, 60], "as soon as it is due, and then as always"
     assert steps(folder) == [60]
-    assert trainer.keeper.failure is None
+    assert not trainer.keeper.problem
     assert [path.name for path in folder.iterdir()] == [step_name(60)]
     assert capsys.readouterr().err.splitlines() == [
         f"disk: '{folder}' cannot be written (No space left on device); training goes on and tries again",
@@ -221,7 +222,7 @@ def test_broken_weights_are_not_saved_and_that_is_said_once(
         f"checkpoint: none of step 4, nor until that is mended: '{name}' holds NaN or infinity; those in "
         f"'{folder}' stay"
     ]
-    assert trainer.keeper.failure is None, "the disk is good"
+    assert trainer.keeper.problem == f"'{name}' holds NaN or infinity"
 
 
 def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
@@ -229,12 +230,12 @@ def test_broken_weights_are_not_the_fault_of_a_disk_that_was_full(
 ) -> None:
     trainer = make(every_n_steps=2)
     trainer.step(2)
-    assert trainer.keeper.failure is not None
+    assert trainer.keeper.problem == "No space left on device"
 
     trainer.lightning_module.weight.data[0] = float("nan")
     trainer.step(3)
 
-    assert trainer.keeper.failure is None
+    assert trainer.keeper.problem.endswith(" holds NaN or infinity")
 
 
 def test_a_slow_disk_is_said_once(

@@ -51,7 +51,7 @@ def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
     with path.open("a") as file:
         file.write("8,0.")  # the process died within a line
 
-    cut_rows(path, 4)
+    cut_rows(path, 4, validated_step=4)
     MetricsFile(path).log_metrics({"loss": 0.61}, step=6)
 
     assert read_rows(path) == [
@@ -64,8 +64,8 @@ def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
 def test_going_back_to_the_start_leaves_no_file(path: Path) -> None:
     MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
 
-    cut_rows(path, 0)
-    cut_rows(path, 0)
+    cut_rows(path, 0, validated_step=-1)
+    cut_rows(path, 0, validated_step=-1)
 
     assert not path.exists()
 
@@ -144,7 +144,7 @@ def test_lines_that_are_no_rows_are_counted_and_left_out(path: Path, line: bytes
 
     assert num_damaged(path) == 1
     assert [row["step"] for row in read_rows(path)] == ["2", "4", "8"]
-    cut_rows(path, 4)
+    cut_rows(path, 4, validated_step=4)
     assert path.read_text() == good
 
 

@@ -35,7 +35,8 @@ def test_a_signal_is_noted_and_said_once(
 
     assert request.signum == signum
     assert (
-        capfd.readouterr().err == f"\n{signum.name}: ending after this step; Ctrl-C ends at once\n"
+        capfd.readouterr().err
+        == f"\n{signum.name}: ending after this step (Ctrl-C once more ends at once)\n"
     )
     assert signal.getsignal(signum) == before
 
