@@ -11,10 +11,11 @@ from __future__ import annotations
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 import argparse
+import difflib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.composer import ComposerError
 
-from experiments.option_help import print_help
+from experiments.option_help import USAGE, print_help
 from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
@@ -60,7 +61,11 @@ def parse_config(
     options = root().to_dict()
     for path in named.config:
         options = merge(options, read_yaml(Path(path), where=f"--config {path}"))
-    options = merge(options, parse_overrides(rest))
+    overrides = parse_overrides(rest)
+    for key in overrides:
+        if key not in root.model_fields and (meant := _meant_by(key, options, also)):
+            raise ConfigError(f"--{key}: unknown; did you mean '{meant}'?")
+    options = merge(options, overrides)
     if named.help:
         with telling_imports(_say_import):
             print_help(root, options, command, also)
@@ -70,6 +75,23 @@ def parse_config(
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def _meant_by(key: str, options: Mapping[str, Any], also: str) -> str | None:
+    """The flag that looks like `--key`, or else the only option whose last part is `key`."""
+    flags = re.findall(r"^ +--([a-z-]+)", USAGE + also, re.MULTILINE)
+    if near := difflib.get_close_matches(key, flags, n=1):
+        return f"--{near[0]}"
+    paths = [path for path in _paths(options) if path.rpartition(".")[2] == key]
+    return f"--{paths[0]}" if len(paths) == 1 else None
+
+
+def _paths(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:

@@ -368,3 +368,11 @@ def test_process_answers_within_a_second(tmp_path: Path) -> None:
         return worked - before.children_user - before.children_system
 
     assert min(seconds_of_work() for _ in range(3)) < 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [("--resum", "--resume"), ("--confg", "--config"), ("--max_steps", "--trainer.max_steps")],
+)
+def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, meant: str) -> None:
+    assert refuse(flag, "3") == f"{flag}: unknown; did you mean '{meant}'?"

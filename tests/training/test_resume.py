@@ -126,7 +126,9 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
 
 
 @pytest.mark.parametrize("cut", [4, 5], ids=["cut after a validation", "cut between validations"])
-@pytest.mark.parametrize("accumulate", [1, 3], ids=["plain", "accumulating 3"])
+@pytest.mark.parametrize(
+    "accumulate", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["plain", "accumulating 3"]
+)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_resuming_is_exact(
     make_config: Callable[..., TrainConfig],
