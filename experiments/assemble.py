@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
-from experiments.identity import identity
 from experiments.kept_files import KeptFiles
+from experiments.resuming.identity import identity
 from experiments.run_folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,

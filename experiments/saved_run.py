@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.checkpoints import (
+from experiments.command_line import read_config
+from experiments.config import TrainConfig
+from experiments.resuming.checkpoints import (
     best_checkpoint,
     newest_good,
     refusal_to_load,
 )
-from experiments.command_line import read_config
-from experiments.config import TrainConfig
-from experiments.identity import identity_of_weights
+from experiments.resuming.identity import identity_of_weights
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,

@@ -12,7 +12,7 @@ from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits
 from experiments.ranks import is_first_rank
-from experiments.resume import HELP, find_resume, take_resume
+from experiments.resuming.request import HELP, find_resume, take_resume
 from experiments.run_folder import check_run_folder
 
 COMMAND = "python -m experiments.train"

@@ -27,11 +27,17 @@ from experiments.assemble import (
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
-from experiments.identity import identity
 from experiments.report.page import REPORT_FILE, write_report
-from experiments.restart import check_documents, find_start, first_precision, go_back, how_to_go_on
 from experiments.results import Results, say_diverged
-from experiments.resume import Resume
+from experiments.resuming.identity import identity
+from experiments.resuming.request import Resume
+from experiments.resuming.start import (
+    check_documents,
+    find_start,
+    first_precision,
+    go_back,
+    how_to_go_on,
+)
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,

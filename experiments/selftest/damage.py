@@ -74,7 +74,7 @@ def _expected() -> tuple[dict[str, Any], dict[str, Any]]:
     from experiments.assemble import build_module
     from experiments.command_line import read_config
     from experiments.config import TrainConfig
-    from experiments.identity import identity
+    from experiments.resuming.identity import identity
     from moe_ffn.data.prepare import prepare
 
     config = read_config(_finished_run() / CONFIG_FILE, TrainConfig)
@@ -371,7 +371,7 @@ def _require_refused(read: Callable[[], object], damage: Damage, name: str) -> N
 
 
 def _start(folder: Path) -> Any:
-    from experiments.restart import find_start
+    from experiments.resuming.start import find_start
 
     return find_start(folder, *_expected())
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from experiments.checkpoints import newest_good, refusal_to_load, refusal_to_resume
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
-from experiments.identity import differences, identity
-from experiments.restart import Start, find_start, go_back
-from experiments.resume import NEWEST, Resume, find_resume, take_resume
+from experiments.resuming.checkpoints import newest_good, refusal_to_load, refusal_to_resume
+from experiments.resuming.identity import differences, identity
+from experiments.resuming.request import NEWEST, Resume, find_resume, take_resume
+from experiments.resuming.start import Start, find_start, go_back
 from experiments.train import main
 from moe_ffn.errors import ConfigError
 from moe_ffn.training import checkpoint_keeper

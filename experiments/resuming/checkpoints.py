@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.identity import differences
+from experiments.resuming.identity import differences
 from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
 

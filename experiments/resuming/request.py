@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.command_line import parse_config, read_config, read_yaml
 from experiments.config import TrainConfig
-from experiments.identity import differences, fixed_options
+from experiments.resuming.identity import differences, fixed_options
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.identity import differences
-from experiments.resume import Resume
+from experiments.resuming.identity import differences
+from experiments.resuming.request import Resume
 from experiments.run_folder import (
     ALARMS_FILE,
     CONFIG_FILE,

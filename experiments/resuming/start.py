@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.checkpoints import candidates, newest_good, refusal_to_resume
-from experiments.mending import cut_logs, mend_files, read_facts
-from experiments.resume import Resume
+from experiments.resuming.checkpoints import candidates, newest_good, refusal_to_resume
+from experiments.resuming.mending import cut_logs, mend_files, read_facts
+from experiments.resuming.request import Resume
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     DOCUMENTS_FILE,
