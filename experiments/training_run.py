@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
@@ -32,6 +35,7 @@ from experiments.results import Results, say_diverged
 from experiments.resuming.identity import identity
 from experiments.resuming.request import Resume
 from experiments.resuming.start import (
+    Start,
     check_documents,
     find_start,
     first_precision,
@@ -58,6 +62,7 @@ from moe_ffn.training.guard import Diverged
 from moe_ffn.training.json_lines import JsonLines
 from moe_ffn.training.loggers import close
 from moe_ffn.training.metrics_file import MetricsFile
+from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.stopping import Interrupted
 
 
@@ -75,9 +80,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     quiet_libraries()
     is_main = getattr(rank_zero_only, "rank", 0) == 0
     console = Console(quiet=not is_main)
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
     if is_main and resume is None:
         check_run_folder(config)
@@ -90,30 +93,24 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
     facts = run_facts(config, data, precision)
     files = run_files(config, data, facts)
-    folder, start = Path(config.run.output_dir), None
     with ExitStack() as stack:
         if resume is not None:
             folder = resume.folder
             stack.enter_context(locked(folder) if is_main else nullcontext())
-            check_documents(folder, data.documents)
-            start = find_start(folder, identity(config, data), module.state_dict())
-            start.require_steps_left(config.trainer.max_steps)
-            say(start.describe(folder))
-            for key, (before, now) in resume.changes.items():
-                say(f"{key} is {now} now (was {before})")
+            start = go_on(resume, data, module, say)
+            checkpoint = start.checkpoint
             if config.trainer.precision == "auto":
                 precision = first_precision(folder, precision)
-            if is_main:
-                files = go_back(resume, start, files)
-        elif is_main:
-            folder = make_run_folder(config, files)
-            stack.enter_context(locked(folder))
+            files = go_back(resume, start, files) if is_main else files
+        else:
+            folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
+            stack.enter_context(locked(folder) if is_main else nullcontext())
+            checkpoint = None
         loggers: list[Logger] = []
         if is_main:
             loggers, wandb_line = make_loggers(config, folder, facts)
-            say(f"precision {precision}")
-            say(wandb_line)
-            say(f"writing to {folder}/\n")
+            for line in (f"precision {precision}", wandb_line, f"writing to {folder}/\n"):
+                say(line)
         callbacks = make_callbacks(config, data, folder, files)
         trainer = build_trainer(config, folder, precision, loggers, callbacks)
         token_data = make_token_data(config, data)
@@ -121,25 +118,11 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             module.decoder.compile()
         status = "failed"
         try:
-            with callbacks.stop.request.listening():
-                trainer.fit(
-                    module, datamodule=token_data, ckpt_path=start.checkpoint if start else None
-                )
+            with ending_as_documented(config, trainer, callbacks, say):
+                trainer.fit(module, datamodule=token_data, ckpt_path=checkpoint)
                 if callbacks.validation.last_step != trainer.global_step:
                     trainer.validate(module, datamodule=token_data, verbose=False)
             status = "success"
-        except Interrupted as interrupted:
-            say(f"{interrupted}; {how_to_go_on(folder, callbacks.checkpoints)}")
-            raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
-        except Diverged as error:
-            if is_main:
-                say_diverged(error, config, folder)
-            # Lightning kills the first rank, which still has files to close, once another one fails.
-            raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
-        except SystemExit:  # Lightning's answer to Ctrl-C a second time
-            how = how_to_go_on(folder, callbacks.checkpoints)
-            say(f"interrupted at step {trainer.global_step}; {how}")
-            raise SystemExit(EXIT_INTERRUPTED) from None
         finally:
             try:
                 close(loggers, status)
@@ -153,6 +136,49 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             if lost:
                 print(f"error: {lost}", file=sys.stderr)
                 raise SystemExit(EXIT_FAILED)
+
+
+def go_on(
+    resume: Resume, data: PreparedData, module: LanguageModel, say: Callable[[str], None]
+) -> Start:
+    """Where the run goes on, said and found to be possible; changes nothing.
+
+    Raises:
+        ConfigError: it cannot go on.
+    """
+    check_documents(resume.folder, data.documents)
+    start = find_start(resume.folder, identity(resume.config, data), module.state_dict())
+    start.require_steps_left(resume.config.trainer.max_steps)
+    say(start.describe(resume.folder))
+    for key, (before, now) in resume.changes.items():
+        say(f"{key} is {now} now (was {before})")
+    return start
+
+
+@contextmanager
+def ending_as_documented(
+    config: TrainConfig, trainer: Trainer, callbacks: RunCallbacks, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Signals and divergence end the block with a sentence and the exit code of docs/reliability.md.
+
+    Of several ranks the first alone: Lightning kills it, which still has files to close, once another fails.
+    """
+    folder = callbacks.kept.folder
+    is_main = trainer.is_global_zero
+    try:
+        with callbacks.stop.request.listening():
+            yield
+    except Interrupted as interrupted:
+        say(f"{interrupted}; {how_to_go_on(folder, callbacks.checkpoints)}")
+        raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
+    except Diverged as error:
+        if is_main:
+            say_diverged(error, config, folder)
+        raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
+    except SystemExit:  # Lightning's answer to Ctrl-C a second time
+        how = how_to_go_on(folder, callbacks.checkpoints)
+        say(f"interrupted at step {trainer.global_step}; {how}")
+        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
