@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import sys
@@ -41,24 +42,15 @@ class Answer:
 
 def ask(folder: Path, content: bytes) -> Answer:
     """What `experiments.train` answers in this process; its training is replaced by an error."""
-    from experiments.exit import exit_on_bad_input
-    from experiments.train import main
-
+    importlib.import_module("experiments.train")  # whose time is not that of the answer
     (folder / "mine.yaml").write_bytes(content)
     training = ModuleType("experiments.training_run")
     training.__dict__["train"] = _was_accepted
-    stdout, stderr = io.StringIO(), io.StringIO()
     start = time.process_time()
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(stdout),
-        contextlib.redirect_stderr(stderr),
-        patch.object(sys, "argv", ["train", "--config", "mine.yaml"]),
-        patch.dict(sys.modules, {training.__name__: training}),
-    ):
-        code = exit_on_bad_input(main)
+    with contextlib.chdir(folder), patch.dict(sys.modules, {training.__name__: training}):
+        done = scene.run_here("--config", "mine.yaml")
     seconds = time.process_time() - start
-    return Answer(code, stdout.getvalue(), stderr.getvalue(), seconds)
+    return Answer(done.code, done.stdout, done.stderr, seconds)
 
 
 def _was_accepted(*_: Any) -> NoReturn:
@@ -502,7 +494,7 @@ def _cases() -> Iterator[Case]:
 
 CHAPTER = Chapter(
     "configs",
-    "a config that is wrong in any way gets exit code 2 within a second and up to three lines that "
-    "name the key, and leaves nothing behind",
-    lambda: list(_cases()),
+    "A config that is wrong in any way gets exit code 2 within a second and up to three lines that "
+    "name the key, and leaves nothing behind.",
+    _cases,
 )
