@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import json
 import sys
 import time
@@ -377,18 +376,12 @@ ACCEPTED = {
 def check_accepted(folder: Path) -> str:
     import yaml
 
-    from experiments.command_line import parse_config
-    from experiments.config import TrainConfig
-
     for name, (content, expected) in ACCEPTED.items():
         (folder / "mine.yaml").write_bytes(content)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            parse_config(
-                ["--config", str(folder / "mine.yaml"), "--print-config"], TrainConfig, "train"
-            )
+        done = scene.run_here("--config", str(folder / "mine.yaml"), "--print-config")
+        assert done.code == 0, f"{name}: {done.stderr}"
         for path, value in expected.items():
-            found: Any = yaml.safe_load(printed.getvalue())
+            found: Any = yaml.safe_load(done.stdout)
             for key in path.split("."):
                 found = found[key]
             assert found == value, f"{name}: {path} is {found!r}, not {value!r}"

@@ -86,7 +86,9 @@ def _require_able_to(mount: str) -> None:
         subprocess.run([*_ALONE, mount], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or str(error)
-        raise SkipTest(f"this machine gives no disk of one's own ({why.strip()})") from error
+        raise SkipTest(
+            f"this machine gives no disk of one's own ({why.splitlines()[0]})"
+        ) from error
 
 
 def _require_said_once(found: Disturbed) -> None:
