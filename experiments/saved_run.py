@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.command_line import read_config
 from experiments.config import TrainConfig
 from experiments.resuming.checkpoints import (
     best_checkpoint,
@@ -19,6 +18,7 @@ from experiments.resuming.checkpoints import (
     refusal_to_load,
 )
 from experiments.resuming.identity import identity_of_weights
+from experiments.resuming.request import own_config
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -48,7 +48,7 @@ def load_run(folder: Path) -> SavedRun:
         ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged.
     """
     check_has_weights(folder)
-    config = read_config(folder / CONFIG_FILE, TrainConfig)
+    config = own_config(folder / CONFIG_FILE)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)

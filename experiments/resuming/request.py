@@ -66,7 +66,7 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
     """
     folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
     check_is_run(folder)
-    own = _own_config(folder / CONFIG_FILE)
+    own = own_config(folder / CONFIG_FILE)
     # In one word, or what stands first in `argv` would be another file.
     config = parse_config([f"--config={folder / CONFIG_FILE}", *argv], TrainConfig, command, HELP)
     fixed = differences(fixed_options(own), fixed_options(config))
@@ -87,7 +87,7 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
     return Resume(folder, config, differences(own.to_dict(), config.to_dict()))
 
 
-def _own_config(path: Path) -> TrainConfig:
+def own_config(path: Path) -> TrainConfig:
     """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
 
     Raises:

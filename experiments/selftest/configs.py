@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import importlib
 import json
 import sys
 import time
@@ -41,24 +41,15 @@ class Answer:
 
 def ask(folder: Path, content: bytes) -> Answer:
     """What `experiments.train` answers in this process; its training is replaced by an error."""
-    from experiments.exit import exit_on_bad_input
-    from experiments.train import main
-
+    importlib.import_module("experiments.train")  # whose time is not that of the answer
     (folder / "mine.yaml").write_bytes(content)
     training = ModuleType("experiments.training_run")
     training.__dict__["train"] = _was_accepted
-    stdout, stderr = io.StringIO(), io.StringIO()
     start = time.process_time()
-    with (
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(stdout),
-        contextlib.redirect_stderr(stderr),
-        patch.object(sys, "argv", ["train", "--config", "mine.yaml"]),
-        patch.dict(sys.modules, {training.__name__: training}),
-    ):
-        code = exit_on_bad_input(main)
+    with contextlib.chdir(folder), patch.dict(sys.modules, {training.__name__: training}):
+        done = scene.run_here("--config", "mine.yaml")
     seconds = time.process_time() - start
-    return Answer(code, stdout.getvalue(), stderr.getvalue(), seconds)
+    return Answer(done.code, done.stdout, done.stderr, seconds)
 
 
 def _was_accepted(*_: Any) -> NoReturn:
@@ -385,18 +376,12 @@ ACCEPTED = {
 def check_accepted(folder: Path) -> str:
     import yaml
 
-    from experiments.command_line import parse_config
-    from experiments.config import TrainConfig
-
     for name, (content, expected) in ACCEPTED.items():
         (folder / "mine.yaml").write_bytes(content)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            parse_config(
-                ["--config", str(folder / "mine.yaml"), "--print-config"], TrainConfig, "train"
-            )
+        done = scene.run_here("--config", str(folder / "mine.yaml"), "--print-config")
+        assert done.code == 0, f"{name}: {done.stderr}"
         for path, value in expected.items():
-            found: Any = yaml.safe_load(printed.getvalue())
+            found: Any = yaml.safe_load(done.stdout)
             for key in path.split("."):
                 found = found[key]
             assert found == value, f"{name}: {path} is {found!r}, not {value!r}"
@@ -502,7 +487,7 @@ def _cases() -> Iterator[Case]:
 
 CHAPTER = Chapter(
     "configs",
-    "a config that is wrong in any way gets exit code 2 within a second and up to three lines that "
-    "name the key, and leaves nothing behind",
-    lambda: list(_cases()),
+    "A config that is wrong in any way gets exit code 2 within a second and up to three lines that "
+    "name the key, and leaves nothing behind.",
+    _cases,
 )

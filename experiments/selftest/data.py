@@ -366,7 +366,7 @@ def _three(corpus: Path) -> None:
 
 CHAPTER = Chapter(
     "data",
-    "text that cannot be read, or is not what it was, is refused by the name of its file; text larger "
-    "than memory is not",
-    lambda: list(_cases()),
+    "Text that cannot be read, or is not what it was, is refused by the name of its file; text larger "
+    "than memory is not.",
+    _cases,
 )

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.same_run import require_same
-from experiments.selftest.scene import REPOSITORY, Finished, finish, options, run
+from experiments.selftest.scene import Finished, finish, lasting_folder, options, run, start_command
 
 SAVE_OFTEN = {"checkpoints__every_n_steps": "2", "run__name": "run"}
 
@@ -38,15 +37,9 @@ class Disturbed:
 
 
 @cache
-def _kept_folder() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="selftest-disks-")
-
-
-@cache
 def _undisturbed() -> Path:
     """The same run on a good disk, made once."""
-    folder = Path(_kept_folder().name)
+    folder = lasting_folder()
     done = run(*options(folder, **SAVE_OFTEN))
     assert done.code == 0, done.stderr
     return folder / "runs" / "run"
@@ -66,14 +59,12 @@ def _disturb(folder: Path, disturbance: str, megabytes: int | None = None) -> Di
         *options(folder, **SAVE_OFTEN),
     ]  # fmt: skip
     if megabytes is None:
-        done, left = _start(argv), runs / "run"
+        done, left = finish(start_command(argv)), runs / "run"
     else:
-        script = (
-            f"mount -t tmpfs -o size={megabytes}m none '{runs}' || exit 77; "
-            f"\"$@\"; code=$?; cp -a '{runs}' '{copied}'; exit $code"
-        )
-        done, left = _start(["unshare", "-rm", "sh", "-c", script, "sh", *argv]), copied / "run"
-        assert report.exists(), f"this machine gives no disk of one's own: {done.stderr.strip()}"
+        mount = f"mount -t tmpfs -o size={megabytes}m none '{runs}'"
+        _require_able_to(mount)
+        script = f"{mount} && \"$@\"; code=$?; cp -a '{runs}' '{copied}'; exit $code"
+        done, left = finish(start_command([*_ALONE, script, "sh", *argv])), copied / "run"
     assert report.exists(), done.stderr
     seen = json.loads(report.read_text(encoding="utf-8"))
     assert "Traceback" not in done.stderr, done.stderr
@@ -85,18 +76,19 @@ def _disturb(folder: Path, disturbance: str, megabytes: int | None = None) -> Di
     return found
 
 
-def _start(argv: list[str]) -> Finished:
-    return finish(
-        subprocess.Popen(
-            argv,
-            cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    )
+_ALONE = ("unshare", "-rm", "sh", "-c")
+"""Runs a script whose mounts nobody else sees."""
+
+
+def _require_able_to(mount: str) -> None:
+    """SkipTest where this machine does not permit it."""
+    try:
+        subprocess.run([*_ALONE, mount], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = getattr(error, "stderr", None) or str(error)
+        raise SkipTest(
+            f"this machine gives no disk of one's own ({why.splitlines()[0]})"
+        ) from error
 
 
 def _require_said_once(found: Disturbed) -> None:
@@ -182,7 +174,7 @@ def _two_ranks(folder: Path) -> str:
         sys.executable, "-m", "experiments.train", *options(folder, **SAVE_OFTEN),
         "--trainer.devices", "2", "--trainer.strategy", "ddp",
     ]  # fmt: skip
-    done = _start(["sh", "-c", script, "sh", *argv])
+    done = finish(start_command(["sh", "-c", script, "sh", *argv]))
     assert done.code == 1, f"exit code {done.code}: {done.stderr}"
     assert "step 12/12" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
@@ -257,6 +249,6 @@ def _cases() -> Iterable[Case]:
 CHAPTER = Chapter(
     "disks",
     "On a disk that is full, read-only, failing, slow or taken away training goes on, says so once, tries "
-    "again, and no unreadable file ever stands at a final name",
+    "again, and no unreadable file ever stands at a final name.",
     _cases,
 )

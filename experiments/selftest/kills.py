@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,9 @@ from experiments.selftest.same_run import require_same
 from experiments.selftest.scene import (
     REPOSITORY,
     Finished,
+    environment,
     finish,
+    lasting_folder,
     options,
     run,
     start,
@@ -151,7 +152,7 @@ def _in_a_terminal(argv: list[str]) -> tuple[bytes, int]:
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.train", *argv],
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"},
+        env=environment(TERM="xterm", COLUMNS="100"),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -195,8 +196,7 @@ class _Unbroken:
     """The run that nothing happened to, and how long it took to begin."""
 
     def __init__(self) -> None:
-        self._kept = tempfile.TemporaryDirectory(prefix="selftest-unbroken-")
-        parent = Path(self._kept.name)
+        parent = lasting_folder()
         self.folder = parent / "runs" / "killed"
         began = time.monotonic()
         process = start(*_argv(parent))

@@ -1,4 +1,4 @@
-"""Numbers that go wrong."""
+"""Numbers that go wrong: steps that are skipped and explained, and a run that diverges."""
 
 from __future__ import annotations
 

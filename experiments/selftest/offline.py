@@ -1,4 +1,4 @@
-"""Chapter: no network at all."""
+"""No network at all: the quickstart, cut off from everything."""
 
 from __future__ import annotations
 

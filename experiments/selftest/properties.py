@@ -1,4 +1,4 @@
-"""Chapter: what holds of every MoE layer, tried on thousands that nobody chose."""
+"""What holds of every MoE layer, tried on thousands that nobody chose."""
 
 from __future__ import annotations
 

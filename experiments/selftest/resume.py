@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,15 @@ from unittest.mock import patch
 from experiments.run_folder import METRICS_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.same_run import require_same
-from experiments.selftest.scene import finish, options, run, start, wait_for_row
+from experiments.selftest.scene import (
+    finish,
+    lasting_folder,
+    options,
+    run,
+    run_here,
+    start,
+    wait_for_row,
+)
 
 MAX_STEPS, VALIDATE_EVERY, BATCH_SIZE = 14, 4, 16
 """Rows end at even steps, validations are at 4, 8, 12 and the end, and an epoch of the tiny corpus ends in
@@ -110,7 +116,7 @@ def _argv(ffn: str, precision: str, accumulate: int, dropout: str) -> list[str]:
         "model.ffn": ffn.replace("DROPOUT", dropout),
         "model.dropout": dropout,
         "data.batch_size": str(BATCH_SIZE),
-        "data.cache_dir": str(_lasting_folder() / "cache"),
+        "data.cache_dir": str(_data_cache()),
         "trainer.max_steps": str(MAX_STEPS),
         "trainer.validate_every_n_steps": str(VALIDATE_EVERY),
         "trainer.accumulate_grad_batches": str(accumulate),
@@ -122,42 +128,28 @@ def _argv(ffn: str, precision: str, accumulate: int, dropout: str) -> list[str]:
 @functools.cache
 def _unbroken(ffn: str, precision: str, accumulate: int, dropout: str) -> Path:
     """The folder of the run that nothing happened to."""
-    folder = Path(tempfile.mkdtemp(dir=_lasting_folder()))
+    folder = lasting_folder()
     changes = {"run.name": "unbroken", "run.output_dir": str(folder)}
     _train([*options(folder, **changes), *_argv(ffn, precision, accumulate, dropout)])
     return folder / "unbroken"
 
 
 @functools.cache
-def _keeper() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="selftest-unbroken-")
-
-
-def _lasting_folder() -> Path:
-    """One that lasts as long as the process."""
-    return Path(_keeper().name)
+def _data_cache() -> Path:
+    """Of all the runs, whose corpus is the same."""
+    return lasting_folder()
 
 
 def _train(argv: list[str], cut: Cut | None = None) -> None:
     """Run the program in this process; it comes to its end, or to the cut."""
-    from experiments.train import main
-
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        try:
-            with _cutting(cut):
-                code = main(argv)
-        except Crash:
-            code = 1
-        except SystemExit as end:
-            code = end.code
-    assert code == _expected_code(cut), f"exit code {code}: {printed.getvalue()[-500:]}"
-
-
-def _expected_code(cut: Cut | None) -> int:
-    if cut is None:
-        return 0
-    return 1 if cut.is_crash else 128 + signal.SIGTERM
+    try:
+        with _cutting(cut):
+            done = run_here(*argv)
+    except Crash:
+        return
+    assert cut is None or not cut.is_crash, f"did not die: {done.stdout[-500:]}"
+    expected = 128 + signal.SIGTERM if cut else 0
+    assert done.code == expected, f"exit code {done.code}: {done.stderr[-500:]}"
 
 
 @contextlib.contextmanager

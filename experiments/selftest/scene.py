@@ -1,14 +1,23 @@
-"""The scene of every case: a small corpus, and tiny runs in processes of their own."""
+"""The scene of every case: a small corpus, tiny runs in processes of their own or in this one."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
+from experiments.exit import exit_on_bad_input
 from experiments.run_folder import METRICS_FILE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,12 +43,24 @@ TINY = {
 
 @dataclass(frozen=True)
 class Finished:
-    """A process that has ended."""
+    """A program that has ended."""
 
     code: int
     """Negative: the number of the signal that killed it."""
     stdout: str
     stderr: str
+
+    @property
+    def own_lines(self) -> list[str]:
+        """Of stderr, without those on the data, which come before."""
+        return [line for line in self.stderr.splitlines() if not line.startswith("data: ")]
+
+
+def lasting_folder() -> Path:
+    """A new folder that is removed when the process ends, for what many cases share."""
+    folder = tempfile.TemporaryDirectory(prefix="selftest-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def write_corpus(folder: Path, num_files: int = 12) -> Path:
@@ -70,14 +91,22 @@ def options(folder: Path, **changes: str) -> list[str]:
     return [part for key, value in (TINY | places | given).items() for part in (f"--{key}", value)]
 
 
-def start(
-    *argv: str, program: str = "experiments.train", **environment: str
-) -> subprocess.Popen[str]:
-    """A program of the project in a process of its own, with one thread and no terminal."""
+def environment(**changes: str) -> dict[str, str]:
+    """Ours, but for one thread, a wide terminal and the changes."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | changes
+
+
+def start(*argv: str, program: str = "experiments.train", **changes: str) -> subprocess.Popen[str]:
+    """A program of the project in a process of its own, whose environment has the changes."""
+    return start_command([sys.executable, "-m", program, *argv], **changes)
+
+
+def start_command(command: Sequence[str], **changes: str) -> subprocess.Popen[str]:
+    """Any command, with one thread and no terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", program, *argv],
+        command,
         cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment,
+        env=environment(**changes),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -96,9 +125,31 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
     return Finished(process.returncode, stdout, stderr)
 
 
-def run(*argv: str, program: str = "experiments.train", **environment: str) -> Finished:
+def run(*argv: str, program: str = "experiments.train", **changes: str) -> Finished:
     """Start a program of the project and wait for its end."""
-    return finish(start(*argv, program=program, **environment))
+    return finish(start(*argv, program=program, **changes))
+
+
+def run_here(*argv: str, program: str = "experiments.train") -> Finished:
+    """The same in this process, which has imported all that a program needs.
+
+    Raises:
+        Exception: whatever would have ended the program with a traceback.
+    """
+    module = import_module(program)
+    main = import_module(f"{program}.__main__").main if hasattr(module, "__path__") else module.main
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        warnings.catch_warnings(),
+        patch.object(sys, "argv", [program, *argv]),
+    ):
+        try:
+            code = exit_on_bad_input(main)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    return Finished(code, stdout.getvalue(), stderr.getvalue())
 
 
 def wait_for_row(

@@ -1,8 +1,7 @@
-"""Chapter: two at once."""
+"""Two at once: runs of one name, preparations of one corpus, a run and its report."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import shutil
@@ -14,13 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.selftest.case import Case, Chapter
+from experiments.selftest.same_run import differences, require_same
 from experiments.selftest.scene import (
-    REPOSITORY,
     Finished,
     finish,
     options,
     run,
     start,
+    start_command,
     write_corpus,
 )
 
@@ -79,7 +79,7 @@ def _same_name(folder: Path, ahead: float) -> None:
     assert codes == [0, 2], f"exit codes {codes}: {_last_words(ended.values())}"
     (winner,) = (seed for seed, one in ended.items() if one.code == 0)
     (refused,) = (one for one in ended.values() if one.code == 2)
-    (line,) = _own_lines(refused.stderr)
+    (line,) = refused.own_lines
     assert line.startswith("error: run.name: '"), line
     assert "exists and is never overwritten" in line, line
     alone = run(*options(folder, run__name="alone", seed=winner))
@@ -88,7 +88,7 @@ def _same_name(folder: Path, ahead: float) -> None:
     assert _files(runs / "mine") == _files(runs / "alone"), (
         "a file more or less than of a run alone"
     )
-    assert _metrics(runs / "mine") == _metrics(runs / "alone"), "other losses than of a run alone"
+    require_same(runs / "alone", runs / "mine")
     assert _names(runs) == {"mine", "alone"}
 
 
@@ -100,7 +100,7 @@ def _without_a_name(folder: Path) -> None:
     folders = sorted((folder / "runs").iterdir())
     assert len(folders) == 2, f"{len(folders)} folders of two runs"
     assert _files(folders[0]) == _files(folders[1])
-    assert _metrics(folders[0]) != _metrics(folders[1]), "two seeds, one run"
+    assert differences(*folders), "two seeds, one run"
 
 
 _MAKE_FOLDERS = """
@@ -175,7 +175,7 @@ def _runs_with_the_same_data(folder: Path) -> None:
     processes = [start(*options(folder, run__name=name)) for name in ("one", "other")]
     ended = [finish(process) for process in processes]
     assert [one.code for one in ended] == [0, 0], _last_words(ended)
-    assert _metrics(folder / "runs" / "one") == _metrics(folder / "runs" / "other")
+    require_same(folder / "runs" / "one", folder / "runs" / "other")
     assert len(list((folder / "cache").iterdir())) == 1
 
 
@@ -281,19 +281,7 @@ def _check_page(html: str) -> None:
 
 
 def _python(code: str, *argv: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *argv],
-        cwd=REPOSITORY,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _own_lines(stderr: str) -> list[str]:
-    """Without those on the data, which come before."""
-    return [line for line in stderr.splitlines() if not line.startswith("data: ")]
+    return start_command([sys.executable, "-c", code, *argv])
 
 
 def _last_words(ended: Iterable[Finished]) -> str:
@@ -306,12 +294,3 @@ def _names(folder: Path) -> set[str]:
 
 def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def _metrics(folder: Path) -> list[str]:
-    """`metrics.csv` without what a clock measured."""
-    with (folder / "metrics.csv").open() as file:
-        return [
-            str({k: v for k, v in row.items() if k != "train/tokens_per_second"})
-            for row in csv.DictReader(file)
-        ]

@@ -122,6 +122,8 @@ class CheckpointKeeper(Callback):
             if self._write(trainer, BEST_NAME):
                 self.best_loss = before  # that of the file, which a later one has to beat
                 self.missed_loss = min(loss, self.missed_loss)
+            elif loss <= self.missed_loss:
+                self.missed_loss = float("inf")
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 

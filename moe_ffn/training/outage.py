@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from moe_ffn.errors import reason
+
+QUIET_SECONDS = 600.0
+"""A disk that fails, recovers and fails again within so long is one trouble, and said once."""
 
 
 class Outage:
@@ -13,7 +19,8 @@ class Outage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._goes_on = False
+        self._said_at = float("-inf")
+        self._is_open = False  # said to fail, and not yet to be written again
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -26,15 +33,15 @@ class Outage:
             self.succeeded()
 
     def failed(self, error: OSError) -> None:
-        if not self._goes_on:
-            self._goes_on = True
-            self._say(
-                f"cannot be written ({error.strerror or error}); training goes on and tries again"
-            )
+        now = time.monotonic()
+        if not self._is_open and now - self._said_at > QUIET_SECONDS:
+            self._is_open = True
+            self._say(f"cannot be written ({reason(error)}); training goes on and tries again")
+        self._said_at = now
 
     def succeeded(self) -> None:
-        if self._goes_on:
-            self._goes_on = False
+        if self._is_open:
+            self._is_open = False
             self._say("is written again")
 
     def _say(self, what: str) -> None:

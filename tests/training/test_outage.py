@@ -1,0 +1,58 @@
+"""What is said of a disk that fails: once a trouble, however often it comes and goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.training import outage
+from moe_ffn.training.outage import QUIET_SECONDS, Outage
+
+FULL = OSError(28, "No space left on device")
+FAILS = "disk: 'run' cannot be written (No space left on device); training goes on and tries again"
+WORKS = "disk: 'run' is written again"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its last entry is the time."""
+    times = [0.0]
+    monkeypatch.setattr(outage.time, "monotonic", lambda: times[-1])
+    return times
+
+
+@pytest.mark.usefixtures("clock")
+def test_many_failures_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    disk = Outage(Path("run"))
+
+    for _ in range(3):
+        disk.failed(FULL)
+    for _ in range(3):
+        disk.succeeded()
+
+    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS]
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_comes_and_goes_is_one_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+    disk = Outage(Path("run"))
+
+    for _ in range(5):
+        disk.failed(FULL)
+        disk.succeeded()
+
+    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS]
+
+
+def test_after_a_while_it_is_another(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = Outage(Path("run"))
+
+    disk.failed(FULL)
+    disk.succeeded()
+    clock.append(QUIET_SECONDS + 1)
+    disk.failed(FULL)
+
+    assert capsys.readouterr().err.splitlines() == [FAILS, WORKS, FAILS]
