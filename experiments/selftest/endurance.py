@@ -15,7 +15,7 @@ from experiments.run_folder import METRICS_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.scene import finish, options, start
 
-STEPS, SHORT_STEPS = 20_000, 100
+STEPS, SHORT_STEPS = 20_000, 60
 
 EVERYTHING_ON = {
     "model__ffn": (

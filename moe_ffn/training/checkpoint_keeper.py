@@ -118,12 +118,13 @@ class CheckpointKeeper(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = float(trainer.callback_metrics["validation/loss"])
         if loss < self.best_loss:
-            before, self.best_loss = self.best_loss, loss
+            # Before the file is written, which holds them too.
+            best, missed = self.best_loss, self.missed_loss
+            self.best_loss = loss
+            self.missed_loss = missed if missed < loss else float("inf")
             if self._write(trainer, BEST_NAME):
-                self.best_loss = before  # that of the file, which a later one has to beat
-                self.missed_loss = min(loss, self.missed_loss)
-            elif loss <= self.missed_loss:
-                self.missed_loss = float("inf")
+                self.best_loss = best  # that of the file, which a later one has to beat
+                self.missed_loss = min(loss, missed)
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 

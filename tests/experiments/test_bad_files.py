@@ -209,9 +209,8 @@ def test_a_sequence_longer_than_the_corpus_is_refused(
     [
         ("config.yaml", "sed: 1", "'{path}': sed: unknown; did you mean 'seed'?"),
         ("config.yaml", "[1]", "'{path}': must hold a YAML mapping, got list"),
-        ("config.yaml", "", "'{run}/checkpoints' has no good checkpoint: best.ckpt was made with "
-         "model.d_model 16, but this run has 128; step_00000006.ckpt was made with model.d_model 16, but "
-         "this run has 128; step_00000004.ckpt was made with model.d_model 16, but this run has 128"),
+        ("config.yaml", "", "'{path}' lacks seed and 9 more, so it was cut short, or is of another version; "
+         "put back what it was"),
         ("tokenizer.json", "{", "'{path}' is not the tokenizer that this run was trained with: "
          "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("tokenizer.json", "[]", "'{path}' is not the tokenizer that this run was trained with: "
