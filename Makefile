@@ -20,7 +20,7 @@ train: $(INSTALLED)  ## train the default model, an 8-expert top-2 MoE
 	$(PY) -m experiments.train
 
 test: lint  ## lint, types and tests, in two processes
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
