@@ -60,7 +60,7 @@ class WSDConfig(ScheduleConfig, frozen=True):
 class OptimizerConfig(Config, frozen=True):
     """AdamW; no weight decay on norms, biases and embeddings."""
 
-    learning_rate: float = Field(default=3e-3, gt=0, le=1e30)
+    learning_rate: float = Field(default=3e-3, gt=0, le=1e9)
     """The full rate, before the schedule."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running mean and of the running square."""
