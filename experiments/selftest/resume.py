@@ -90,6 +90,7 @@ def cases() -> Iterator[Case]:
             and "accumulation" in cut.name,
         )
     yield Case("died once its last validation was written", _died_after_the_last_validation)
+    yield Case("asked to end in its last validation", _asked_in_the_last_validation, short=True)
     yield Case("asked to end where it stops early", _asked_where_it_stops_early, short=True)
     yield Case("two ranks, resumed as one: the data keep their order", _from_two_ranks_to_one)
 
@@ -181,6 +182,16 @@ def _died_after_the_last_validation(folder: Path) -> None:
     argv = options(folder, run__name="cut", **changes)
     with patch("experiments.training_run.make_results", side_effect=Crash):
         _train(argv, Cut("died", 0, is_crash=True))
+    _train(["--resume", str(folder / "runs/cut")])
+    require_same(folder / "runs/whole", folder / "runs/cut")
+
+
+def _asked_in_the_last_validation(folder: Path) -> None:
+    """It comes after the last step, outside of the fit."""
+    changes = {"trainer__validate_every_n_steps": "4", "trainer__max_steps": "6"}
+    _train(options(folder, run__name="whole", **changes))
+    cut = Cut("asked", 6, within="validation_step")
+    _train(options(folder, run__name="cut", **changes), cut)
     _train(["--resume", str(folder / "runs/cut")])
     require_same(folder / "runs/whole", folder / "runs/cut")
 
