@@ -27,7 +27,7 @@ from experiments.option_help import USAGE, print_help
 from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
-from moe_ffn.errors import ConfigError, explain, first_line, shorten
+from moe_ffn.errors import ConfigError, explain, first_line, reason, shorten
 from moe_ffn.import_path import telling_imports
 
 RootConfig = TypeVar("RootConfig", bound=Config)
@@ -172,7 +172,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror or error}") from error
+        raise ConfigError(f"{where}: {reason(error)}") from error
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from experiments.config import TrainConfig
-from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.errors import ConfigError, expand_path, reason
 from moe_ffn.files import write_whole
 
 CONFIG_FILE = "config.yaml"
@@ -98,7 +98,7 @@ def _writing_to(parent: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"run.output_dir: '{parent}' cannot be written ({error.strerror}); "
+            f"run.output_dir: '{parent}' cannot be written ({reason(error)}); "
             "choose another with --run.output_dir"
         ) from error
 

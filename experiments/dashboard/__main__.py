@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.dashboard.options import parse_options
 from experiments.exit import exit_on_bad_input
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def _write(path: Path, text: str) -> None:
     ):  # `| head` has read enough; what is left must not fail at the exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror or error}") from error
+        raise ConfigError(f"--json {path}: {reason(error)}") from error
 
 
 if __name__ == "__main__":

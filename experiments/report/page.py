@@ -14,7 +14,7 @@ from experiments.report.markup import text
 from experiments.report.record import Run, read_runs
 from experiments.report.tables import comparison, differences, expert_table
 from experiments.report.texts import options, samples
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from experiments.report.plots import PlotBook
@@ -49,7 +49,7 @@ def write_report(
         write_page(output, html)
     except OSError as error:
         raise ConfigError(
-            f"'{output}' cannot be written ({error.strerror}); choose another file with --output"
+            f"'{output}' cannot be written ({reason(error)}); choose another file with --output"
         ) from error
     return runs
 

@@ -24,7 +24,7 @@ from experiments.run_folder import (
     check_is_run,
 )
 from experiments.run_lock import is_trained_here
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -152,7 +152,7 @@ def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) 
         metrics = read_metrics(folder / METRICS_FILE)
     except OSError as error:
         raise ConfigError(
-            f"'{folder / METRICS_FILE}' cannot be read ({error.strerror}); mend its permissions"
+            f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); mend its permissions"
         ) from error
     summary = _mapping(folder / SUMMARY_FILE)
     return Run(

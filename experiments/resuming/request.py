@@ -16,6 +16,7 @@ from experiments.run_folder import (
     CONFIG_FILE,
     SUMMARY_FILE,
     check_is_run,
+    named_run_folder,
     output_dir,
 )
 from experiments.run_lock import is_trained_here
@@ -114,7 +115,7 @@ def is_finished(folder: Path) -> bool:
 def _newest(config: TrainConfig) -> Path:
     parent = output_dir(config)
     if config.run.name is not None:
-        return parent / config.run.name
+        return named_run_folder(config)
     runs = [path for path in parent.glob("*") if (path / CONFIG_FILE).is_file()]
     unfinished = [p for p in runs if not is_finished(p) and not is_trained_here(p)]
     if not unfinished:

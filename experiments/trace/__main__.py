@@ -15,7 +15,7 @@ from pathlib import Path
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import check_has_weights
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,9 +80,7 @@ def check_writable(path: Path) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"--html: '{path}' cannot be written ({error.strerror}); choose another file"
-    )
+    return ConfigError(f"--html: '{path}' cannot be written ({reason(error)}); choose another file")
 
 
 def _parser() -> argparse.ArgumentParser:

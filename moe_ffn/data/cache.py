@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import UNFINISHED, sync_folder
 
 _META = "meta.json"
@@ -72,7 +72,7 @@ def writing_to(cache_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir: '{cache_dir}' cannot be written ({error.strerror or error}); "
+            f"data.cache_dir: '{cache_dir}' cannot be written ({reason(error)}); "
             "make room, or name another folder"
         ) from error
 

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.errors import ConfigError, expand_path, reason
 
 BLOCK_BYTES = 1 << 16
 """The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""
@@ -206,7 +206,7 @@ def _size(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: OSError, key: str = "data.corpus.paths") -> ConfigError:
-    return ConfigError(f"{key}: '{path}' cannot be read ({error.strerror or error})")
+    return ConfigError(f"{key}: '{path}' cannot be read ({reason(error)})")
 
 
 def _is_text(path: Path) -> bool:

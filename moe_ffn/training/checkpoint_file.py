@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moe_ffn.errors import first_line
+from moe_ffn.errors import first_line, reason
 from moe_ffn.files import replacing
 
 IDENTITY = "identity"
@@ -64,7 +64,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
                 values = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # of many kinds: pickle's, zip's, torch's

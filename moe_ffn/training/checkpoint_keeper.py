@@ -25,6 +25,7 @@ from moe_ffn.training.checkpoint_file import (
 )
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints, step_name, step_of
 from moe_ffn.training.config import CheckpointsConfig
+from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.outage import Outage
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
@@ -97,9 +98,10 @@ class CheckpointKeeper(Callback):
         self._saved_at = time.monotonic()
         self._said_slow = self._said_broken = False
 
-    def is_validation_due(self, step: int) -> bool:
-        """Whether optimizer step `step` ends with a validation, before which nothing is saved."""
-        return step % self.validate_every_n_steps == 0
+    def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
+        """Whether an optimizer step is over with this batch: its last one, and no validation follows."""
+        is_last = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
+        return is_last and trainer.global_step % self.validate_every_n_steps != 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self._had_stopped
@@ -110,9 +112,7 @@ class CheckpointKeeper(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
-        at_end_of_step = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
-        if at_end_of_step and self._is_due(step) and not self.is_validation_due(step):
+        if self.is_between_steps(trainer, batch) and self._is_due(trainer.global_step):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -86,9 +86,7 @@ class MetricsFile(Logger):
         return self.path.exists() and self.path.stat().st_size == self._size
 
     def _write_anew(self) -> None:
-        rows = [*read_rows(self.path), *self._pending]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        text = _lines([dict(zip(names, names, strict=True)), *rows], names)
+        names, text = _table([*read_rows(self.path), *self._pending])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, text)
         self._columns, self._size = names, len(text.encode())
@@ -146,9 +144,8 @@ def cut_rows(path: Path, step: int, validated_step: int) -> None:
         for row in read_rows(path)
         if int(row[STEP]) <= (validated_step if VALIDATION_LOSS in row else step)
     ]
-    names = list(dict.fromkeys(name for row in rows for name in row))
     if rows:
-        write_whole(path, _lines([dict(zip(names, names, strict=True)), *rows], names))
+        write_whole(path, _table(rows)[1])
     else:
         path.unlink(missing_ok=True)
 
@@ -184,6 +181,12 @@ def _is_number(cell: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """The columns of all rows, and the text of a file of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return names, _lines([dict(zip(names, names, strict=True)), *rows], names)
 
 
 def _lines(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:

@@ -85,8 +85,7 @@ class StopOnRequest(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        at_end_of_step = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
-        if at_end_of_step and not self.keeper.is_validation_due(trainer.global_step):
+        if self.keeper.is_between_steps(trainer, batch):
             self._stop_before_the_next_step(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
