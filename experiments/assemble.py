@@ -212,6 +212,7 @@ def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[s
         "git_revision": git_revision(),
         "corpus_sha256": data.corpus_sha256,
         "precision": precision,
+        "num_threads": torch.get_num_threads(),
         "num_params": config.model.num_params(vocab_size, seq_len),
         "num_active_params": config.model.num_active_params(vocab_size, seq_len),
         "flops_per_token": config.model.flops_per_token(vocab_size, seq_len),

@@ -19,7 +19,8 @@ from experiments.run_folder import (
     named_run_folder,
 )
 
-COLUMNS = ("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
+TEXT_COLUMNS = ("config", "guesses", "precision")
+COLUMNS = (*TEXT_COLUMNS, "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
 LEGEND = (
     "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: the "
     "busiest expert over the even share, minus 1, mean of the layers, validation; experts: per token, "
@@ -34,6 +35,8 @@ class Result:
 
     name: str
     causal: bool
+    precision: str
+    """The number format it was trained in."""
     loss: float | None
     """None where training diverged."""
     max_violation: float | None
@@ -47,6 +50,7 @@ class Result:
         return [
             self.name,
             "next" if self.causal else "masked",
+            self.precision,
             _number(self.loss, ".4f"),
             _number(self.max_violation, ".2f"),
             _number(self.experts_per_token, ".2f"),
@@ -67,6 +71,7 @@ def read_result(name: str, config: TrainConfig) -> Result:
     return Result(
         name=name,
         causal=config.model.causal,
+        precision=facts["precision"],
         loss=summary["validation_loss"],
         max_violation=fmean(v["max_violation"] for v in layers) if layers else None,
         experts_per_token=fmean(v["experts_per_token"] for v in layers) if layers else None,
@@ -81,8 +86,8 @@ def read_result(name: str, config: TrainConfig) -> Result:
 def comparison_table(results: Sequence[Result]) -> Table:
     """Runs that guess next tokens first, each kind by its loss."""
     table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
-    for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if number < 2 else "right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for result in in_order(results):
         table.add_row(*result.cells())
     return table
@@ -90,7 +95,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
 
 def write_markdown(results: Sequence[Result], path: Path) -> None:
     """The same table for a document."""
-    rows = [COLUMNS, ["---", "---", *["---:"] * (len(COLUMNS) - 2)]]
+    rows = [COLUMNS, ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]]
     rows += [result.cells() for result in in_order(results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     path.write_text("\n".join([*lines, "", LEGEND, ""]), encoding="utf-8")

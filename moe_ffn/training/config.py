@@ -194,7 +194,7 @@ class TrainerConfig(Config, frozen=True):
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
     precision: Precision = "auto"
-    """auto measures: bf16-mixed where this machine multiplies bfloat16 faster, otherwise 32-true."""
+    """auto: 32-true on a CPU, bf16-mixed on a GPU that multiplies bfloat16 natively."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
     validate_every_n_steps: int = Field(default=200, ge=1, le=MOST)

@@ -56,30 +56,33 @@ def test_results_stand_side_by_side_and_are_kept(
 ) -> None:
     # 3 float32 are 12 bytes: what only the backend itself knows, so it is told when the run starts.
     configs = {"switch": SWITCH, "broken": BROKEN, "plain": "dense"}
-    code, out, err = run_compare(configs, "--name", "all")
+    options = ("--name", "all", "--trainer.precision", "auto")
+    code, out, err = run_compare(configs, *options)
 
     assert code == 1
     assert "multiple of 16 bytes" in err
     assert "failed: broken.yaml; what it said is above" in err
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["config"] == [
-        *("config", "guesses", "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
+        *("config", "guesses", "precision"),
+        *("loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s"),
     ]
     assert lines["switch"][1] == "next"
-    assert 0 <= float(lines["switch"][3]) <= 3
-    assert lines["switch"][4] == "1.00"
+    assert lines["switch"][2] == "32-true", "what auto stood for"
+    assert 0 <= float(lines["switch"][4]) <= 3
+    assert lines["switch"][5] == "1.00"
     # Of four experts with a factor of 0.5, at least half of the pairs find theirs full.
-    assert float(lines["switch"][5].rstrip("%")) >= 50
-    assert lines["plain"][3:6] == ["-", "-", "-"]
-    assert "| switch | next |" in (tmp_path / "runs/all/comparison.md").read_text()
+    assert float(lines["switch"][6].rstrip("%")) >= 50
+    assert lines["plain"][4:7] == ["-", "-", "-"]
+    assert "| switch | next | 32-true |" in (tmp_path / "runs/all/comparison.md").read_text()
 
     del configs["broken"]
-    again, out, _ = run_compare(configs, "--name", "all")
+    again, out, _ = run_compare(configs, *options)
     assert again == 0
     assert "training (" not in out
     assert lines["switch"] in [line.split() for line in out.splitlines()]
 
-    code, _, err = run_compare(configs, "--name", "all", "--seed", "1")
+    code, _, err = run_compare(configs, *options, "--seed", "1")
     assert code == 2
     assert err == (
         "error: 'runs/all/switch' holds a run with other options; give the options it had, or "
@@ -160,7 +163,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
     def result(name: str, causal: bool, loss: float | None) -> Result:
-        return Result(name, causal, loss, None, None, None, 1, 1.0)
+        return Result(name, causal, "32-true", loss, None, None, None, 1, 1.0)
 
     results = [
         result("masked", False, 0.1),
