@@ -27,6 +27,12 @@ BLOCK_COLUMNS = 16
 UNCOMPARED = ("run.", "logging.")
 """Options that change no result."""
 
+DOES_NOT_COMPARE = {
+    "corpus_sha256": "read different corpora: their losses do not compare",
+    "precision": "differ in precision, which by itself moves a loss in its second decimal",
+}
+"""Facts that should be the same in all runs, and what is said where they are not."""
+
 
 def expert_table(run: Run) -> str:
     """Layer by expert, percent of the layer's pairs; shaded by the ratio to the even share."""
@@ -97,17 +103,16 @@ def comparison(runs: Sequence[Run]) -> str:
         ]
         for place, run in enumerate(runs)
     ]
-    corpora = {run.fact("corpus_sha256") for run in runs}
-    warning = (
-        '<p class="warn">These runs read different corpora: their losses do not compare.</p>\n'
-        if len(corpora) > 1
-        else ""
-    )
+    warnings = [
+        f'<p class="warn">These runs {what}.</p>\n'
+        for fact, what in DOES_NOT_COMPARE.items()
+        if len({run.fact(fact) for run in runs}) > 1
+    ]
     caption = (
         "Loss and bits per byte: the validation split, at the end or the last so far. MaxVio, dropped: "
-        "there too, mean of the layers."
+        f"there too, mean of the layers. Precision: {_precisions(runs)}."
     )
-    return table(caption, headers, rows, "runs") + warning
+    return table(caption, headers, rows, "runs") + "".join(warnings)
 
 
 def differences(runs: Sequence[Run]) -> str:
@@ -125,6 +130,12 @@ def differences(runs: Sequence[Run]) -> str:
         return "<p>All options are the same, but for names and logging.</p>\n"
     headers = ["option", *(f"{swatch(n)}{text(run.name)}" for n, run in enumerate(runs))]
     return table("Options in which the runs differ.", headers, rows, "options")
+
+
+def _precisions(runs: Sequence[Run]) -> str:
+    """The number format of each run in order, or of all where it is the same."""
+    names = [text(run.fact("precision") or "unknown") for run in runs]
+    return ", ".join(names) if len(set(names)) > 1 else names[0]
 
 
 def swatch(place: int) -> str:

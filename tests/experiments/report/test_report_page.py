@@ -466,14 +466,29 @@ def test_losses_are_drawn_over_training_flops_too(tmp_path: Path) -> None:
     assert "FLOPs are 3 (forward and backward) x flops_per_token x batch_size" in page.text
 
 
-def test_runs_on_other_corpora_do_not_compare(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fact", "said"),
+    [
+        ("corpus_sha256", "These runs read different corpora: their losses do not compare."),
+        (
+            "precision",
+            "These runs differ in precision, which by itself moves a loss in its second decimal.",
+        ),
+    ],
+)
+def test_runs_with_other_data_or_precision_are_said_to_differ(
+    tmp_path: Path, fact: str, said: str
+) -> None:
     a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
-    assert "do not compare" not in comparison(read_runs([a, b]))
+    assert "These runs" not in comparison(read_runs([a, b]))
     facts = json.loads((b / "facts.json").read_text())
-    (b / "facts.json").write_text(json.dumps({**facts, "corpus_sha256": "other"}))
+    (b / "facts.json").write_text(json.dumps({**facts, fact: "other"}))
 
-    said = "These runs read different corpora: their losses do not compare."
-    assert said in comparison(read_runs([a, b]))
+    shown = comparison(read_runs([a, b]))
+    assert said in shown
+    assert shown.count("These runs") == 1
+    precision = "bf16-mixed, other" if fact == "precision" else "bf16-mixed"
+    assert f"Precision: {precision}." in shown
 
 
 def test_plotly_s_script_is_in_the_page_once(moe: Path) -> None:
