@@ -1,10 +1,13 @@
-# Two commands do everything: `make train` and `make test`. Both set up `.venv` first, and find it
-# ready the next time.
+# Two commands do everything: `make train` and `make test`. Each sets up in `.venv` what it needs, and
+# finds it ready the next time.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
-INSTALLED := $(VENV)/.installed
+TRAIN := $(VENV)/.installed-train
+DEV := $(VENV)/.installed-dev
+# What is imported is compiled then; compiling all of torch here would take as long as fetching it.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint requirements.lock
 # By path, or a clone called moe_ffn in the current folder would shadow the package.
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
@@ -14,9 +17,9 @@ CODE := moe_ffn experiments tests
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-setup: $(INSTALLED)  ## make .venv with the locked versions
+setup: $(DEV)  ## make .venv with the locked versions of everything
 
-train: $(INSTALLED)  ## train the default model, an 8-expert top-2 MoE
+train: $(TRAIN)  ## train the default model, an 8-expert top-2 MoE
 	$(PY) -m experiments.train
 
 test: lint  ## lint, types and tests, in two processes
@@ -25,12 +28,12 @@ test: lint  ## lint, types and tests, in two processes
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
 
-lint: $(INSTALLED)  ## format, lint and types
+lint: $(DEV)  ## format, lint and types
 	$(VENV)/bin/ruff format --check $(CODE)
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/basedpyright
 
-format: $(INSTALLED)  ## mend format and lint
+format: $(DEV)  ## fix format and lint
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
@@ -41,19 +44,23 @@ lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	$(PY) -m pip install --quiet --editable ".[dev]"
 	(echo "# Every version of the environment; written by \`make lock\`."; \
 	 $(PY) -m pip freeze --exclude-editable | sed 's/+cpu$$//') > requirements.lock
-	touch $(INSTALLED)
+	touch $(TRAIN) $(DEV)
 
 clean:  ## remove the environment and caches, not the runs
 	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
 
 # torch first and alone: an open range elsewhere must find it installed, or it would fetch another
 # build of several gigabytes.
-$(INSTALLED): requirements.lock pyproject.toml
+$(TRAIN): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, got " + sys.version.split()[0])'
-	@echo "setting up $(VENV), once; this takes a few minutes"
+	@echo "setting up $(VENV), once; this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.lock)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable . $(EDITABLE)
+	$(PIP) torch
+	$(PIP) --editable ".[train]" $(EDITABLE)
+	@touch $@
+
+$(DEV): $(TRAIN)
+	@echo "adding to $(VENV) what the tests need, once; this takes another minute"
+	$(PIP) --editable ".[dev]" $(EDITABLE)
 	@touch $@

@@ -87,6 +87,20 @@ def test_make_targets_exist(target: str):
     assert expected in found.stdout
 
 
+@pytest.mark.parametrize(("target", "extras"), [("train", ["train"]), ("test", ["train", "dev"])])
+def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_path: Path):
+    found = subprocess.run(
+        ["make", "--dry-run", target, f"VENV={tmp_path / 'fresh'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r'--editable "\.\[(\w+)\]"', found.stdout) == extras
+    torch_first = found.stdout.index("requirements.lock torch\n")
+    assert torch_first < found.stdout.index("--editable")
+
+
 @pytest.mark.usefixtures("newcomer")
 @pytest.mark.parametrize("command", PYTHON_COMMANDS)
 def test_every_command_succeeds(
