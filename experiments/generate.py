@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.announce import announce_import
 from experiments.command_line import parse_value, validate
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import check_has_weights
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     sample = validate(SampleConfig, values)
     check_has_weights(folder)
     # Only now: a mistake in the options should not wait for torch.
+    announce_import("torch")
     from experiments.sampling import sample_text
     from experiments.saved_run import load_run
 

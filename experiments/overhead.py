@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from pydantic import Field
 
+from experiments.announce import announce_import
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
@@ -43,6 +44,7 @@ class OverheadConfig(TrainConfig, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, OverheadConfig, command="python -m experiments.overhead")
+    announce_import("torch", "lightning")
     import torch
 
     from experiments.assemble import quiet_libraries

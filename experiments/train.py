@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.announce import announce_import
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         config = resume.config
     check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
+    announce_import("torch", "lightning")
     with undisturbed():
         from experiments.training_run import train
 

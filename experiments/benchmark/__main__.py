@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from experiments.announce import announce_import
 from experiments.benchmark.options import Options, parse_options
 from experiments.exit import exit_on_bad_input
 
@@ -19,6 +20,7 @@ PATIENCE = 30.0
 def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     # Only now: a mistake in the options should not wait for torch.
+    announce_import("torch")
     import torch
 
     from experiments.benchmark.machine import choose_device, describe_machine

@@ -52,8 +52,9 @@ class Finished:
 
     @property
     def own_lines(self) -> list[str]:
-        """Of stderr, without those on the data, which come before."""
-        return [line for line in self.stderr.splitlines() if not line.startswith("data: ")]
+        """Of stderr, without those that say what is waited for, which come before."""
+        lines = self.stderr.splitlines()
+        return [line for line in lines if not line.startswith(("data: ", "importing "))]
 
 
 def lasting_folder() -> Path:

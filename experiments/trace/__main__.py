@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from experiments.announce import announce_import
 from experiments.exit import exit_on_bad_input
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError, reason
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if given.html is not None:
         check_writable(given.html)
     # Only now: a mistake in the options should not wait for torch.
+    announce_import("torch")
     from rich.console import Console
 
     from experiments.pages.page import write_page

@@ -28,7 +28,7 @@ def showing(progress: bool | Report) -> Iterator[Report]:
         with _bar() as report:
             yield report
     else:
-        yield _one_line()
+        yield _lines()
 
 
 def watched(
@@ -52,8 +52,11 @@ def _nowhere(stage: str, done: int, total: int | None) -> None:
     pass
 
 
-def _one_line() -> Report:
-    """Says one line once there is something to prepare, for log files."""
+def _lines() -> Report:
+    """Says at once that the corpus is read and, once that is known, how much there is to prepare; for log
+    files.
+    """
+    print("data: reading the corpus", file=sys.stderr, flush=True)
     said = False
 
     def report(stage: str, done: int, total: int | None) -> None:

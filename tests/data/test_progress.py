@@ -21,13 +21,13 @@ def config(tmp_path: Path) -> DataConfig:
     )
 
 
-def test_without_a_terminal_one_line_where_there_is_something_to_do(
+def test_without_a_terminal_a_line_for_reading_and_one_where_there_is_more_to_do(
     config: DataConfig, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepare(config)
-    assert capfd.readouterr() == ("", "data: preparing 0.1 MB of text\n")
+    assert capfd.readouterr() == ("", "data: reading the corpus\ndata: preparing 0.1 MB of text\n")
     prepare(config)
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "data: reading the corpus\n")
 
 
 def test_nothing_is_printed_without_progress(
