@@ -155,7 +155,7 @@ def build_trainer(
         run_callbacks.samples,  # before the clock of `steps` starts again
         run_callbacks.steps,
         run_callbacks.validation,
-        progress_display(run_callbacks.steps),
+        progress_display(run_callbacks.steps, run_callbacks.validation),
     ]
     if options.early_stopping is not None:
         stopping = options.early_stopping

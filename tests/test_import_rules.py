@@ -25,6 +25,7 @@ FOUNDATION = {
     "sizes",
     "initialization",
     "layer_names",
+    "load_summary",
     "files",
 }
 
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sizes": set(),
     "initialization": set(),
     "layer_names": set(),
+    "load_summary": set(),
     "files": set(),
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is

@@ -39,6 +39,14 @@ class LanguageMetrics(Metric):
         self.num_tokens += nats.numel()
         self.num_bytes += num_bytes.sum()
 
+    @property
+    def loss_so_far(self) -> Tensor:
+        """Scalar, nats per token of what this rank added since the last reset; nan before the first.
+
+        Unlike `compute` it waits for no other rank.
+        """
+        return (self.nats / self.num_tokens).float()
+
     def compute(self) -> dict[str, Tensor]:
         """`loss` in nats per token, and `bits_per_byte`."""
         bits = self.nats / math.log(2)

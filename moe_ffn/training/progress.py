@@ -1,10 +1,10 @@
-"""What a person sees while a run trains: a bar in a terminal, a line now and then elsewhere."""
+"""What a person sees while a run trains and validates: a bar in a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -14,6 +14,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -22,70 +23,86 @@ from rich.text import Text
 from torch import Tensor
 
 from moe_ffn.layer_names import short_name
-from moe_ffn.training.callbacks import StepLogger
+from moe_ffn.load_summary import percent, percent_digits, summarize_load
+from moe_ffn.training.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.rows import Row
 
 SECONDS_BETWEEN_LINES = 15.0
 
 
-def progress_display(steps: StepLogger) -> Callback:
+def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callback:
     """The display for where standard error goes."""
-    return ProgressBar(steps) if sys.stderr.isatty() else ProgressLines(steps)
+    if sys.stderr.isatty():
+        return ProgressBar(steps, validation)
+    return ProgressLines(steps, validation)
 
 
 class _Bar(Progress):
-    """The bar and, under it, how full each expert is."""
+    """The bars and, under them, lines of text."""
 
-    load = ""
+    lines: Sequence[str] = ()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        if self.load:
-            yield Text(self.load, no_wrap=True, overflow="ellipsis")
+        for line in self.lines:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class ProgressBar(Callback):
-    """Steps, loss, health of the routing and time left, on two lines that stay in place."""
+    """Steps and time left, the batches of a validation while it lasts, losses, and the health of the routing,
+    on a few lines that stay in place.
+    """
 
-    def __init__(self, steps: StepLogger) -> None:
+    def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
+        self.validation = validation
         self._progress: _Bar | None = None
+        self._training: TaskID | None = None
+        self._validating: TaskID | None = None
         self._shown: Row | None = None
+        self._load = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        from rich.console import Console
-
-        self._progress = _Bar(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            expand=True,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task(
-            "training", total=trainer.max_steps, completed=trainer.global_step, status=""
-        )
+        if trainer.is_global_zero:
+            self._progress = _start_bar()
+            self._training = self._progress.add_task(
+                "training", total=trainer.max_steps, completed=trainer.global_step
+            )
+            self._show_status()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=trainer.global_step)
-            if self.steps.last_row is not self._shown:
-                self._shown = self.steps.last_row
-                self._progress.load = load_bars(self.steps.last_routing)
-                self._progress.update(self._task, status=status(self.steps))
+        if self._progress is None or self._training is None:
+            return
+        self._progress.update(self._training, completed=trainer.global_step)
+        if self.steps.last_row is not self._shown:
+            self._shown = self.steps.last_row
+            self._load = load_bars(self.steps.last_routing, self._progress.console.width)
+            self._show_status()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._describe("validating")
+        if not trainer.is_global_zero:
+            return
+        if self._progress is None:  # the fit is over
+            self._progress = _start_bar()
+        self._validating = self._progress.add_task("validating", total=num_batches(trainer))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if self._progress is not None and self._validating is not None:
+            self._progress.advance(self._validating)
+            self._show_status(f"validation loss {loss_so_far(pl_module):.3f} so far")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._describe("training")
+        if self._progress is None or self._validating is None:
+            return
+        self._show_status()
+        if self._training is None:
+            self._stop()
+        else:
+            self._progress.remove_task(self._validating)
+            self._validating = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
@@ -95,53 +112,123 @@ class ProgressBar(Callback):
     ) -> None:
         self._stop()
 
-    def _describe(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, description=text)
+    def _show_status(self, validation: str = "") -> None:
+        """What the newest row says, and `validation`; the newest validation's loss where that is empty."""
+        assert self._progress is not None
+        if not validation and self.validation.last:
+            step, loss = self.validation.last_step, self.validation.last["loss"]
+            validation = f"validation loss {loss:.3f} (step {step})"
+        lines = flow(status_parts(self.steps), self._progress.console.width)
+        # A line of its own, so that nothing moves when it comes.
+        lines += [validation] if validation else []
+        self._progress.lines = [*lines, *self._load.splitlines()]
 
     def _stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-            self._progress = None
+        self._progress = self._training = self._validating = None
+
+
+def _start_bar() -> _Bar:
+    from rich.console import Console
+
+    bar = _Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        expand=True,
+    )
+    bar.start()
+    return bar
 
 
 class ProgressLines(Callback):
-    """The same as plain lines, for logs and pipes: one every quarter of a minute."""
+    """Plain lines, for logs and pipes: one every quarter of a minute, and the loss of each validation."""
 
-    def __init__(self, steps: StepLogger) -> None:
+    def __init__(self, steps: StepLogger, validation: ValidationLogger) -> None:
         self.steps = steps
+        self.validation = validation
         self._printed_at = 0.0
+        self._validation_began_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started_at = self._printed_at = time.monotonic()
         self._first_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        now = time.monotonic()
         last = trainer.global_step == trainer.max_steps
-        if not trainer.is_global_zero or (
-            now - self._printed_at < SECONDS_BETWEEN_LINES and not last
-        ):
+        if not trainer.is_global_zero or not (self._is_due() or last):
             return
-        self._printed_at = now
         done = max(trainer.global_step - self._first_step, 1)
-        left = (now - self._started_at) / done * (trainer.max_steps - trainer.global_step)
+        spent = time.monotonic() - self._started_at
+        left = spent / done * (trainer.max_steps - trainer.global_step)
         line = f"step {trainer.global_step}/{trainer.max_steps}  {status(self.steps)}"
         # The last validation is still to come, and takes who knows how long.
-        print(line if last else f"{line}  {left:.0f} s left", file=sys.stderr, flush=True)
+        self._print(line if last else f"{line}  {left:.0f} s left")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validation_began_at = self._printed_at = time.monotonic()
+
+    def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not trainer.is_global_zero or not self._is_due():
+            return
+        done, total = batch_idx + 1, num_batches(trainer)
+        left = (time.monotonic() - self._validation_began_at) / done * (total - done)
+        self._print(
+            f"validation at step {trainer.global_step}: {done}/{total}  "
+            f"loss {loss_so_far(pl_module):.3f} so far  {left:.0f} s left"
+        )
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            loss = self.validation.last["loss"]
+            self._print(f"validation at step {trainer.global_step}: loss {loss:.4f}")
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES
+
+    def _print(self, line: str) -> None:
+        self._printed_at = time.monotonic()
+        print(line, file=sys.stderr, flush=True)
+
+
+def num_batches(trainer: Trainer) -> int:
+    """Batches of one validation, on this rank."""
+    return int(sum(trainer.num_val_batches))
+
+
+def loss_so_far(module: LightningModule) -> float:
+    """Of the validation that is going on, in nats per token, over this rank's batches."""
+    assert isinstance(module, LanguageModel)
+    return float(module.validation_metrics.loss_so_far)
 
 
 def status(steps: StepLogger) -> str:
     """`loss 2.310  MaxVio 0.65 (layer 0)  12,345 tokens/s`, from the newest row; empty before the first."""
+    return "  ".join(status_parts(steps))
+
+
+def status_parts(steps: StepLogger) -> list[str]:
     if not steps.last_row:
-        return ""
-    parts = [
+        return []
+    return [
         f"loss {steps.last_row['train/loss']:.3f}",
         *routing_health(steps.last_routing),
         *([f"skipped {steps.num_skipped}"] if steps.num_skipped else []),
         f"{steps.tokens_per_second:,.0f} tokens/s",
     ]
-    return "  ".join(parts)
 
 
 def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
@@ -159,22 +246,62 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     return parts
 
 
-MOST_BARS = 32
-"""More experts in a layer than this have no bars: a terminal has 80 columns."""
+MAX_BARS = 32
+"""More experts in a layer than this are summed up in words: a terminal has 80 columns."""
+
+MAX_LOAD_LINES = 4
+"""Where all layers take more lines than this, the least balanced of them are shown."""
 
 
-def load_bars(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """`load  0 ▃▅█▁  1 ▄▄▄▄`: the share of each expert, half a block for the even one."""
-    layers = {
-        short_name(layer): values["load"].tolist()
-        for layer, values in routing.items()
-        if len(values["load"]) <= MOST_BARS
-    }
-    bars = [
-        f"{layer} {''.join(_block(share * len(load)) for share in load)}"
-        for layer, load in layers.items()
-    ]
-    return "load  " + "  ".join(bars) if bars else ""
+def load_bars(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> str:
+    """`load  0 ▃▅█▁  1 ▄▄▄▄`: the share of each expert, half a block for the even one; lines of `width`.
+
+    Of many experts the busiest, the median, the idlest and how many had no token.
+    """
+    by_balance = sorted(routing, key=lambda layer: routing[layer]["max_violation"].item())
+    for num_left_out in range(len(routing)):
+        left_out = set(by_balance[:num_left_out])
+        parts = [
+            f"{short_name(layer)} {_load(values['load'].tolist())}"
+            for layer, values in routing.items()
+            if layer not in left_out
+        ]
+        if left_out:
+            parts.append(f"(of {len(routing)} layers the least balanced)")
+        lines = flow(parts, width - len(_LOAD))
+        if len(lines) <= MAX_LOAD_LINES:
+            return _LOAD + ("\n" + " " * len(_LOAD)).join(lines)
+    return ""
+
+
+_LOAD = "load  "
+
+
+def flow(parts: Sequence[str], width: int) -> list[str]:
+    """The parts, two spaces between them, on lines of `width`; a part is broken nowhere."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _load(load: list[float]) -> str:
+    summary = summarize_load(load)
+    if summary is None:
+        return "not measured"
+    if len(load) <= MAX_BARS:
+        return "".join(_block(share * len(load)) for share in load)
+    highest, middle, lowest = (
+        f"{percent(share, percent_digits(len(load)))}%"
+        for share in (summary.highest, summary.median, summary.lowest)
+    )
+    return (
+        f"busiest #{summary.busiest} {highest}, median {middle}, idlest {lowest}, "
+        f"{len(summary.unused)} of {len(load)} unused"
+    )
 
 
 def _block(ratio: float) -> str:

@@ -269,9 +269,12 @@ def test_the_screen_holds_no_control_characters(moe_run: Any) -> None:
 
 def test_standard_error_holds_progress_and_nothing_else(moe_run: Any) -> None:
     other = [line for line in moe_run.stderr.splitlines() if not line.startswith("data: ")]
+    losses = [float(row["validation/loss"]) for row in moe_run.rows if "validation/loss" in row]
 
-    assert len(other) == 1
+    first, last_step, last = other
+    assert first == f"validation at step 4: loss {losses[0]:.4f}"
     assert re.fullmatch(
         r"step 6/6  loss \d\.\d{3}  MaxVio \d\.\d\d \(layer [01]\)(  dropped [\d.]+%)?  [\d,]+ tokens/s",
-        other[0],
+        last_step,
     )
+    assert last == f"validation at step 6: loss {losses[1]:.4f}"

@@ -1,8 +1,10 @@
-"""What the display says of a run's health."""
+"""What the display says of a run's progress, its validations and its health."""
 
 from __future__ import annotations
 
 import io
+import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 from fitted import Fitted
+from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
-from moe_ffn.training.progress import ProgressBar, load_bars, routing_health, status
+from experiments.assemble import make_token_data
+from moe_ffn.training import progress
+from moe_ffn.training.progress import ProgressBar, flow, load_bars, routing_health, status
 
 
 def values(load: list[float], **replaced: float) -> dict[str, Tensor]:
@@ -42,9 +47,51 @@ def test_bars_are_half_full_at_the_even_share() -> None:
     assert load_bars({"layer_00": EVEN, "layer_11": uneven}) == "load  0 ▅▅▅▅  11 ▃█▇·"
 
 
-def test_too_many_experts_have_no_bars() -> None:
-    assert load_bars({"layer_00": values([1 / 64] * 64)}) == ""
+def test_without_routing_there_is_no_load() -> None:
     assert load_bars({}) == ""
+    assert load_bars({"layer_00": values([float("nan")] * 4)}) == "load  0 not measured"
+
+
+def test_of_too_many_experts_for_bars_the_extremes_are_named() -> None:
+    # 15 of 64 experts have tokens, expert 40 a quarter of them, and the median expert none.
+    load = [0.0] * 64
+    load[40], load[3:17] = 0.25, [0.75 / 14] * 14
+    assert load_bars({"layer_07": values(load)}) == (
+        "load  7 busiest #40 25.00%, median 0.00%, idlest 0.00%, 49 of 64 unused"
+    )
+
+
+def lopsided(num_experts: int, worst: int) -> dict[str, Tensor]:
+    """One expert has `worst` times the even share, and the last one none."""
+    rest = (1 - worst / num_experts) / (num_experts - 2)
+    return values([worst / num_experts, *[rest] * (num_experts - 2), 0.0], dead_experts=1)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 12, 48])
+@pytest.mark.parametrize("num_experts", [8, 32, 64, 256])
+def test_the_load_of_any_model_fits_a_terminal(num_experts: int, num_layers: int) -> None:
+    # The middle layers are the least balanced.
+    worst = [2 + min(n, num_layers - 1 - n) / num_layers for n in range(num_layers)]
+    routing = {
+        f"layer_{n:02d}/inner": lopsided(num_experts, w)  # pyright: ignore[reportArgumentType]
+        for n, w in enumerate(worst)
+    }
+    lines = load_bars(routing, 80).splitlines()
+
+    assert 1 <= len(lines) <= 4
+    assert max(map(len, lines)) <= 80
+    assert f" {num_layers // 2} inner " in "".join(lines)
+    shown = len(re.findall(r"\d+ inner ", "".join(lines)))
+    is_whole = shown == num_layers
+    assert is_whole != (f"(of {num_layers} layers the least balanced)" in "".join(lines))
+
+
+def test_parts_are_broken_nowhere() -> None:
+    assert flow(["loss 2.3", "MaxVio 1 (layer 0)", "9 tokens/s"], 28) == [
+        "loss 2.3  MaxVio 1 (layer 0)",
+        "9 tokens/s",
+    ]
+    assert flow([], 80) == []
 
 
 def test_the_status_is_of_the_newest_row(fit: Callable[..., Fitted]) -> None:
@@ -63,19 +110,21 @@ def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
     assert load_bars(steps.last_routing) == ""
 
 
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to an 80-column terminal from now on."""
+    screen = io.StringIO()
+    made = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("rich.console.Console", lambda **_: made)
+    return screen
+
+
 def test_the_bar_shows_load_under_it_in_a_terminal(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers.steps
-    screen = io.StringIO()
-    made: list[Any] = []
-
-    def terminal(**_: Any) -> Console:
-        made.append(Console(file=screen, force_terminal=True, width=80))
-        return made[-1]
-
-    monkeypatch.setattr("rich.console.Console", terminal)
-    bar = ProgressBar(steps)
+    watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
+    steps = watchers.steps
+    screen = terminal(monkeypatch)
+    bar = ProgressBar(steps, watchers.validation)
     trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=6, global_step=6)
     module: Any = None
 
@@ -85,3 +134,95 @@ def test_the_bar_shows_load_under_it_in_a_terminal(
 
     assert "MaxVio" in screen.getvalue()
     assert load_bars(steps.last_routing) in screen.getvalue()
+
+
+class Frames(Callback):
+    """What the bar shows after each batch and at the end of each validation, without colours."""
+
+    def __init__(self, screen: io.StringIO) -> None:
+        self.screen = screen
+        self.seen: list[str] = []
+
+    def look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        (bar,) = (callback for callback in trainer.callbacks if isinstance(callback, ProgressBar))
+        if bar._progress is not None:
+            self.screen.seek(0)
+            self.screen.truncate()
+            bar._progress.refresh()
+            self.seen.append(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.screen.getvalue()))
+
+    on_train_batch_end = on_validation_batch_end = on_validation_end = look  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize("validate_every", [3, 100], ids=["in the fit", "after the fit"])
+def test_the_bar_shows_a_validation_and_keeps_its_loss(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, validate_every: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    frames = Frames(terminal(monkeypatch))
+    done = fit(
+        frames,
+        model={"ffn": {"type": "moe", "num_experts": 32}},
+        trainer={"validate_every_n_steps": validate_every, "max_steps": 4},
+    )
+    if validate_every == 100:
+        frames.seen.clear()
+        done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
+
+    loss = done.watchers.validation.last["loss"]
+    validating = [frame for frame in frames.seen if "validating" in frame]
+    if validate_every == 100:
+        assert len(validating) == len(frames.seen) == 2
+        assert "training" not in validating[0]
+    else:
+        # Three steps, two batches, the end of the validation, and a step.
+        assert ["validating" in frame for frame in frames.seen] == [False] * 3 + [True] * 2 + [
+            False
+        ] * 2
+        assert "3/4" in validating[0]
+        assert all(f"validation loss {loss:.3f} (step 3)" in frame for frame in frames.seen[-2:])
+        assert not any("so far" in frame for frame in frames.seen[-2:])
+    assert "1/2" in validating[0]
+    assert "2/2" in validating[1]
+    assert re.search(r"validation loss \d\.\d{3} so far", validating[0])
+    assert f"validation loss {loss:.3f} so far" in validating[1]
+    for frame in frames.seen:
+        assert "…" not in frame
+        assert max(map(len, frame.splitlines())) <= 80
+
+
+def validation_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("validation at ")]
+
+
+def test_without_a_terminal_each_validation_has_a_line_with_its_loss(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = fit(trainer={"validate_every_n_steps": 4, "max_steps": 6})
+    losses = [row["validation/loss"] for _, row in done.logger.named("validation")]
+    assert validation_lines(capsys.readouterr().err) == [
+        f"validation at step 4: loss {losses[0]:.4f}"
+    ]
+
+    done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
+
+    losses = [row["validation/loss"] for _, row in done.logger.named("validation")]
+    assert validation_lines(capsys.readouterr().err) == [
+        f"validation at step 6: loss {losses[1]:.4f}"
+    ]
+
+
+def test_without_a_terminal_a_long_validation_says_how_far_it_is(
+    fit: Callable[..., Fitted],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = iter(range(0, 1_000_000, 10))  # ten seconds pass whenever somebody looks
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    done = fit(trainer={"validate_every_n_steps": 3, "max_steps": 3})
+
+    loss = done.watchers.validation.last["loss"]
+    first, *others = validation_lines(capsys.readouterr().err)
+    # Begun at 0 s; looked at after 10 s, which is too soon, and after 20 s.
+    assert re.fullmatch(rf"validation at step 3: 2/2  loss {loss:.3f} so far  0 s left", first)
+    assert others == [f"validation at step 3: loss {loss:.4f}"]
