@@ -16,9 +16,8 @@ from torch import Tensor
 
 from experiments.config import TrainConfig
 from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
-from experiments.tables import load_table
+from experiments.tables import expert_use, load_table
 from moe_ffn.files import write_whole
-from moe_ffn.layer_names import short_name
 from moe_ffn.training.alarms import Advice
 from moe_ffn.training.checkpoint_folder import step_checkpoints
 from moe_ffn.training.guard import Diverged
@@ -60,8 +59,9 @@ class Results:
             say(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
         if self.routing:
             console.print()
-            console.print(load_table(self.routing))
-            say(self._unused_experts())
+            console.print(load_table(self.routing, console.width))
+            say(expert_use(self.routing))
+            say(_LEGEND)
         if self.sample:
             say("\nSample:")
             console.print(Text(self.sample_prompt, style="bold") + Text(_visible(self.sample)))
@@ -98,17 +98,6 @@ class Results:
         text = json.dumps(_without_nan(summary), indent=2)
         write_whole(self.folder / SUMMARY_FILE, text + "\n")
 
-    def _unused_experts(self) -> str:
-        unused = {
-            layer: [expert for expert, share in enumerate(values["load"].tolist()) if share == 0]
-            for layer, values in self.routing.items()
-        }
-        layers = [
-            f"layer {short_name(k)}: {', '.join(map(str, v))}" for k, v in unused.items() if v
-        ]
-        used = f"never used: {'; '.join(layers)}" if layers else "every expert is used"
-        return f"{used}\nMaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
-
 
 def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
     """On stderr: what happened and where it began, what is left, and what to try."""
@@ -129,6 +118,8 @@ def _rounded(value: Tensor) -> Any:
         return value.tolist()
     return [[round(share, 4) for share in row] for row in value.tolist()]
 
+
+_LEGEND = "MaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
 
 _FILES = {
     "report.html": "all of this as a page; open it in a browser",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -13,10 +14,8 @@ from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.ffn.config import FFNConfig
 from moe_ffn.layer_names import short_name
+from moe_ffn.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.sizes import linear_flops
-
-MOST_EXPERT_COLUMNS = 8
-"""More experts than this have no columns of their own: a terminal has 80."""
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
@@ -82,51 +81,96 @@ def describe_data(data: PreparedData) -> str:
     )
 
 
-def load_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    """How the validation's tokens spread over the experts: percent of the pairs, layer by layer."""
+def load_table(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> Table:
+    """How the validation's tokens spread over the experts: percent of the pairs, layer by layer.
+
+    Where `width` has no room for every expert: the busiest, the median, the idlest, and how many had no
+    token.
+    """
+    whole = _every_expert(routing)
+    fits = Console(width=_UNBOUNDED).measure(whole).maximum <= width
+    return whole if fits else _extremes(routing)
+
+
+_UNBOUNDED = 1_000_000
+
+
+def _every_expert(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
     num_experts = max(len(values["load"]) for values in routing.values())
-    in_columns = num_experts <= MOST_EXPERT_COLUMNS
+    table = _load_table(map(str, range(num_experts)))
+    for layer, values in routing.items():
+        load = values["load"].tolist()
+        cells = [_shade(share, len(load)) for share in load]
+        cells += [Text("")] * (num_experts - len(load))
+        table.add_row(short_name(layer), *cells, *_ends(values))
+    return table
+
+
+def _extremes(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
+    table = _load_table(("experts", "busiest", "median", "idlest", "unused"))
+    for layer, values in routing.items():
+        load = values["load"].tolist()
+        summary = summarize_load(load)
+        if summary is None:
+            cells = [Text("-")] * 4
+        else:
+            busiest = Text(f"#{summary.busiest} ") + _shade(summary.highest, len(load))
+            unused = Text(str(len(summary.unused)), style="bold red" if summary.unused else "")
+            others = [_shade(share, len(load)) for share in (summary.median, summary.lowest)]
+            cells = [busiest, *others, unused]
+        table.add_row(short_name(layer), str(len(load)), *cells, *_ends(values))
+    return table
+
+
+def _load_table(columns: Iterable[str]) -> Table:
     table = Table(
         title="Load of each expert on the validation split, percent of its pairs",
         title_justify="left",
         box=None,
         pad_edge=False,
     )
-    table.add_column("layer", justify="right")
-    for expert in range(num_experts if in_columns else 0):
-        table.add_column(str(expert), justify="right")
-    if not in_columns:
-        table.add_column(f"experts 0 to {num_experts - 1}, in order")
-    for name in ("MaxVio", "entropy", "dropped"):
+    for name in ("layer", *columns, "MaxVio", "entropy", "dropped"):
         table.add_column(name, justify="right")
-    for layer, values in routing.items():
-        load = values["load"].tolist()
-        cells = [_shade(share, 1 / len(load)) for share in load]
-        if in_columns:
-            cells += [Text("")] * (num_experts - len(load))
-        else:
-            cells = [Text(" ").join(cells)]
-        table.add_row(
-            short_name(layer),
-            *cells,
-            f"{values['max_violation'].item():.2f}",
-            f"{values['entropy'].item():.2f}",
-            f"{_percent(values['dropped_fraction'].item())}%",
-        )
     return table
 
 
-def _shade(share: float, fair: float) -> Text:
-    """Green near the fair share, yellow beyond a factor 1.5 either way, red beyond 3."""
-    ratio = max(share / fair, fair / share) if share > 0 else float("inf")
+def _ends(values: Mapping[str, Tensor]) -> list[str]:
+    return [
+        f"{values['max_violation'].item():.2f}",
+        f"{values['entropy'].item():.2f}",
+        f"{percent(values['dropped_fraction'].item())}%",
+    ]
+
+
+MAX_NAMED_EXPERTS = 6
+
+
+def expert_use(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Which experts had no token on the validation split, a line for each layer that has such experts; a
+    layer whose load was not measured is named as that.
+    """
+    lines: list[str] = []
+    for layer, values in routing.items():
+        load = values["load"].tolist()
+        summary = summarize_load(load)
+        if summary is None:
+            lines.append(f"  layer {short_name(layer)}: not measured")
+        elif summary.unused:
+            named = [str(expert) for expert in summary.unused[:MAX_NAMED_EXPERTS]]
+            rest = ["..."] if len(summary.unused) > len(named) else []
+            count = f"{len(summary.unused)} of {len(load)}"
+            lines.append(f"  layer {short_name(layer)}: {count} ({', '.join([*named, *rest])})")
+    if lines:
+        return "\n".join(["experts without a token on the validation split", *lines])
+    return "every expert is used on the validation split" if routing else ""
+
+
+def _shade(share: float, num_experts: int) -> Text:
+    """Green near the even share, yellow beyond a factor 1.5 either way, red beyond 3."""
+    ratio = share * num_experts
+    ratio = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
     style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
-    return Text(f"{_percent(share):>4}", style=style)
-
-
-def _percent(share: float) -> str:
-    """`<0.1` where there is something that would round to nothing."""
-    text = f"{100 * share:.1f}"
-    return "<0.1" if share > 0 and text == "0.0" else text
+    return Text(f"{percent(share, percent_digits(num_experts)):>4}", style=style)
 
 
 def _counts(total: int, active: int, flops: int) -> list[str]:

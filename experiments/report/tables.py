@@ -18,6 +18,7 @@ from experiments.report.headline import (
 from experiments.report.markup import NONE, number, short, table, text
 from experiments.report.record import Run
 from moe_ffn.layer_names import short_name
+from moe_ffn.load_summary import percent, percent_digits, summarize_load
 
 MOST_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
@@ -175,25 +176,33 @@ def _best_in_bold(loss: Any, losses: Sequence[float]) -> str:
     return f"<b>{shown}</b>" if len(losses) > 1 and loss == min(losses) else shown
 
 
-def _shares(values: Mapping[str, Any]) -> list[float]:
+def _shares(values: Mapping[str, Any]) -> list[float | None]:
+    """None for a share that was not measured, which is not the same as no pair."""
     load = values.get("load")
-    return [_finite(share) or 0.0 for share in load] if isinstance(load, list) else []
+    return [_finite(share) for share in load] if isinstance(load, list) else []
 
 
-def _share(share: float, num_experts: int) -> str:
+def _share(share: float | None, num_experts: int) -> str:
     """A cell: the percentage, with more digits where an even share is small."""
+    if share is None:
+        return NONE
     ratio = share * num_experts
     kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
-    digits = 1 if num_experts <= 32 else 2
     mark = f' class="{kind}"' if kind else ""
-    return f"<td{mark}>{100 * share:.{digits}f}</td>"
+    return f"<td{mark}>{text(percent(share, percent_digits(num_experts)))}</td>"
 
 
-def _extremes(shares: Sequence[float]) -> list[str]:
-    ordered = sorted(shares)
-    values = (ordered[-1], ordered[len(ordered) // 2], ordered[0])
-    cells = [f"{100 * value:.2f}" for value in values]
-    return [str(len(shares)), *cells, str(sum(share == 0 for share in shares))]
+def _extremes(shares: Sequence[float | None]) -> list[str]:
+    summary = summarize_load(shares)
+    if summary is None:
+        return [str(len(shares)), *[NONE] * 4]
+    return [
+        str(len(shares)),
+        text(f"{percent(summary.highest, 2)} (expert {summary.busiest})"),
+        text(percent(summary.median, 2)),
+        text(percent(summary.lowest, 2)),
+        str(len(summary.unused)),
+    ]
 
 
 def _ends(values: Mapping[str, Any]) -> list[str]:

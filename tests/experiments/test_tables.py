@@ -11,7 +11,7 @@ from rich.console import Console
 
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
-from experiments.tables import load_table, model_table
+from experiments.tables import expert_use, load_table, model_table
 
 VOCAB_SIZE = 257
 UNIT = {"k": 1e3, "M": 1e6, "G": 1e9}
@@ -54,15 +54,19 @@ def test_the_table_fits_an_80_column_terminal() -> None:
     assert max(len(line) for line in console.export_text().splitlines()) <= 80
 
 
-def loads(*load: float, dropped: float = 0.0) -> str:
-    routing = {
+def measured(*load: float, dropped: float = 0.0) -> dict[str, torch.Tensor]:
+    return {
         "load": torch.tensor(load),
         "max_violation": torch.tensor(1.5),
         "entropy": torch.tensor(0.25),
         "dropped_fraction": torch.tensor(dropped),
     }
-    console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(load_table({"layer_00": routing, "layer_01": routing}))
+
+
+def loads(*load: float, dropped: float = 0.0, width: int = 80) -> str:
+    routing = measured(*load, dropped=dropped)
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(load_table({"layer_00": routing, "layer_01": routing}, width))
     _, header, rows = console.export_text().partition("layer ")
     return header + rows
 
@@ -75,7 +79,74 @@ def test_a_share_above_zero_is_never_shown_as_zero() -> None:
     )
 
 
-def test_many_experts_stand_in_line() -> None:
-    assert loads(*[0.124] * 6, 0.2556, 0.0004, 0.0).splitlines()[1] == (
-        "    0  12.4 12.4 12.4 12.4 12.4 12.4 25.6 <0.1  0.0    1.50     0.25     0.0%"
+def test_as_many_experts_as_fit_have_columns_of_their_own() -> None:
+    nine = [*[0.124] * 6, 0.2556, 0.0004, 0.0]
+
+    assert loads(*[0.125] * 8).splitlines()[0] == (
+        "layer     0     1     2     3     4     5     6     7  MaxVio  entropy  dropped"
+    )
+    assert loads(*nine, width=85).splitlines()[1] == (
+        "    0  12.4  12.4  12.4  12.4  12.4  12.4  25.6  <0.1   0.0    1.50     0.25     0.0%"
+    )
+    assert loads(*nine, width=84) == (
+        "layer  experts  busiest  median  idlest  unused  MaxVio  entropy  dropped\n"
+        "    0        9  #6 25.6    12.4     0.0       1    1.50     0.25     0.0%\n"
+        "    1        9  #6 25.6    12.4     0.0       1    1.50     0.25     0.0%\n"
+    )
+
+
+def test_a_small_even_share_has_a_digit_more() -> None:
+    sixty_four = [1 / 64 + 0.001, *[1 / 64] * 62, 1 / 64 - 0.001]
+
+    assert loads(*sixty_four).splitlines()[1] == (
+        "    0       64  #0 1.66    1.56    1.46       0    1.50     0.25     0.0%"
+    )
+
+
+@pytest.mark.parametrize("num_experts", [8, 32, 64, 256])
+def test_the_loads_of_any_model_fit_an_80_column_terminal(num_experts: int) -> None:
+    routing = {
+        name: measured(*[0.0] * (num_experts - 1), 1.0, dropped=0.5)
+        for name in ("layer_00", "layer_11", "layer_11/inner")
+    }
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(load_table(routing, 80))
+    console.print(expert_use(routing))
+    shown = console.export_text()
+
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in shown
+    # The table's title, its head and three rows; a line and three for what is not used.
+    assert len(lines) == 5 + 4
+    assert "100.0" in lines[2]
+
+
+def test_an_unmeasured_load_is_neither_used_nor_unused() -> None:
+    nan = float("nan")
+
+    assert expert_use({}) == ""
+    assert expert_use({"layer_00": measured(0.5, 0.5)}) == (
+        "every expert is used on the validation split"
+    )
+    assert expert_use({"layer_00": measured(0.5, 0.5), "layer_01": measured(nan, nan)}) == (
+        "experts without a token on the validation split\n  layer 1: not measured"
+    )
+    assert "-" in loads(*[nan] * 32).splitlines()[1]
+
+
+def test_of_unused_experts_the_first_are_named() -> None:
+    many = [0.0] * 64
+    many[3], many[6] = 0.5, 0.5
+
+    assert expert_use(
+        {
+            "layer_00": measured(0.5, 0.5),
+            "layer_01": measured(1.0, 0.0),
+            "layer_02": measured(*many),
+        }
+    ) == (
+        "experts without a token on the validation split\n"
+        "  layer 1: 1 of 2 (1)\n"
+        "  layer 2: 62 of 64 (0, 1, 2, 4, 5, 7, ...)"
     )

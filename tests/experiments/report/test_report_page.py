@@ -336,7 +336,8 @@ def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
     page = Written(folder)
     load = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]["load"]
 
-    busiest, middle = f"{100 * max(load):.2f}", f"{100 * sorted(load)[128]:.2f}"
+    busiest = f"{100 * max(load):.2f} (expert {load.index(max(load))})"
+    middle = f"{100 * sorted(load)[128]:.2f}"
     assert row_of(page.text, [1, 256, busiest, middle, "0.00", 1])
     assert row_of(page.text, ["240 to 255", *(f"{100 * share:.2f}" for share in load[240:])])
 
