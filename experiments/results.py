@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from experiments.config import TrainConfig
+from experiments.report.headline import WORSE_THAN_UNIGRAM
 from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import expert_use, load_table
 from moe_ffn.files import write_whole
@@ -36,6 +37,8 @@ class Results:
     """What a model that knows only the frequencies scores there, in nats per token."""
     tokens_per_second: float
     num_alarms: int
+    not_judged: Sequence[str]
+    """What no alarm could have rung for, since the run is too short; a sentence each."""
     num_skipped_steps: int
     """Optimizer steps that were not taken, because their numbers had gone wrong."""
     routing: Mapping[str, Mapping[str, Tensor]]
@@ -45,18 +48,24 @@ class Results:
     sample_prompt: str
 
     def print(self, console: Console) -> None:
-        say = _plain_printer(console)
+        say, warn = _plain_printer(console), _plain_printer(console, style="yellow")
         say(
             f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per byte\n"
             f"unigram model   {self.unigram_loss:.4f} nats per token\n"
             f"throughput      {self.tokens_per_second:,.0f} tokens/s"
         )
         if not math.isfinite(self.loss):
-            say("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
+            warn(
+                "training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val"
+            )
+        if self.loss > self.unigram_loss:
+            warn(WORSE_THAN_UNIGRAM)
         if self.num_skipped_steps:
             say(f"skipped steps   {self.num_skipped_steps}")
         if self.num_alarms:
-            say(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
+            warn(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
+        for sentence in self.not_judged:
+            warn(f"not judged yet: {sentence}")
         if self.routing:
             console.print()
             console.print(load_table(self.routing, console.width))
@@ -145,9 +154,9 @@ def _visible(text: str) -> str:
     )
 
 
-def _plain_printer(console: Console) -> Callable[[str], None]:
+def _plain_printer(console: Console, style: str = "") -> Callable[[str], None]:
     """Prints text as it is: brackets in it are no markup."""
-    return lambda text: console.print(Text(text), soft_wrap=True)
+    return lambda text: console.print(Text(text, style=style), soft_wrap=True)
 
 
 def _without_nan(value: Any) -> Any:

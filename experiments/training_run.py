@@ -255,6 +255,7 @@ def make_results(
         unigram_loss=unigram_loss_of(config, data),
         tokens_per_second=callbacks.steps.tokens_per_second,
         num_alarms=callbacks.steps.bell.num_alarms,
+        not_judged=callbacks.steps.not_judged(),
         num_skipped_steps=callbacks.steps.num_skipped,
         routing=callbacks.validation.routing,
         sample=callbacks.samples.last,

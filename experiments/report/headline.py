@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from experiments.report.markup import number, short, text
 from experiments.report.record import Alarm, Run
 from moe_ffn.layer_names import short_name
+from moe_ffn.training.config import AlarmsConfig
 
 STATES = {
     "waiting": ("warn", "waiting for the first row"),
@@ -45,15 +47,49 @@ def headline(run: Run) -> str:
 
 
 def alarms(runs: Sequence[Run]) -> str:
-    """Every alarm with its advice, or the sentence that there was none."""
+    """Every alarm with its advice, what is wrong without one, and what could not be judged; the sentence that
+    all is well only where it could.
+    """
+    rows = [(run, row) for run in runs for row in _concerns(run)]
+    drawn = "".join(
+        f'<p class="{kind}">{text(f"{run.name}: " if len(runs) > 1 else "")}{text(sentence)}</p>\n'
+        for run, (kind, sentence) in rows
+    )
     number_of_alarms = sum(len(run.alarms) for run in runs)
     if not number_of_alarms:
-        return '<p class="good calm">No alarm was raised.</p>\n'
+        return drawn or '<p class="good calm">No alarm was raised.</p>\n'
     items = "".join(
         _entry(same, run.name if len(runs) > 1 else "") for run in runs for same in _grouped(run)
     )
     count = f"{number_of_alarms} alarm{'s' if number_of_alarms > 1 else ''}"
-    return f'<section class="alarms" aria-label="alarms"><h2>{count}</h2>\n<ul>{items}</ul></section>\n'
+    section = f'<section class="alarms" aria-label="alarms"><h2>{count}</h2>\n<ul>{items}</ul></section>\n'
+    return drawn + section
+
+
+WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
+
+
+def _concerns(run: Run) -> Iterator[tuple[str, str]]:
+    """A class of the style sheet, and what is wrong, or cannot be known yet."""
+    loss, unigram = validation_loss(run), run.summary.get("unigram_loss")
+    is_number = isinstance(loss, int | float)
+    # What is not finite is null in a summary.
+    is_null = "validation_loss" in run.summary and run.summary["validation_loss"] is None
+    if is_null or (is_number and not math.isfinite(loss)):
+        yield "bad", "The validation loss is not a finite number: training has diverged."
+    elif is_number and isinstance(unigram, int | float) and loss > unigram:
+        yield "bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."
+    after_steps = run.option("logging.alarms.after_steps")
+    is_known = isinstance(after_steps, int) and after_steps >= 1
+    rules = AlarmsConfig(after_steps=after_steps) if is_known else AlarmsConfig()
+    losses = run.series("train/loss")
+    sentences = rules.not_judged(
+        int(losses.steps[-1]) if losses else 0,
+        sum(map(math.isfinite, losses.values)),
+        is_routed=bool(run.layers),
+    )
+    for sentence in sentences:
+        yield "warn", f"Not judged yet: {sentence}."
 
 
 def ffn_type(run: Run) -> str:

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from moe_ffn.layer_names import parse_layer
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
+from moe_ffn.training.config import (
+    ROWS_BEFORE_SPIKES,
+    AlarmsConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from moe_ffn.training.guard import SkippedStep
 
 AlarmKind = Literal[
@@ -36,8 +42,8 @@ LEAST_COLLAPSE = 0.5
 """MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
 is small."""
 
-ROWS_OF_MEDIAN, ROWS_BEFORE_SPIKES = 10, 5
-"""A spike is measured against the median of the rows before it, once there are a few."""
+ROWS_OF_MEDIAN = 10
+"""A spike is measured against the median of so many rows before it."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,10 @@ class AlarmRules:
             for kind, layer, text in troubles
             if self._begins(step, num_steps, kind, layer)
         ]
+
+    def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
+        """As `AlarmsConfig.not_judged`, for the rows that were checked."""
+        return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
 
     def state_dict(self) -> dict[str, Any]:
         """What earlier rows were like."""

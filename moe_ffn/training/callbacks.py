@@ -56,6 +56,10 @@ class StepLogger(Callback):
         """Over the whole run so far, validations left out."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    def not_judged(self) -> list[str]:
+        """What no alarm could have rung for in the rows so far, a sentence each."""
+        return self.rules.not_judged(self._last_row_step, is_routed=bool(self.last_routing))
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel)
         self.num_skipped = pl_module.guard.num_skipped  # what a checkpoint knew

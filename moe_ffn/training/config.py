@@ -245,6 +245,10 @@ class WandbConfig(Config, frozen=True):
     """Labels of the run; the FFN type is always one of them."""
 
 
+ROWS_BEFORE_SPIKES = 5
+"""A row's loss is a spike against the rows before it, once there are so many."""
+
+
 class AlarmsConfig(Config, frozen=True):
     """When a run says that something goes wrong: a line, a wandb alert, and a line of alarms.jsonl."""
 
@@ -259,6 +263,25 @@ class AlarmsConfig(Config, frozen=True):
     """Share of dropped pairs that is too much."""
     loss_spike: float = Field(default=1.3, gt=1)
     """A row's loss over the median of the ten rows before that counts as a spike."""
+
+    def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
+        """What no alarm could have rung for yet, a sentence each: of that, silence says nothing.
+
+        Args:
+            num_steps: optimizer steps that the rows of training cover.
+            num_rows: rows that have a loss.
+            is_routed: some block routes tokens.
+        """
+        sentences: list[str] = []
+        if is_routed and num_steps < self.after_steps:
+            sentences.append(
+                f"imbalance, drops and dead experts need {self.after_steps} steps, this run has {num_steps}"
+            )
+        if num_rows <= ROWS_BEFORE_SPIKES:
+            sentences.append(
+                f"jumps of the loss need {ROWS_BEFORE_SPIKES + 1} rows, this run has {num_rows}"
+            )
+        return sentences
 
 
 class CheckpointsConfig(Config, frozen=True):

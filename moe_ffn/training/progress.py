@@ -173,7 +173,7 @@ class ProgressLines(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation_began_at = self._printed_at = time.monotonic()
 
-    def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def on_validation_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,

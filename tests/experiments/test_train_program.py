@@ -237,6 +237,10 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
         f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
         f"unigram model   {summary['unigram_loss']:.4f} nats per token\n"
     ) in moe_run.stdout
+    assert (
+        "not judged yet: imbalance, drops and dead experts need 50 steps, this run has 6\n"
+        "not judged yet: jumps of the loss need 6 rows, this run has 3\n"
+    ) in moe_run.stdout
     assert "Load of each expert on the validation split" in moe_run.stdout
     for layer, values in enumerate(summary["routing"].values()):
         load = " ".join(f"{100 * share:.1f}" for share in values["load"])

@@ -279,3 +279,21 @@ def test_a_bell_that_cannot_write_still_prints(
         "alarm: step 30: train/loss is nan; lower it",
         f"disk: '{path}' cannot be written (File exists); training goes on and tries again",
     ]
+
+
+def test_what_could_not_ring_yet_is_said(rules: AlarmRules) -> None:
+    # These rules want 20 steps; rows are ten steps apart.
+    watch(rules, values())
+    assert rules.not_judged(10, is_routed=True) == [
+        "imbalance, drops and dead experts need 20 steps, this run has 10",
+        "jumps of the loss need 6 rows, this run has 1",
+    ]
+    assert rules.not_judged(10, is_routed=False) == [
+        "jumps of the loss need 6 rows, this run has 1"
+    ]
+    watch(rules, *[values()] * 4, first=20)
+    assert rules.not_judged(50, is_routed=True) == ["jumps of the loss need 6 rows, this run has 5"]
+    watch(rules, values(), first=60)
+    assert rules.not_judged(60, is_routed=True) == []
+    assert rules.not_judged(20, is_routed=True) == []
+    assert rules.not_judged(19, is_routed=True) != []

@@ -151,7 +151,7 @@ class Frames(Callback):
             bar._progress.refresh()
             self.seen.append(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.screen.getvalue()))
 
-    on_train_batch_end = on_validation_batch_end = on_validation_end = look  # pyright: ignore[reportAssignmentType]
+    on_train_batch_end = on_validation_batch_end = on_validation_end = look
 
 
 @pytest.mark.parametrize("validate_every", [3, 100], ids=["in the fit", "after the fit"])

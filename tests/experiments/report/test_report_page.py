@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import math
 import re
@@ -107,6 +108,82 @@ def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
         "rose from 1.61 to 2.90 within 10 steps."
     ) in page.text
     assert page.text.index("2 alarms") < page.text.index("Curves")
+
+
+def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) -> None:
+    short = write_run(tmp_path / "short", rows=20)
+    rows = short / "metrics.csv"
+    kept = [line for line in rows.read_text().splitlines() if line]
+    write_metrics(rows, [row for row in csv.DictReader(kept) if int(row["step"]) <= 30])
+    page = Written(short)
+
+    assert "No alarm was raised" not in page.text
+    assert (
+        "Not judged yet: imbalance, drops and dead experts need 50 steps, this run has 30. "
+        "Not judged yet: jumps of the loss need 6 rows, this run has 3."
+    ) in page.text
+    assert page.body.index("Not judged yet") < page.body.index("<nav")
+
+    config = yaml.safe_load((short / "config.yaml").read_text())
+    config["logging"]["alarms"] = {"after_steps": 31}
+    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "dead experts need 31 steps, this run has 30" in Written(short).text
+    config["logging"]["alarms"] = {"after_steps": 30}
+    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "dead experts need" not in Written(short).text
+
+
+def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "begun", is_finished=False)
+    (run / "metrics.csv").unlink()
+
+    page = Written(run)
+
+    assert "No alarm was raised" not in page.text
+    assert "Not judged yet: jumps of the loss need 6 rows, this run has 0." in page.text
+
+
+@pytest.mark.parametrize("is_worse", [True, False])
+def test_a_run_worse_than_the_unigram_model_is_told_so(moe: Path, is_worse: bool) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    difference = -1e-3 if is_worse else 1e-3
+    summary["unigram_loss"] = summary["validation_loss"] + difference
+    (moe / "summary.json").write_text(json.dumps(summary))
+    page = Written(moe)
+
+    said = (
+        '<p class="bad">The validation loss is worse than the unigram model, which only counts tokens: too '
+        "short, or broken.</p>"
+    )
+    assert (said in page.body) == is_worse
+    assert ("No alarm was raised" in page.text) != is_worse
+
+
+def test_a_run_whose_loss_is_no_number_is_told_so(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    (moe / "summary.json").write_text(json.dumps({**summary, "validation_loss": None}))
+    page = Written(moe)
+
+    assert "The validation loss is not a finite number: training has diverged." in page.text
+    assert "No alarm was raised" not in page.text
+
+
+def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    (moe / "summary.json").write_text(json.dumps({**summary, "unigram_loss": 0.5}))
+    page = Written(moe, write_run(tmp_path / "runs" / "fine"))
+
+    assert "moe: The validation loss is worse than the unigram model" in page.text
+    assert "fine: " not in page.text
+    assert "No alarm was raised" not in page.text
+
+
+def test_a_load_that_was_not_measured_is_not_shown_as_no_pair(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["routing"]["layer_00"]["load"] = [None] * 8
+    (moe / "summary.json").write_text(json.dumps(summary))
+
+    assert row_of(Written(moe).text, [0, *["-"] * 8])
 
 
 def test_alarms_of_one_kind_at_one_step_are_one_entry(moe: Path) -> None:

@@ -1,0 +1,67 @@
+"""What a run's end says on the screen: only what was measured, and that it is bad where it is."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from experiments.results import Results
+
+
+def shown(tmp_path: Path, **replaced: Any) -> str:
+    """The screen of a good run, unless `replaced` says otherwise."""
+    good: dict[str, Any] = {
+        "folder": tmp_path,
+        "loss": 2.5,
+        "bits_per_byte": 3.6,
+        "unigram_loss": 3.0,
+        "tokens_per_second": 1000.0,
+        "num_alarms": 0,
+        "not_judged": [],
+        "num_skipped_steps": 0,
+        "routing": {},
+        "sample": "",
+        "sample_prompt": "",
+    }
+    console = Console(width=80, file=io.StringIO(), record=True)
+    Results(**(good | replaced)).print(console)
+    return console.export_text()
+
+
+def routing(*load: float) -> dict[str, torch.Tensor]:
+    scalars = dict.fromkeys(("max_violation", "entropy", "dropped_fraction"), torch.tensor(0.5))
+    return {"load": torch.tensor(load), **scalars}
+
+
+def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
+    said = "\nworse than the unigram model, which only counts tokens: too short, or broken\n"
+
+    assert said in shown(tmp_path, loss=3.0001)
+    assert "worse than" not in shown(tmp_path, loss=3.0)
+    assert "worse than" not in shown(tmp_path, loss=math.nan)
+    assert "training has diverged" in shown(tmp_path, loss=math.nan)
+
+
+def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
+    too_short = "imbalance, drops and dead experts need 50 steps, this run has 30"
+
+    assert f"\nnot judged yet: {too_short}\n" in shown(tmp_path, not_judged=[too_short])
+    assert "not judged" not in shown(tmp_path)
+
+
+def test_every_expert_is_used_only_where_that_was_measured(tmp_path: Path) -> None:
+    said = "every expert is used on the validation split"
+
+    assert said in shown(tmp_path, routing={"layer_00": routing(0.5, 0.5)})
+    assert said not in shown(tmp_path)
+    assert said not in shown(tmp_path, routing={"layer_00": routing(math.nan, math.nan)})
+    one_of_two = shown(
+        tmp_path, routing={"layer_00": routing(0.5, 0.5), "layer_01": routing(1.0, 0.0)}
+    )
+    assert said not in one_of_two
+    assert "\n  layer 1: 1 of 2 (1)\n" in one_of_two
