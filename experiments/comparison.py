@@ -12,6 +12,7 @@ from statistics import fmean
 from rich.table import Table
 
 from experiments.config import TrainConfig
+from experiments.report.headline import WORSE_THAN_UNIGRAM
 from experiments.run_folder import (
     FACTS_FILE,
     METRICS_FILE,
@@ -44,6 +45,8 @@ class Result:
     dropped_fraction: float | None
     flops_per_token: int
     tokens_per_second: float
+    unigram_loss: float
+    """What a model that knows only the frequencies of tokens scores on the same split."""
 
     def cells(self) -> list[str]:
         """One row, in the order of `COLUMNS`."""
@@ -80,12 +83,13 @@ def read_result(name: str, config: TrainConfig) -> Result:
         tokens_per_second=max(
             float(row["train/tokens_per_second"]) for row in rows if row["train/tokens_per_second"]
         ),
+        unigram_loss=summary["unigram_loss"],
     )
 
 
 def comparison_table(results: Sequence[Result]) -> Table:
     """Runs that guess next tokens first, each kind by its loss."""
-    table = Table(box=None, pad_edge=False, caption=LEGEND, caption_justify="left")
+    table = Table(box=None, pad_edge=False, caption=legend(results), caption_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
     for result in in_order(results):
@@ -98,7 +102,13 @@ def write_markdown(results: Sequence[Result], path: Path) -> None:
     rows = [COLUMNS, ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]]
     rows += [result.cells() for result in in_order(results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    path.write_text("\n".join([*lines, "", LEGEND, ""]), encoding="utf-8")
+    path.write_text("\n".join([*lines, "", legend(results), ""]), encoding="utf-8")
+
+
+def legend(results: Sequence[Result]) -> str:
+    """What the columns are, and which runs have learned less than how often each token occurs."""
+    worse = [r.name for r in in_order(results) if r.loss is not None and r.loss > r.unigram_loss]
+    return f"{LEGEND}; {WORSE_THAN_UNIGRAM}: {', '.join(worse)}" if worse else LEGEND
 
 
 def in_order(results: Sequence[Result]) -> list[Result]:

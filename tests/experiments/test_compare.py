@@ -12,7 +12,7 @@ import pytest
 
 from experiments import compare
 from experiments.command_line import to_yaml
-from experiments.comparison import Result, comparison_table, in_order
+from experiments.comparison import LEGEND, Result, comparison_table, in_order
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 
@@ -163,7 +163,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
     def result(name: str, causal: bool, loss: float | None) -> Result:
-        return Result(name, causal, "32-true", loss, None, None, None, 1, 1.0)
+        return Result(name, causal, "32-true", loss, None, None, None, 1, 1.0, unigram_loss=1.5)
 
     results = [
         result("masked", False, 0.1),
@@ -173,3 +173,6 @@ def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
     ]
     assert [r.name for r in in_order(results)] == ["better", "worse", "diverged", "masked"]
     assert comparison_table(results).row_count == 4
+    worse = "; worse than the unigram model, which only counts tokens: too short, or broken: worse"
+    assert comparison_table(results).caption == LEGEND + worse
+    assert comparison_table(results[-1:]).caption == LEGEND
