@@ -58,6 +58,7 @@ def _require_passed_over(folder: Path, damage: Damage) -> str:
         for name in (BEST, NEWEST):
             assert f"{name} " in line, f"'{name}' is not named: {line}"
         assert damage.reason in line, f"the reason is not given: {line}"
+        _require_no_advice(line)
     damage.do(checkpoints / OLDER)
     _require_refused(lambda: _start(folder), damage, NEWEST)
     if not damage.weights_are_good:
@@ -73,7 +74,14 @@ def _require_start(folder: Path, reason: str) -> str:
     assert said.startswith(f"{NEWEST} "), said
     assert reason in said, f"the reason is not given: {said}"
     assert "\n" not in said, said
+    _require_no_advice(said)
     return said
+
+
+def _require_no_advice(said: str) -> None:
+    """torch says how to load a file with the code in it."""
+    assert "weights_only" not in said, said
+    assert "safe_globals" not in said, said
 
 
 def _require_refused(read: Callable[[], object], damage: Damage, name: str) -> None:
@@ -84,6 +92,7 @@ def _require_refused(read: Callable[[], object], damage: Damage, name: str) -> N
         assert "\n" not in said, said
         assert f"{name} " in said, said
         assert damage.reason in said, said
+        _require_no_advice(said)
     else:
         raise AssertionError("all are damaged, and one was loaded")
 

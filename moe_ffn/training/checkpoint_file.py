@@ -17,13 +17,18 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moe_ffn.errors import first_line, reason
+from moe_ffn.errors import reason
 from moe_ffn.files import replacing
 
 IDENTITY = "identity"
 """The key under which is what a run has to agree in to go on from a checkpoint."""
 
-_FOUND = re.compile(r"(?<=WeightsUnpickler error: ).+|^Trying to load .+", re.MULTILINE)
+_ADVICE = re.compile(r"^Weights only load failed|weights_only")
+"""Lines in which torch says how to load a file all the same."""
+
+_ARCHIVE = b"PK\3\4"
+"""The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
+
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
@@ -59,7 +64,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         with _open(path) as file:
             _require_seal(file)
-            file.seek(0)
+            _require_archive(file)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
                 values = torch.load(file, map_location="cpu", weights_only=True)
@@ -89,8 +94,9 @@ def verify(path: Path) -> None:
 
 def _why(error: Exception) -> str:
     """Of all that torch says of a file, what it found, and not its advice to load it all the same."""
-    found = _FOUND.search(str(error))
-    return found[0] if found else first_line(error)
+    lines = [line.strip() for line in str(error).splitlines() if not _ADVICE.search(line)]
+    found = next(filter(None, lines), type(error).__name__)
+    return found.removeprefix("WeightsUnpickler error: ").partition(" Please use ")[0]
 
 
 def _open(path: Path) -> BinaryIO:
@@ -120,6 +126,14 @@ def _require_seal(file: BinaryIO) -> None:
         raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
     if seal != _LABEL + _digest(file, size - len(seal)):
         raise CheckpointError("does not match its checksum: it was damaged")
+
+
+def _require_archive(file: BinaryIO) -> None:
+    """Of anything else `torch.load` would guess what it is, and it has advice on loading each of them."""
+    file.seek(0)
+    if file.read(len(_ARCHIVE)) != _ARCHIVE:
+        raise CheckpointError("is no checkpoint of tensors and plain values (no archive of torch.save)")
+    file.seek(0)
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import pickle
+import tarfile
 import zipfile
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +66,8 @@ def test_other_programs_read_it_too(path: Path) -> None:
 def test_every_bit_counts(path: Path) -> None:
     good = path.read_bytes()
     places = range(0, len(good), max(len(good) // 200, 1))
-    for place in [*places, len(good) - 1]:
+    # All of the end, where the comment of the archive, the seal, begins with its own length.
+    for place in [*places, *range(len(good) - 120, len(good))]:
         damaged = bytearray(good)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
@@ -69,6 +75,21 @@ def test_every_bit_counts(path: Path) -> None:
             read_checkpoint(path)
         with pytest.raises(CheckpointError, match=r"checksum|cut short"):
             verify(path)
+
+
+@pytest.mark.parametrize("place", [0.4, 0.6, 0.9])
+def test_every_part_of_a_large_one_counts(path: Path, place: float) -> None:
+    """More than the megabyte that is read at once; in a tensor, where nothing else would notice."""
+    write_checkpoint({"weights": torch.zeros(800_000)}, path)
+    verify(path)
+    with path.open("r+b") as file:
+        file.seek(int(path.stat().st_size * place))
+        file.write(b"\x01")
+
+    with pytest.raises(CheckpointError, match=r"^does not match its checksum: it was damaged$"):
+        verify(path)
+    with pytest.raises(CheckpointError, match=r"^does not match its checksum: it was damaged$"):
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize("cut", [0.01, 0.5, 0.99])
@@ -114,6 +135,58 @@ def test_code_is_not_run_not_even_under_a_seal(path: Path, tmp_path: Path) -> No
     assert "GLOBAL posix.system" in str(caught.value)
     assert "weights_only" not in str(caught.value), "torch advises to load it all the same"
     assert "\n" not in str(caught.value)
+
+
+def _saved(values: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(values, file, **options)
+    return file.getvalue()
+
+
+def _tar() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("pickle"))
+    return file.getvalue()
+
+
+def _archive_of_a_pickle() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"step": 3}, protocol=4))
+        archive.writestr("archive/version", "3\n")
+    return file.getvalue()
+
+
+NO_ARCHIVE = "no archive of torch.save"
+STRANGE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "a pickle": (lambda: pickle.dumps({"step": 3}), NO_ARCHIVE),
+    "a pickle as text": (lambda: pickle.dumps({"step": 3}, protocol=0), NO_ARCHIVE),
+    "of an old torch": (lambda: _saved(VALUES, _use_new_zipfile_serialization=False), NO_ARCHIVE),
+    "of a very old torch": (_tar, NO_ARCHIVE),
+    "no file of torch": (lambda: b"hello", NO_ARCHIVE),
+    "nothing": (lambda: b"", NO_ARCHIVE),
+    "a pickle in an archive": (_archive_of_a_pickle, "Unsupported operand 149"),
+    "an object": (
+        lambda: _saved({"x": Fraction(1)}),
+        "Unsupported global: GLOBAL fractions.Fraction was not an allowed global by default.",
+    ),
+}
+
+
+@pytest.mark.parametrize("content", STRANGE)
+def test_what_we_did_not_write_is_refused_without_advice_to_load_it(
+    path: Path, content: str
+) -> None:
+    make, what = STRANGE[content]
+    found = make()
+    path.write_bytes(found + b"sha256:" + hashlib.sha256(found).hexdigest().encode())
+
+    verify(path)
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+
+    assert str(caught.value) == f"is no checkpoint of tensors and plain values ({what})"
 
 
 def test_a_disk_with_too_little_room_leaves_the_one_before(
