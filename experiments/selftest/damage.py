@@ -79,7 +79,7 @@ def _require_start(folder: Path, reason: str) -> str:
 
 
 def _require_no_advice(said: str) -> None:
-    """torch says how to load a file with the code in it."""
+    """Of how to load a file with the code in it, which is what torch says of one."""
     assert "weights_only" not in said, said
     assert "safe_globals" not in said, said
 

@@ -132,7 +132,9 @@ def _require_archive(file: BinaryIO) -> None:
     """Of anything else `torch.load` would guess what it is, and it has advice on loading each of them."""
     file.seek(0)
     if file.read(len(_ARCHIVE)) != _ARCHIVE:
-        raise CheckpointError("is no checkpoint of tensors and plain values (no archive of torch.save)")
+        raise CheckpointError(
+            "is no checkpoint of tensors and plain values (no archive of torch.save)"
+        )
     file.seek(0)
 
 
