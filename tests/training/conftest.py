@@ -85,15 +85,18 @@ def nobodys_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def fit(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> Callable[..., Fitted]:
-    """`fit(callback, model=...)`: six steps of a tiny run with these options, watched by the callback."""
+    """`fit(callback, model=...)`: six steps of a tiny run with these options, watched by the callback.
 
-    def run(*more: Callback, **sections: dict[str, Any]) -> Fitted:
+    With `resume_from` those that are left after a checkpoint.
+    """
+
+    def run(*more: Callback, resume_from: Path | None = None, **sections: dict[str, Any]) -> Fitted:
         sections["trainer"] = {
             "max_steps": 6,
             "validate_every_n_steps": 3,
             "accelerator": "cpu",
             **sections.get("trainer", {}),
         }
-        return Fitted(make_config(**sections), prepared, tmp_path, *more)
+        return Fitted(make_config(**sections), prepared, tmp_path, *more, resume_from=resume_from)
 
     return run

@@ -72,7 +72,12 @@ class Fitted:
     """A finished fit, as the program makes it, and what was seen of it."""
 
     def __init__(
-        self, config: TrainConfig, data: PreparedData, folder: Path, *more: Callback
+        self,
+        config: TrainConfig,
+        data: PreparedData,
+        folder: Path,
+        *more: Callback,
+        resume_from: Path | None = None,
     ) -> None:
         torch.manual_seed(config.seed)
         self.config, self.data = config, data
@@ -82,4 +87,6 @@ class Fitted:
         self.watchers = make_callbacks(config, data, folder)
         self.trainer = build_trainer(config, folder, "32-true", [self.logger], self.watchers)
         self.trainer.callbacks.extend([self.spy, *more])  # pyright: ignore[reportAttributeAccessIssue]
-        self.trainer.fit(self.module, datamodule=make_token_data(config, data))
+        self.trainer.fit(
+            self.module, datamodule=make_token_data(config, data), ckpt_path=resume_from
+        )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fitted import Fitted
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from experiments.assemble import build_module, make_token_data
 from experiments.config import TrainConfig
+from experiments.sample_log import SampleLog
+from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training import callbacks
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.routing_window import RoutingWindow
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 
@@ -83,17 +91,79 @@ def test_the_learning_rate_is_that_of_the_step(fit: Callable[..., Fitted]) -> No
     assert len(set(rates)) == 6
 
 
-def test_tokens_per_second_leaves_validations_out(
+class Clock(Callback):
+    """A clock that stands still but for what is waited for: a batch takes a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e6
+        monkeypatch.setattr(callbacks.time, "perf_counter", lambda: self.now)
+        for place, method, seconds in (
+            (LanguageModel, "validation_step", 1e3),
+            (SampleLog, "on_validation_end", 1e4),
+            (RoutingWindow, "close", 0.5),  # reading the values waits for the device
+        ):
+            monkeypatch.setattr(place, method, self._slow(getattr(place, method), seconds))
+
+    def _slow(self, method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        @wraps(method)
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return method(*args, **kwargs)
+
+        return slow
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.now += 1
+
+
+def test_tokens_per_second_leaves_validations_and_their_texts_out(
     fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A clock that is a second further at every look: a batch lasts one, whatever happens between.
-    monkeypatch.setattr(callbacks.time, "perf_counter", itertools.count().__next__)
+    clock = Clock(monkeypatch)
 
-    fitted = fit(logging={"every_n_steps": 2}, trainer={"accumulate_grad_batches": 2})
+    fitted = fit(clock, logging={"every_n_steps": 2}, trainer={"accumulate_grad_batches": 2})
 
-    # 4 sequences x 16 tokens in a second
-    assert [row["train/tokens_per_second"] for _, row in fitted.logger.named("train")] == [64] * 3
-    assert fitted.watchers.steps.tokens_per_second == 64
+    assert clock.now > 1e6 + 2 * 1e4, "two validations were waited for"
+    # A row is of 4 batches of 4 sequences x 16 tokens, 4.5 seconds.
+    rates = [row["train/tokens_per_second"] for _, row in fitted.logger.named("train")]
+    assert rates == pytest.approx([256 / 4.5] * 3)
+    assert fitted.watchers.steps.tokens_per_second == pytest.approx(256 / 4.5)
+
+
+class SaveAt(Callback):
+    """A checkpoint of one step; the run goes on."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_goes_on_counting(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tokens, seconds, skipped steps and alarms, of a row that is cut in two and of the whole run."""
+    clock, cut, end = Clock(monkeypatch), tmp_path / "cut.ckpt", tmp_path / "end.ckpt"
+    options: dict[str, Any] = {"model": {"ffn": "dense"}, "logging": {"every_n_steps": 4}}
+    fault = Fault("embedding", math.nan, range(1, 2))
+
+    unbroken = fit(clock, fault, SaveAt(3, cut), SaveAt(6, end), **options)
+    clock.now += 1e6  # until somebody resumes it
+    resumed = fit(clock, resume_from=cut, **options)
+    finished = fit(clock, resume_from=end, **options)
+
+    rows = unbroken.logger.named("train")
+    assert [row["train/skipped_steps"] for _, row in rows] == [1, 0]
+    assert resumed.logger.named("train") == rows
+    assert finished.logger.named("train") == []
+    for fitted in (unbroken, resumed, finished):
+        steps = fitted.watchers.steps
+        assert steps.tokens_per_second == pytest.approx(6 * 64 / (6 + 2 * 0.5))
+        assert (steps.num_skipped, steps.bell.num_alarms) == (1, 1)
 
 
 def test_what_callbacks_see_holds_no_graph(fit: Callable[..., Fitted]) -> None:
