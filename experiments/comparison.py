@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ LEGEND = (
     "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token; tokens/s: "
     "of the fastest row of training, since other work on the machine only slows"
 )
+
+_DROPPED = re.compile(r"routing/layer_\d+/dropped_fraction")
+"""Of the layers, as MaxVio is: not of the blocks inside their blocks."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,7 @@ def in_order(results: Sequence[Result]) -> list[Result]:
 
 def _last_dropped_fraction(rows: Sequence[Mapping[str, str]]) -> float | None:
     for row in reversed(rows):
-        values = [
-            float(value)
-            for key, value in row.items()
-            if key.startswith("routing/") and key.endswith("/dropped_fraction") and value
-        ]
+        values = [float(value) for key, value in row.items() if _DROPPED.fullmatch(key) and value]
         if values:
             return fmean(values)
     return None

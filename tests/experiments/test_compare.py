@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,19 @@ import pytest
 
 from experiments import compare
 from experiments.command_line import to_yaml
-from experiments.comparison import LEGEND, Result, comparison_table, in_order
+from experiments.comparison import (
+    COLUMNS,
+    LEGEND,
+    Result,
+    comparison_table,
+    in_order,
+    read_result,
+    write_markdown,
+)
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.run_lock import locked
+from moe_ffn.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,6 +134,46 @@ def test_a_misspelt_option_stops_before_anything_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_run_gets_the_options_and_of_one_that_failed_the_last_lines_are_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+) -> None:
+    config = TrainConfig.model_validate({"run": {"name": "plain", "output_dir": str(tmp_path)}})
+    lines = [f"line {number}" for number in range(12)]
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code, "\n".join(lines))
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+    assert compare.train(Path("plain.yaml"), config, ["--seed", "7"], begun=False) is (code == 0)
+
+    (command,) = commands
+    assert command[1:] == [
+        *("-m", "experiments.train", "--config", "plain.yaml", "--seed", "7"),
+        *("--run.output_dir", str(tmp_path), "--run.name", "plain"),
+    ]
+    assert capsys.readouterr().err.splitlines() == (lines[2:] if code else [])
+
+
+def test_an_unfinished_run_that_is_being_trained_stays_where_it_is(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"name": "plain", "output_dir": str(tmp_path)}})
+    (tmp_path / "plain").mkdir()
+
+    with (
+        locked(tmp_path / "plain"),
+        pytest.raises(ConfigError, match="is being trained by another"),
+    ):
+        compare.has_begun(config)
+
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["plain"]
+
+
 def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +211,82 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert begun
     assert commands[0][-2:] == ["--resume", str(tmp_path / "plain")]
+
+
+METRICS = """\
+step,train/tokens_per_second,routing/layer_00/dropped_fraction,routing/layer_01/dropped_fraction,\
+routing/layer_01/inner/dropped_fraction,validation/routing/layer_00/dropped_fraction,validation/loss
+2,1000.0,0.9,0.9,0.0,,
+4,3000.0,0.125,0.375,1.0,,
+4,,,,,0.75,1.25
+"""
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> TrainConfig:
+    """The config of a run of two layers, one of them with a block inside its block."""
+    folder = tmp_path / "depths"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text(METRICS)
+    (folder / "facts.json").write_text(json.dumps({"flops_per_token": 2_500_000}))
+    routing = {
+        layer: {"max_violation": violation, "experts_per_token": experts, "dropped_fraction": 0.75}
+        for layer, violation, experts in (
+            ("layer_00", 0.25, 2.0),
+            ("layer_01", 0.75, 0.5),
+            ("layer_01/inner", 7.0, 8.0),
+        )
+    }
+    summary = {"validation_loss": 1.25, "tokens_per_second": 2000.0, "routing": routing}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    options = {"run": {"name": "depths", "output_dir": str(tmp_path)}}
+    return TrainConfig.model_validate(options)
+
+
+def test_a_result_is_of_the_layers_the_last_row_and_the_fastest(finished: TrainConfig) -> None:
+    found = asdict(read_result("depths", finished))
+
+    expected = {
+        "name": "depths",
+        "causal": True,
+        "loss": 1.25,
+        "max_violation": 0.5,
+        "experts_per_token": 1.25,
+        "dropped_fraction": 0.25,
+        "flops_per_token": 2_500_000,
+        "tokens_per_second": 3000.0,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_cells_of_a_result_have_the_units_of_their_columns(
+    finished: TrainConfig, tmp_path: Path
+) -> None:
+    routed = read_result("depths", finished)
+    nothing = dict.fromkeys(("loss", "max_violation", "experts_per_token", "dropped_fraction"))
+    diverged = replace(routed, name="broken", causal=False, **nothing)
+    expected = {
+        "config": ("depths", "broken"),
+        "guesses": ("next", "masked"),
+        "loss": ("1.2500", "-"),
+        "MaxVio": ("0.50", "-"),
+        "experts": ("1.25", "-"),
+        "dropped": ("25.0%", "-"),
+        "MFLOPs": ("2.50", "2.50"),
+        "tokens/s": ("3,000", "3,000"),
+    }
+    found = dict(
+        zip(list[str](COLUMNS), zip(routed.cells(), diverged.cells(), strict=True), strict=True)
+    )
+    assert {name: found[name] for name in expected} == expected
+
+    write_markdown([diverged, routed], tmp_path / "comparison.md")
+
+    header, kinds, *rows = (tmp_path / "comparison.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in (header, kinds, *rows[:2])]
+    right = ["---:"] * (len(COLUMNS) - 2)
+    assert cells == [[*COLUMNS], ["---", "---", *right], routed.cells(), diverged.cells()]
+    assert rows[2:] == ["", LEGEND]
 
 
 def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
