@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,9 +36,26 @@ def test_those_that_were_removed_come_back(
     kept.put_back()
 
     assert (folder / "config.yaml").read_text() == "seed: 1\n"
+    (folder / "config.yaml").write_text("seed: 2\n")
+    (folder / "facts.json").unlink()
+    kept.put_back()
+    assert (folder / "config.yaml").read_text() == "seed: 2\n", (
+        "of one that is there nothing is known"
+    )
     assert capsys.readouterr().err.splitlines() == [
-        f"disk: '{folder}' had lost config.yaml, facts.json; written again"
+        f"disk: '{folder}' had lost config.yaml, facts.json; written again",
+        f"disk: '{folder}' had lost facts.json; written again",
     ]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_several_ranks_the_first_puts_them_back(tmp_path: Path, is_first: bool) -> None:
+    anything: Any = SimpleNamespace(is_global_zero=is_first)
+    folder = tmp_path / "run"
+
+    KeptFiles(folder, {"config.yaml": ""}).on_save_checkpoint(anything, anything, {})
+
+    assert (folder / "config.yaml").exists() == is_first
 
 
 def test_a_disk_that_does_not_take_them_is_said_once(

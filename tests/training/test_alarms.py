@@ -157,6 +157,29 @@ def test_a_trouble_that_lasts_rings_once_however_many_steps_a_row_covers(rules: 
     assert [len(alarms) for alarms in rung] == [1, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ([COLLAPSED], [COLLAPSED]),
+        ([values(dead_experts=1)], [values(dead_experts=1)]),
+        ([2.0] * 5, [4.0]),
+    ],
+    ids=["it lasted", "it was seen", "losses"],
+)
+def test_rules_that_were_resumed_ring_as_if_nothing_had_been(
+    before: list[Any], then: list[Any]
+) -> None:
+    unbroken, resumed = make_rules(), make_rules()
+    watch(unbroken, *before)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+
+    first = 10 + 10 * len(before)
+    found, expected = (watch(rules, *then, first=first) for rules in (resumed, unbroken))
+
+    assert found == expected
+    assert found != watch(make_rules(), *then, first=first), "it remembered nothing"
+
+
 def test_a_loss_of_zero_has_no_spikes(rules: AlarmRules) -> None:
     assert watch(rules, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1) == []
 

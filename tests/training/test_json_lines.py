@@ -40,8 +40,11 @@ def test_what_a_bad_disk_does_not_take_is_written_later(
         file.add([{"step": 2}])
         file.add([{"step": 3}])
     assert read_lines(path) == [{"step": 1}]
+    assert not file.is_complete
 
     file.add([{"step": 4}])
+
+    assert file.is_complete
 
     assert read_lines(path) == [{"step": step} for step in (1, 2, 3, 4)]
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -27,6 +27,8 @@ def masked(fraction: float = 0.15, seed: int = 0, length: int = 400) -> tuple[Te
 def test_every_sequence_has_the_same_share_to_guess() -> None:
     _, _, targets = masked()
     assert ((targets != IGNORED_TARGET).sum(dim=1) == 60).all()  # 0.15 * 400
+    _, _, targets = masked(length=12)
+    assert ((targets != IGNORED_TARGET).sum(dim=1) == 2).all(), "0.15 * 12 is 1.8"
 
 
 def test_the_target_is_the_token_and_the_rest_is_shown_as_it_is() -> None:

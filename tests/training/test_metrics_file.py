@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 
 from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, num_damaged, read_rows
 
@@ -100,8 +102,11 @@ def test_what_a_full_disk_does_not_take_is_written_later(
         logger.log_metrics({"loss": 2.0}, step=4)
         logger.log_metrics({"loss": 3.0}, step=6)
     assert path.read_text() == whole, "half a line is no row"
+    assert not logger.is_complete
 
     logger.log_metrics({"loss": 4.0}, step=8)
+
+    assert logger.is_complete
 
     assert [row["loss"] for row in read_rows(path)] == ["1.0", "2.0", "3.0", "4.0"]
     assert capsys.readouterr().err.splitlines() == [
@@ -119,6 +124,42 @@ def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
     logger.log_metrics({"loss": 2.0}, step=4)
 
     assert read_rows(path) == [{"step": "4", "loss": "2.0"}]
+
+
+def test_what_somebody_else_did_to_the_file_spoils_no_row(path: Path) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+    with path.open("a") as file:
+        file.write("4,half a li")
+
+    logger.log_metrics({"loss": 2.0}, step=4)
+
+    assert path.read_text() == "step,loss\n2,1.0\n4,2.0\n"
+
+
+def test_of_several_ranks_the_first_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = MetricsFile(path)
+
+    logger.log_metrics({"loss": 1.0}, step=2)
+    logger.save()
+    logger.finalize("success")
+
+    assert not path.exists()
+    assert logger.is_complete
+
+
+def test_saved_rows_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is made after them, and knows how many there are."""
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+    logger.log_metrics({"loss": 2.0}, step=4)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+
+    logger.save()
+
+    assert synced == [path.stat().st_size]
 
 
 DAMAGES = {

@@ -169,6 +169,12 @@ def test_the_global_rule_is_of_the_steps_counts_and_the_mean_of_its_parts(
     assert parts[0].total.item() == pytest.approx(math.log(3) + 0.5 * values[0])
     alone = objective(logits, targets, {"a": first}, weights)
     assert alone.balancing["load_balance_global"].item() == pytest.approx(1.8)
+    two = StepTotals(
+        totals.pairs_E | {"b": torch.tensor([2, 0])}, totals.num_tokens | {"b": torch.tensor(2)}, 2
+    )
+    both = objective(logits, targets, {"a": first, "b": first}, weights, step_totals=two)
+    # Layer b: f = (1, 0) and P = (.9, .1) of one of two tokens: 2 parts * 2 * .9 / 2 = 1.8; layer a: 1.
+    assert both.balancing["load_balance_global"].item() == pytest.approx((values[0] + 1.8) / 2)
 
 
 def test_the_sparsity_loss_is_for_relu_layers_and_weighted_by_the_rule(make_routing: Any) -> None:
@@ -187,6 +193,11 @@ def test_the_sparsity_loss_is_for_relu_layers_and_weighted_by_the_rule(make_rout
     )
     assert found.balancing["relu_sparsity"].item() == pytest.approx(6)
     assert found.total.item() == pytest.approx(math.log(3) + 0.06)
+    # Layer c chooses one expert with score 3: 2 * 3 = 6 with f = (1, 0); the mean of 6 and 6, then of 12.
+    more = make_routing([[0]], 2, scores_TE=torch.tensor([[9.0, 0.0]]), target_k=1.0)
+    layers = {"a": relu, "b": plain, "c": more}
+    found = objective(torch.zeros(1, 1, 3), torch.tensor([[0]]), layers, weights)
+    assert found.balancing["relu_sparsity"].item() == pytest.approx((6 + 18) / 2)
 
 
 def test_the_z_loss_leaves_relu_layers_alone(make_routing: Any) -> None:

@@ -159,6 +159,26 @@ def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None
     assert found["churn"] == 0
 
 
+def test_a_window_that_was_cut_goes_on_with_its_load_and_its_looks(module: LanguageModel) -> None:
+    """Half of its pairs are of before; and the next look is due when it was."""
+    config = LoggingConfig.model_validate({"churn_every_n_steps": 20})
+    first, second = RoutingWindow(config), RoutingWindow(config)
+    values_of(module, first, 10)  # the first look
+    assert module.batch_at is not None
+    before = module.decoder(module.batch_at(0)["input_ids"]).routings
+    first.update(before, in_last_step=False)
+    second.load_state_dict(first.state_dict())
+    reroute(module)
+
+    found = values_of(module, second, 20)["layer_01"]
+
+    after = module.decoder(module.batch_at(0)["input_ids"]).routings
+    ids = torch.cat([before["layer_01"].expert_ids_N, after["layer_01"].expert_ids_N])
+    assert found["load"].tolist() == pytest.approx((torch.bincount(ids) / len(ids)).tolist())
+    assert "churn" not in found, "ten steps after a look"
+    assert "churn" in values_of(module, second, 30)["layer_01"]
+
+
 def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
 ) -> None:

@@ -1,0 +1,106 @@
+"""The metrics of every layer over batches, cuts and ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from moe_ffn.metrics.routing import LoadMetrics, TokenMetrics
+from moe_ffn.training import routing_by_layer
+from moe_ffn.training.routing_by_layer import RoutingByLayer, mean_over_ranks
+
+
+def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """As if another rank had just the same, in place of a process that has."""
+
+    def all_reduce(value: Tensor, operation: Any = ReduceOp.SUM) -> None:
+        if operation == ReduceOp.SUM:
+            value.mul_(2)
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        get_rank=lambda: rank,
+        all_reduce=all_reduce,
+        ReduceOp=ReduceOp,
+    )
+    monkeypatch.setattr(routing_by_layer, "distributed", fake)
+
+
+@pytest.fixture
+def layers(make_routing: Any) -> dict[str, Any]:
+    """Two layers: one of three tokens to expert 0, and one to expert 1; the other way round."""
+    logits = torch.tensor([[4.0, 1.0]] * 4)
+    return {
+        "layer_00": make_routing([[0], [0], [0], [1]], 2, logits_TE=logits),
+        "layer_01": make_routing([[1], [1], [1], [0]], 2, logits_TE=-2 * logits),
+    }
+
+
+def plain(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    """Without those that are nan, which equals nothing."""
+    return {
+        layer: {k: v.tolist() for k, v in found.items() if not v.isnan().any()}
+        for layer, found in values.items()
+    }
+
+
+def test_closing_begins_anew(layers: dict[str, Any]) -> None:
+    found = RoutingByLayer(LoadMetrics)
+    found.update(layers)
+    assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]
+
+    found.update(dict.fromkeys(layers, layers["layer_00"]))
+
+    assert plain(found.close())["layer_01"]["load"] == [0.75, 0.25]
+
+
+def test_two_ranks_that_saw_the_same_measure_what_one_does(
+    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums are doubled and a maximum is not, so that every ratio stays what it was."""
+    one, two = RoutingByLayer(LoadMetrics, TokenMetrics), RoutingByLayer(LoadMetrics, TokenMetrics)
+    one.update(layers)
+    two.update(layers)
+    expected = plain(one.close())
+    rank_of_two(monkeypatch, rank=0)
+
+    assert plain(two.close()) == expected
+    assert expected["layer_01"]["logit_max"] == 8
+    assert mean_over_ranks(torch.tensor(3.0)) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_ranks_had_together_is_gone_on_with_once(
+    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    before, after = RoutingByLayer(LoadMetrics), RoutingByLayer(LoadMetrics)
+    before.update(layers)
+    rank_of_two(monkeypatch, rank)
+
+    state = before.state_dict()
+    assert state["layer_00"][0]["pairs_E"].tolist() == [6, 2], "of both ranks"
+    assert before.layers["layer_00"][0].pairs_E.tolist() == [3, 1], "it asked, and changed nothing"
+    after.load_state_dict(state)
+    after.update(layers)
+
+    expected = [9, 3] if rank == 0 else [3, 1]
+    assert after.layers["layer_00"][0].pairs_E.tolist() == expected
+
+
+def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any]) -> None:
+    """As of a run that is asked to end, resumed, and asked again at once."""
+    first, second = RoutingByLayer(LoadMetrics), RoutingByLayer(LoadMetrics)
+    first.update(layers)
+    state = first.state_dict()
+
+    second.load_state_dict(state)
+
+    found = second.state_dict()
+    assert found.keys() == state.keys() == {"layer_00", "layer_01"}
+    assert found["layer_01"][0]["pairs_E"].tolist() == [1, 3]
