@@ -97,6 +97,9 @@ def test_dropping_is_of_the_real_pairs(make_routing: Any) -> None:
     mask = torch.tensor([True, True, True, False])
     values = measure(3, limit(make_routing([[0]] * 4, 3, mask_T=mask), 1.0, by_position))
     assert values["dropped_fraction"].item() == pytest.approx(2 / 3)
+    # Somebody's own router may mark padding as dropped.
+    marked = make_routing([[0]] * 4, 3, mask_T=mask, dropped_N=~mask)
+    assert measure(3, marked)["dropped_fraction"].item() == 0
 
 
 def test_nothing_but_padding_measures_zeros(make_routing: Any) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from experiments.assemble import build_module, make_token_data
+from experiments.assemble import build_module, make_callbacks, make_token_data
 from experiments.config import TrainConfig
 from experiments.sample_log import SampleLog
 from experiments.selftest.faults import Fault
@@ -128,6 +129,23 @@ def test_tokens_per_second_leaves_validations_and_their_texts_out(
     rates = [row["train/tokens_per_second"] for _, row in fitted.logger.named("train")]
     assert rates == pytest.approx([256 / 4.5] * 3)
     assert fitted.watchers.steps.tokens_per_second == pytest.approx(256 / 4.5)
+
+
+def test_tokens_are_those_of_all_ranks(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    config = make_config(model={"ffn": "dense"}, logging={"every_n_steps": 100})
+    steps = make_callbacks(config, prepared, tmp_path).steps
+    module = build_module(config, prepared)
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_step=0, accumulate_grad_batches=1, max_steps=50
+    )
+    batch = LoadedBatch(index=0, input_ids=ids, target_ids=ids)
+
+    steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
+
+    assert steps.total_tokens == 2 * 64
 
 
 class SaveAt(Callback):

@@ -274,6 +274,70 @@ def test_a_step_is_saved_once(make: Callable[..., FakeTrainer], folder: Path) ->
     assert (folder / step_name(2)).stat().st_mtime_ns == before
 
 
+def test_a_step_that_was_resumed_from_is_saved_already(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    trainer: Any = make(every_n_steps=2)
+    trainer.keeper.on_load_checkpoint(trainer, trainer.lightning_module, {"global_step": 4})
+    trainer.global_step = 4
+
+    assert trainer.keeper.save(trainer)
+    assert not folder.exists()
+
+    trainer.step(6)
+    assert steps(folder) == [6]
+
+
+def test_rows_are_on_the_disk_before_a_checkpoint_that_counts_them(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    trainer = make(every_n_steps=2)
+    found: list[list[int]] = []
+    trainer.loggers = [SimpleNamespace(save=lambda: found.append(steps(folder)))]
+
+    trainer.step(2)
+    trainer.step(4)
+
+    assert found == [[], [2]], "of each step, saved before its checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("index", "step", "is_between"), [(4, 1, False), (5, 2, True), (11, 4, False)]
+)
+def test_between_steps_is_after_the_last_batch_of_one_without_a_validation(
+    make: Callable[..., FakeTrainer], index: int, step: int, is_between: bool
+) -> None:
+    trainer: Any = make(validate_every_n_steps=4)
+    trainer.accumulate_grad_batches, trainer.global_step = 3, step
+    batch: Any = {"index": index}
+
+    assert trainer.keeper.is_between_steps(trainer, batch) == is_between
+
+
+def test_a_validation_alone_saves_the_best_and_no_step(
+    make: Callable[..., FakeTrainer], folder: Path
+) -> None:
+    trainer = make(every_n_steps=2)
+    trainer.state.fn = "validate"
+
+    trainer.validate(2, loss=1.0)
+
+    assert [path.name for path in folder.iterdir()] == ["best.ckpt"]
+
+
+def test_an_early_stop_is_remembered(make: Callable[..., FakeTrainer], folder: Path) -> None:
+    """Or a run that is killed after it would train on when it is resumed."""
+    stopped: Any = make(every_n_steps=2)
+    stopped.should_stop = True
+    stopped.step(2)
+
+    resumed: Any = make(every_n_steps=2)
+    resumed.keeper.load_state_dict(stopped.keeper.state_dict())
+    resumed.keeper.on_train_start(resumed, resumed.lightning_module)
+
+    assert resumed.should_stop
+
+
 def test_leftovers_of_a_dead_process_are_removed(
     make: Callable[..., FakeTrainer], folder: Path
 ) -> None:

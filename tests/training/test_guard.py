@@ -102,6 +102,9 @@ def test_a_guard_goes_on_where_another_stopped() -> None:
 
     assert other.state_dict() == guard.state_dict()
     assert other.state_dict()["losses"] == list(range(8, 40))
+    other.take(40.0)
+    assert other.state_dict()["losses"] == list(range(9, 41)), "the median still forgets"
+    other.load_state_dict(guard.state_dict())
     assert other.skip(42, "its loss is nan", None) == SkippedStep(
         42, "its loss is nan", "decoder.embedding", 2
     )

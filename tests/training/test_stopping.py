@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from experiments.assemble import build_module, build_trainer, make_callbacks, ma
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
-from moe_ffn.training.stopping import Interrupted, StopRequest
+from moe_ffn.training.stopping import Interrupted, StopOnRequest, StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -46,6 +48,39 @@ def test_ctrl_c_again_ends_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("step", "should_stop", "ends"), [(7, False, True), (8, False, False), (7, True, False)]
+)
+def test_no_step_is_left_to_stop_before_at_the_end(
+    step: int, should_stop: bool, ends: bool
+) -> None:
+    """A run that has made its last step comes to its end, with its results, rather than being interrupted."""
+    request, saved = StopRequest(), []
+    request.signum = signal.SIGTERM
+    keeper: Any = SimpleNamespace(
+        is_between_steps=lambda trainer, batch: True, save=lambda trainer: saved.append(step)
+    )
+    trainer: Any = SimpleNamespace(
+        global_step=step,
+        max_steps=8,
+        should_stop=should_stop,
+        world_size=1,
+        state=SimpleNamespace(fn="fit"),
+    )
+    stop = StopOnRequest(request, keeper)
+
+    for look in (
+        lambda: stop.on_train_batch_end(trainer, trainer, None, {"index": step - 1}, step - 1),
+        lambda: stop.on_validation_end(trainer, trainer),
+    ):
+        with pytest.raises(Interrupted) if ends else nullcontext():
+            look()
+
+    assert saved == [step] * 2 * ends
+    with pytest.raises(Interrupted):
+        stop.on_train_end(trainer, trainer)  # what is left, a last validation, may take long
 
 
 class Ask(Callback):
