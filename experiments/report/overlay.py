@@ -44,16 +44,22 @@ def overlay_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def overlay_measures(runs: Sequence[Run]) -> list[Plot]:
-    """Each routing measure, mean over the layers of a run."""
+    """Each routing measure, mean over the layers of a run; not of the blocks inside their blocks."""
     plots: list[Plot] = []
     for measure in MEASURES:
         found = {
-            run.name: series for run in runs if (series := mean_over_layers(measured(run, measure)))
+            run.name: series
+            for run in runs
+            if (series := mean_over_layers(_whole_layers(measured(run, measure))))
         }
         if len({v for series in found.values() for v in series.values}) > 1:
             note = f"{measure.note} Mean over the layers."
             plots.append(_plot(runs, measure.title, measure.unit, found, {STEP: _one}, note))
     return plots
+
+
+def _whole_layers(found: Mapping[str, Series]) -> dict[str, Series]:
+    return {layer: series for layer, series in found.items() if "/" not in layer}
 
 
 def mean_over_layers(layers: Mapping[str, Series]) -> Series:

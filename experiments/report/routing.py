@@ -198,7 +198,7 @@ def constant_measures(run: Run) -> list[str]:
     """`Dropped: 0%`, for each measure that had one value in all layers and at all steps."""
     values = {measure: _constant(measured(run, measure)) for measure in MEASURES}
     return [
-        f"{m.title.lower() if m.title != 'MaxVio' else m.title} "
+        f"{m.title if m.title.startswith('MaxVio') else m.title.lower()} "
         + (f"{value:.4g}" if "percent" not in m.unit.axis else f"{100 * value:.4g}%")
         for m, value in values.items()
         if value is not None

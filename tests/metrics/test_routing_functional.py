@@ -48,6 +48,8 @@ def test_ranks_wait_for_the_busiest_of_them() -> None:
     # Experts 0 and 1 on rank 0: 0.75 of the pairs, half as much again as its half.
     load_E = torch.tensor([0.5, 0.25, 0.25, 0.0])
     assert rank_max_violation(load_E, 2).item() == pytest.approx(0.5)
+    # Experts 0 and 1 again, and not 0 and 2, with which it would be balanced.
+    assert rank_max_violation(torch.tensor([0.4, 0.4, 0.1, 0.1]), 2).item() == pytest.approx(0.6)
     assert rank_max_violation(load_E, 4).item() == pytest.approx(1)
     assert rank_max_violation(load_E, 1).item() == 0
     assert rank_max_violation(load_E, 3).isnan(), "4 experts cannot be split over 3 ranks"

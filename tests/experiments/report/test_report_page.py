@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+from array import array
 from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
@@ -21,8 +22,10 @@ import yaml
 from synthetic_run import MEASURES as KEYS_OF_MEASURES
 from synthetic_run import age, raise_alarms, write_metrics, write_run
 
+from experiments.report.curves import how_drawn
 from experiments.report.figures import label, pack_shares
 from experiments.report.headline import headline
+from experiments.report.metrics_file import Series
 from experiments.report.page import report_html
 from experiments.report.record import read_runs
 from experiments.report.routing import MEASURES, constant_measures, measure_plots
@@ -254,6 +257,7 @@ def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
     assert traces["validation"]["x"] == list(range(100, 601, 100))
     assert traces["validation"]["line"]["dash"] == "dash"
     assert set(traces["unigram model"]["y"]) == {3.08}
+    assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
 def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) -> None:
@@ -267,7 +271,16 @@ def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) ->
 def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
     names = [*BALANCING_LOSSES, "load_balance_pooled", "load_balance_global", "relu_sparsity"]
     losses = {f"train/{name}": 1.0 + place for place, name in enumerate(names)}
-    write_metrics(tmp_path / "metrics.csv", [{"step": step, **losses} for step in (1, 2)])
+    others = (
+        "loss",
+        "objective",
+        "learning_rate",
+        "gradient_norm",
+        "skipped_steps",
+        "tokens_per_second",
+    )
+    row = losses | {f"train/{name}": 1.0 for name in others}
+    write_metrics(tmp_path / "metrics.csv", [{"step": step, **row} for step in (1, 2)])
     page = Written(tmp_path)
 
     drawn = {name: trace["y"][0] for name, trace in page.traces("Balancing losses").items()}
@@ -312,6 +325,9 @@ def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
 
 def test_expert_0_stands_at_the_top_of_every_heat_map(page: Written) -> None:
     titles = [f"Load, layer {layer}" for layer in range(4)] + ["Co-activation"]
+    for title in titles[:4]:
+        ((load,),) = [figure["data"] for figure in page.figures[title]]
+        assert (load["zmin"], load["zmax"]) == (0, 4), "as its colour bar says"
     ranges = [f["layout"]["yaxis"]["autorange"] for title in titles for f in page.figures[title]]
     assert ranges == ["reversed"] * 8
 
@@ -379,6 +395,37 @@ def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None
     assert {"MaxVio", "Dropped", "Dead experts", "Churn", "Top-1 margin"} <= page.figures.keys()
 
 
+CONSTANT = """
+    MaxVio 0.125; variation of the load 0.125; dropped 12.5%; entropy per token 0.125;
+    entropy of the mean 0.125; dead experts 0.125; churn 12.5%; largest router logit 0.125;
+    top-1 margin 0.125; shared share 12.5%; capacity used 12.5%; experts per token 0.125;
+    MaxVio within sequences 0.125; MaxVio over ranks 0.125; strongest pair of experts 12.5%;
+    spread of the correction bias 0.125; load-balancing loss 0.125; router z-loss 0.125;
+    tokens without a finite score 0.125
+"""
+
+
+def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for step in (1, 2):
+        for prefix in ("", "validation/"):
+            keys = [
+                f"{prefix}routing/layer_{n:02d}/{key}" for n in (0, 1) for key in KEYS_OF_MEASURES
+            ]
+            rows.append({"step": step, **dict.fromkeys(keys, 0.125)})
+    write_metrics(tmp_path / "metrics.csv", rows)
+
+    run = read_runs([tmp_path])[0]
+
+    assert constant_measures(run) == " ".join(CONSTANT.split()).split("; ")
+
+
+def test_of_series_that_are_averaged_the_longest_is_told() -> None:
+    long, short = (Series(array("d", range(rows)), array("d", [1.0] * rows)) for rows in (1500, 10))
+    assert how_drawn([short, long], 500) == "Each point is the mean of about 3 rows."
+    assert how_drawn([short], 500) == ""
+
+
 def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
 
@@ -387,6 +434,7 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     (max_violation,) = page.figures["MaxVio"]
     assert max_violation["data"][0]["type"] == "heatmap"
     assert max_violation["data"][0]["y"] == [str(layer) for layer in range(12)]
+    assert max_violation["layout"]["yaxis"]["autorange"] == "reversed", "layer 0 is on top"
     assert len(page.figures) < 30
 
 
@@ -450,7 +498,9 @@ def test_of_many_samples_some_are_shown(moe: Path) -> None:
 def test_the_config_is_there_as_it_was_written(folder: Path, page: Written) -> None:
     assert (folder / "config.yaml").read_text().strip() in unescape(page.body)
     assert '"flops_per_token": 1740000' in page.text
-    assert "facts.json, beyond the options" in page.text
+    facts = page.body.split("facts.json, beyond the options</summary><pre>")[1].split("</pre>")[0]
+    options_of_run = yaml.safe_load((folder / "config.yaml").read_text()).keys()
+    assert json.loads(unescape(facts)).keys().isdisjoint(options_of_run)
 
 
 def test_nothing_in_a_run_can_end_the_script_that_holds_the_plots(tmp_path: Path) -> None:
@@ -531,6 +581,61 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
         for trace in figure["data"]:
             assert trace["meta"]["colour"] == colours[trace["name"]], title
     assert page.traces("MaxVio").keys() == {"small", "wide"}
+
+
+def test_a_measure_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Path) -> None:
+    """Of the layers: a block inside the block of one is none."""
+    for name, shift in (("a", 0.0), ("b", 1.0)):
+        (tmp_path / name).mkdir()
+        values = {"layer_00": 1.0 + shift, "layer_01": 2.0, "layer_01/inner": 99.0}
+        rows = [
+            {"step": step}
+            | {f"routing/{layer}/max_violation": step * v for layer, v in values.items()}
+            for step in (1, 2)
+        ]
+        write_metrics(tmp_path / name / "metrics.csv", rows)
+    page = Written(tmp_path / "a", tmp_path / "b")
+
+    drawn = page.traces("MaxVio")
+    assert {name: (trace["x"], trace["y"]) for name, trace in drawn.items()} == {
+        "a": ([1, 2], [1.5, 3]),
+        "b": ([1, 2], [2, 4]),
+    }
+
+
+def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
+    folders = []
+    for name, loss in (("a", 1.5), ("b", 1.25), ("c", 1.75)):
+        folder = write_run(tmp_path / name, experts=0)
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps({**summary, "validation_loss": loss}))
+        folders.append(folder)
+
+    assert re.findall(r"<b>(.*?)</b>", comparison(read_runs(folders))) == ["1.2500"]
+    assert "<b>" not in comparison(read_runs(folders[:1])), "of one run nothing is the best"
+
+
+def test_names_and_logging_are_no_difference(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
+    config = yaml.safe_load((b / "config.yaml").read_text())
+    config["logging"]["every_n_steps"] = 99
+    (b / "config.yaml").write_text(yaml.safe_dump(config))
+
+    assert differences(read_runs([a, b])) == (
+        "<p>All options are the same, but for names and logging.</p>\n"
+    )
+
+
+@pytest.mark.parametrize(("is_finished", "reloads"), [((True, False), True), ((True, True), False)])
+def test_a_page_loads_itself_anew_while_any_of_its_runs_goes_on(
+    tmp_path: Path, is_finished: tuple[bool, bool], reloads: bool
+) -> None:
+    runs = [
+        write_run(tmp_path / str(number), experts=0, is_finished=ended)
+        for number, ended in enumerate(is_finished)
+    ]
+
+    assert ('id="reload"' in report_html(read_runs(runs), reload_every=5)) == reloads
 
 
 def test_losses_are_drawn_over_training_flops_too(tmp_path: Path) -> None:

@@ -125,8 +125,15 @@ def test_an_old_run_has_a_config_and_a_few_columns(tmp_path: Path) -> None:
 def test_until_the_summary_the_experts_are_those_of_the_last_validation(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", layers=2, experts=4, is_finished=False))
 
-    assert sum(run.validated["layer_01"]["load"]) == pytest.approx(1)
-    assert run.validated["layer_01"]["max_violation"] > 0
+    rows = [row.split(",") for row in (run.folder / "metrics.csv").read_text().splitlines()]
+    key = "validation/routing/layer_01/"
+    last = next(row for row in reversed(rows) if row[rows[0].index(f"{key}max_violation")])
+    value = dict(zip(rows[0], last, strict=True))
+    assert value["step"] == "300"
+    loads = [float(value[f"{key}load/expert_{expert:02d}"]) for expert in range(4)]
+    assert run.validated["layer_01"]["load"] == loads
+    assert sum(loads) == pytest.approx(1)
+    assert run.validated["layer_01"]["max_violation"] == float(value[f"{key}max_violation"])
 
 
 def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
