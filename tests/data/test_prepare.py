@@ -150,6 +150,9 @@ class TestCache:
         assert (second.train_size, second.corpus_sha256) == (first.train_size, first.corpus_sha256)
         np.testing.assert_array_equal(second.train, first.train)
 
+    def test_is_open_to_others_who_share_it(self, prepared: Prepare) -> None:
+        assert prepared().folder.stat().st_mode & 0o777 == 0o755
+
     def test_does_not_depend_on_what_does_not_change_the_tokens(self, prepared: Prepare) -> None:
         changed = prepared(seq_len=9, batch_size=2, validation_tokens=7)
         assert changed.folder == prepared().folder

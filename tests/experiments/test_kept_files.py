@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from experiments.kept_files import KeptFiles
-from experiments.run_lock import is_trained_here, locked
+from experiments.run_lock import LOCK_FILE, is_trained_here, locked
 from moe_ffn.errors import ConfigError
 
 
@@ -88,6 +89,32 @@ def test_of_another_machine_nothing_is_known(
     with locked(tmp_path):
         monkeypatch.setattr("platform.node", lambda: "another")
         assert is_trained_here(tmp_path) is None
+
+
+def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("a machine with a much longer name " * 9)
+
+    with locked(tmp_path), multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(is_trained_here, [tmp_path])
+
+
+def test_a_reader_that_only_asks_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock for a moment."""
+    flock, refused = fcntl.flock, 3
+
+    def busy(file: int, operation: int) -> None:
+        nonlocal refused
+        refused -= 1
+        if refused >= 0:
+            raise BlockingIOError
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", busy)
+
+    with locked(tmp_path):
+        assert refused < 0
 
 
 def test_a_run_whose_folder_cannot_be_written_is_not_held(tmp_path: Path) -> None:

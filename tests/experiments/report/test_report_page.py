@@ -379,6 +379,16 @@ def test_packed_shares_keep_what_was_not_measured_apart() -> None:
     assert struct.unpack("<4H", packed) == (0, 65534, 65535, 32767)
 
 
+def test_a_layer_has_one_colour_and_one_dash_in_every_plot(page: Written) -> None:
+    for title in ("MaxVio", "Entropy per token", "Strongest pair of experts"):
+        traces = page.traces(title)
+        looks = [(traces[f"layer {n}"]["meta"], traces[f"layer {n}"]["line"]) for n in range(4)]
+        assert looks == [
+            ({"colour": number}, {"dash": dash, "width": 2})
+            for number, dash in enumerate(("solid", "dash", "dot", "dashdot"))
+        ], title
+
+
 def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
     for title in ("Entropy per token", "Entropy of the mean"):
         traces = page.traces(title)
@@ -454,6 +464,17 @@ def test_the_experts_as_a_table(folder: Path, page: Written) -> None:
     ends = f"{values['max_violation']:.2f}", f"{values['entropy']:.2f}"
     assert row_of(page.text, [1, *shares, *ends, f"{values['dropped_fraction']:.1%}"])
     assert '<td class="none">0.0</td>' in page.body
+
+
+def test_a_share_is_shaded_by_its_ratio_to_the_even_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", layers=1, experts=4, rows=20)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["routing"]["layer_00"]["load"] = [0.6, 0.25, 0.15, 0.0]
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+    assert (
+        '<td class="high">60.0</td><td>25.0</td><td class="low">15.0</td><td class="none">0.0</td>'
+    ) in Written(folder).body
 
 
 def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
