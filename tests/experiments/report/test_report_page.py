@@ -716,9 +716,15 @@ def test_writing_a_page_loads_neither_torch_nor_lightning(moe: Path) -> None:
 
 def test_co_activation_is_packed_and_of_many_large_matrices_some_are_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", layers=3, experts=4, rows=20)
-    assert len(Written(folder).figures["Co-activation"]) == 3
-
+    figures = Written(folder).figures["Co-activation"]
+    assert len(figures) == 3
     summary = json.loads((folder / "summary.json").read_text())
+    pairs = summary["routing"]["layer_00"]["coactivation"]
+    shares = struct.unpack("<16H", base64.b64decode(figures[0]["data"][0]["meta"]["shares"]))
+    assert np.divide(shares, 65534) == pytest.approx(np.ravel(pairs), abs=1e-4), "row by row"
+    axes = {axis: figures[0]["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")}
+    assert axes == {"xaxis": "expert j", "yaxis": "expert i"}, "a row is of the tokens of expert i"
+
     large = [[0.25] * 300] * 300
     for values in summary["routing"].values():
         values["coactivation"] = large
