@@ -512,6 +512,8 @@ def test_of_many_samples_some_are_shown(moe: Path) -> None:
 
     assert "40 of 400, evenly chosen." in page.text
     assert page.body.count("<summary>step ") == 40
+    opened = re.findall(r"<details open><summary>step (\d+)", page.body)
+    assert opened == ["0", "379", "389", "399"], "the first and the last three"
     assert "<summary>step 0</summary>" in page.body
     assert "<summary>step 399</summary>" in page.body
 
@@ -622,6 +624,22 @@ def test_a_measure_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Pa
         "a": ([1, 2], [1.5, 3]),
         "b": ([1, 2], [2, 4]),
     }
+
+
+def test_balance_and_drops_of_runs_side_by_side_are_means_of_their_layers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", layers=2, experts=4, rows=20)
+    summary = json.loads((folder / "summary.json").read_text())
+    first, second = summary["routing"].values()
+    first |= {"max_violation": 1.0, "dropped_fraction": 0.25}
+    second |= {"max_violation": 2.0, "dropped_fraction": 0.15}
+    inner = {**first, "max_violation": 99.0, "dropped_fraction": 0.9}
+    summary["routing"]["layer_01/inner"] = inner
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+    html = comparison(read_runs([folder, write_run(tmp_path / "b", experts=0)]))
+
+    rows = re.findall(r"<td>([^<]*)</td><td>([^<]*)</td></tr>", html)
+    assert rows == [("1.50", "20.0%"), ("-", "-")]
 
 
 def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:

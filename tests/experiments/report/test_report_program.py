@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from without_plotly import WITHOUT_PLOTLY
 from experiments.exit import exit_on_bad_input
 from experiments.report import page
 from experiments.report.__main__ import main
-from experiments.report.watch import watch
+from experiments.report.watch import stamp_of, watch
 
 Program = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(__file__).parents[3]
@@ -262,6 +263,24 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
     said = "run/report.html is kept current; Ctrl-C ends it\nno longer followed: run/report.html\n"
     assert program("--watch", "run") == (0, said, "")
     assert not reloads(Path("run/report.html"))
+
+
+@pytest.mark.parametrize("what", ["its size alone", "its time alone", "it is gone"])
+def test_a_change_of_any_file_of_the_page_is_seen(tmp_path: Path, what: str) -> None:
+    """Two rows may be written within one tick of a coarse clock."""
+    runs = [write_run(tmp_path / name, experts=0) for name in ("a", "b")]
+    before, path = stamp_of(runs), runs[1] / "metrics.csv"
+    assert stamp_of(runs) == before
+    written = path.stat().st_mtime_ns
+    if what == "it is gone":
+        path.unlink()
+    elif what == "its size alone":
+        path.write_text(f"{path.read_text()}5,")
+        os.utime(path, ns=(written, written))
+    else:
+        os.utime(path, ns=(written, written + 10**9))
+
+    assert stamp_of(runs) != before
 
 
 def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
