@@ -50,12 +50,18 @@ def plain(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Any]]:
     }
 
 
+def pairs(found: RoutingByLayer) -> list[int]:
+    """Of the first layer, on this rank."""
+    metric: Any = found.layers["layer_00"][0]
+    return metric.pairs_E.tolist()
+
+
 def test_closing_begins_anew(layers: dict[str, Any]) -> None:
     found = RoutingByLayer(LoadMetrics)
     found.update(layers)
     assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]
 
-    found.update(dict.fromkeys(layers, layers["layer_00"]))
+    found.update({"layer_00": layers["layer_00"], "layer_01": layers["layer_00"]})
 
     assert plain(found.close())["layer_01"]["load"] == [0.75, 0.25]
 
@@ -85,12 +91,12 @@ def test_what_ranks_had_together_is_gone_on_with_once(
 
     state = before.state_dict()
     assert state["layer_00"][0]["pairs_E"].tolist() == [6, 2], "of both ranks"
-    assert before.layers["layer_00"][0].pairs_E.tolist() == [3, 1], "it asked, and changed nothing"
+    assert pairs(before) == [3, 1], "it asked, and changed nothing"
     after.load_state_dict(state)
     after.update(layers)
 
     expected = [9, 3] if rank == 0 else [3, 1]
-    assert after.layers["layer_00"][0].pairs_E.tolist() == expected
+    assert pairs(after) == expected
 
 
 def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any]) -> None:

@@ -260,6 +260,25 @@ def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
     assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
 
 
+@pytest.mark.parametrize(
+    ("title", "name", "key"),
+    [
+        ("Loss", "training", "train/loss"),
+        ("Loss", "validation", "validation/loss"),
+        ("Bits per byte", "validation", "validation/bits_per_byte"),
+        ("Throughput", "training", "train/tokens_per_second"),
+        ("Learning rate", "learning rate", "train/learning_rate"),
+        ("Gradient norm", "gradient norm", "train/gradient_norm"),
+    ],
+)
+def test_a_curve_is_of_its_own_column(
+    folder: Path, page: Written, title: str, name: str, key: str
+) -> None:
+    series = read_runs([folder])[0].series(key)
+
+    assert page.traces(title)[name]["y"] == pytest.approx(list(series.values), rel=1e-6)
+
+
 def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) -> None:
     traces = page.traces("Objective")
 
