@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from experiments import sample_log
+from experiments.sample_log import SampleLog
+from moe_ffn.model.config import DecoderConfig
+from moe_ffn.training.config import SampleConfig
+from moe_ffn.training.json_lines import read_lines
+from moe_ffn.training.module import LanguageModel
 
 RunTrain = Callable[..., Any]
 
@@ -33,3 +47,51 @@ def test_no_tokens_are_no_sample(run_train: RunTrain, tmp_path: Path) -> None:
 
     assert run.code == 0
     assert not (run.folder / "samples.jsonl").exists()
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
+    """One whose texts are `text 1`, `text 2` and on, for seed 7."""
+    numbers = count(1)
+    monkeypatch.setattr(
+        sample_log, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
+    )
+    tokenizer: Any = None
+    return SampleLog(tmp_path / "samples.jsonl", tokenizer, SampleConfig(), seed=7)
+
+
+def validate(log: SampleLog, step: int, loss: float, is_first_rank: bool = True) -> None:
+    trainer: Any = SimpleNamespace(
+        callback_metrics={"validation/loss": torch.tensor(loss)},
+        global_step=step,
+        is_global_zero=is_first_rank,
+    )
+    module = Mock(spec=LanguageModel, decoder=SimpleNamespace(config=DecoderConfig()))
+    log.on_validation_end(trainer, module)
+
+
+def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
+    validate(log, 4, 2.5)
+    assert log.last == "text 1 of seed 7"
+
+    validate(log, 8, math.nan)
+
+    assert log.last == ""
+    assert [line["step"] for line in read_lines(log.file.path)] == [4]
+
+
+def test_of_several_ranks_the_first_writes(log: SampleLog) -> None:
+    validate(log, 4, 2.5, is_first_rank=False)
+
+    assert log.last == ""
+    assert not log.file.path.exists()
+
+
+def test_a_resumed_run_knows_the_newest_text(log: SampleLog, tmp_path: Path) -> None:
+    """Where no validation follows, it is the sample of the results."""
+    validate(log, 4, 2.5)
+    resumed = SampleLog(log.file.path, log.tokenizer, log.options, seed=7)
+
+    resumed.load_state_dict(log.state_dict())
+
+    assert resumed.last == "text 1 of seed 7"
