@@ -228,7 +228,9 @@ def finished(tmp_path: Path) -> TrainConfig:
     folder = tmp_path / "depths"
     folder.mkdir()
     (folder / "metrics.csv").write_text(METRICS)
-    (folder / "facts.json").write_text(json.dumps({"flops_per_token": 2_500_000}))
+    (folder / "facts.json").write_text(
+        json.dumps({"flops_per_token": 2_500_000, "precision": "bf16-mixed"})
+    )
     routing = {
         layer: {"max_violation": violation, "experts_per_token": experts, "dropped_fraction": 0.75}
         for layer, violation, experts in (
@@ -249,6 +251,7 @@ def test_a_result_is_of_the_layers_the_last_row_and_the_fastest(finished: TrainC
     expected = {
         "name": "depths",
         "causal": True,
+        "precision": "bf16-mixed",
         "loss": 1.25,
         "max_violation": 0.5,
         "experts_per_token": 1.25,
@@ -268,6 +271,7 @@ def test_the_cells_of_a_result_have_the_units_of_their_columns(
     expected = {
         "config": ("depths", "broken"),
         "guesses": ("next", "masked"),
+        "precision": ("bf16-mixed", "bf16-mixed"),
         "loss": ("1.2500", "-"),
         "MaxVio": ("0.50", "-"),
         "experts": ("1.25", "-"),
@@ -284,8 +288,9 @@ def test_the_cells_of_a_result_have_the_units_of_their_columns(
 
     header, kinds, *rows = (tmp_path / "comparison.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in (header, kinds, *rows[:2])]
-    right = ["---:"] * (len(COLUMNS) - 2)
-    assert cells == [[*COLUMNS], ["---", "---", *right], routed.cells(), diverged.cells()]
+    texts = ["---"] * COLUMNS.index("loss")
+    right = ["---:"] * (len(COLUMNS) - len(texts))
+    assert cells == [[*COLUMNS], texts + right, routed.cells(), diverged.cells()]
     assert rows[2:] == ["", LEGEND]
 
 

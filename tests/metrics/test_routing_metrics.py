@@ -138,8 +138,8 @@ def test_entropy_of_the_mean_tells_specialists_from_the_undecided(make_routing: 
 
 def test_a_token_that_no_expert_scores_is_in_no_mean_distribution(make_routing: Any) -> None:
     # As ReLU may leave one: the mean of the others is still a distribution.
-    scores = torch.tensor([[0.5, 0.5], [0.0, 0.0]])
-    values = measure(2, make_routing([[0], [1]], 2, scores_TE=scores, target_k=1.0))
+    scores = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.0, 0.0]])
+    values = measure(2, make_routing([[0], [1], [1]], 2, scores_TE=scores, target_k=1.0))
     assert values["entropy_of_mean"].item() == pytest.approx(math.log(2))
 
 
