@@ -239,8 +239,8 @@ def finished(tmp_path: Path) -> TrainConfig:
             ("layer_01/inner", 7.0, 8.0),
         )
     }
-    summary = {"validation_loss": 1.25, "tokens_per_second": 2000.0, "routing": routing}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    summary = {"validation_loss": 1.25, "unigram_loss": 3.0, "tokens_per_second": 2000.0}
+    (folder / "summary.json").write_text(json.dumps({**summary, "routing": routing}))
     options = {"run": {"name": "depths", "output_dir": str(tmp_path)}}
     return TrainConfig.model_validate(options)
 
