@@ -141,8 +141,8 @@ _FILES = {
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
     "documents.json": "what it was trained on: each document and its sha256",
-    "checkpoints/best.ckpt": "weights of the lowest validation loss",
-    "checkpoints/step_*.ckpt": "the last weights; --resume goes on from them",
+    "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
+    "checkpoints/step_*.ckpt": "the last weights, and the optimizer; --resume goes on from them",
     "wandb": "the run for wandb",
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.resuming.identity import differences
 from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint
-from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
+from moe_ffn.training.checkpoint_folder import BEST_NAME
 
 _NEEDED = {
     "state_dict": Mapping,
@@ -62,11 +62,6 @@ def newest_good(
             reason = str(error)
         passed_over.append(f"{path.name} {reason}")
     return None, passed_over
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Of the folder of checkpoints, the newest first; the best weights last, since they may be old."""
-    return [*step_checkpoints(folder), *best_checkpoint(folder)]
 
 
 def best_checkpoint(folder: Path) -> list[Path]:

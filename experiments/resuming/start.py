@@ -10,11 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from experiments.resuming.checkpoints import candidates, newest_good, refusal_to_resume
+from experiments.resuming.checkpoints import (
+    best_checkpoint,
+    newest_good,
+    refusal_to_resume,
+)
 from experiments.resuming.mending import cut_logs, mend_files, read_facts
-from experiments.resuming.request import Resume
+from experiments.resuming.request import Resume, own_config
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
     METRICS_FILE,
@@ -88,7 +93,7 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
     """
     checkpoints = folder / CHECKPOINTS_FOLDER
     found, passed_over = newest_good(
-        candidates(checkpoints), lambda values: refusal_to_resume(values, identity, state)
+        step_checkpoints(checkpoints), lambda values: refusal_to_resume(values, identity, state)
     )
     if found is not None:
         return Start(found.step, found.path, tuple(passed_over), found.values["callbacks"])
@@ -103,12 +108,24 @@ def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Te
 
 def _require_an_early_end(folder: Path) -> None:
     """ConfigError where a run without a checkpoint had come so far that it must have had one."""
-    validations = [row[STEP] for row in read_rows(folder / METRICS_FILE) if VALIDATION_LOSS in row]
-    if len(validations) > 1 or (folder / SUMMARY_FILE).exists():
+    rows = read_rows(folder / METRICS_FILE)
+    validations = [int(row[STEP]) for row in rows if VALIDATION_LOSS in row]
+    if (len(validations) > 1 and validations[-1] > _first_saved_step(folder)) or (
+        folder / SUMMARY_FILE
+    ).exists():
+        checkpoints = folder / CHECKPOINTS_FOLDER
+        best = best_checkpoint(checkpoints)
+        but = f" ({best[0].name} holds weights alone)" if best else ""
         raise ConfigError(
-            f"'{folder / CHECKPOINTS_FOLDER}' has no checkpoint, though the run came further than its first; "
-            "put them back, or start a new run"
+            f"'{checkpoints}' has no checkpoint to go on from{but}, though the run came further than its "
+            "first; put them back, or start a new run"
         )
+
+
+def _first_saved_step(folder: Path) -> int:
+    """After which optimizer step a run has a checkpoint; it may have come to validations before."""
+    config = own_config(folder / CONFIG_FILE)
+    return config.checkpoints.every_n_steps or config.trainer.validate_every_n_steps
 
 
 def first_precision(folder: Path, precision: str) -> str:

@@ -141,7 +141,7 @@ def _other_corpus(path: Path) -> None:
 
 
 def _without(key: str) -> Callable[[Path], None]:
-    return _rewritten(lambda values: values.pop(key))
+    return _rewritten(lambda values: values.pop(key, None))
 
 
 def _weights(change: Callable[[dict[str, Any], str], object]) -> Callable[[Path], None]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 BEST_NAME = "best.ckpt"
-"""The weights of the lowest validation loss."""
+"""The weights of the lowest validation loss, without what a run needs to go on."""
 
 _STEP_NAME = re.compile(r"step_(\d{8,})\.ckpt")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,11 @@ class CheckpointKeeper(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss = float(trainer.callback_metrics["validation/loss"])
         if loss < self.best_loss:
-            # Before the file is written, which holds them too.
-            best, missed = self.best_loss, self.missed_loss
-            self.best_loss = loss
-            self.missed_loss = missed if missed < loss else float("inf")
-            if self._write(trainer, BEST_NAME):
-                self.best_loss = best  # that of the file, which a later one has to beat
-                self.missed_loss = min(loss, missed)
+            if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
+                self.missed_loss = min(loss, self.missed_loss)
+            else:
+                self.best_loss = loss  # that of the file, which a later one has to beat
+                self.missed_loss = self.missed_loss if self.lacks_best else float("inf")
         if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
             self.save(trainer)
 
@@ -140,7 +139,7 @@ class CheckpointKeeper(Callback):
         step = trainer.global_step
         if step == self.last_saved_step:
             return True
-        self.problem = self._write(trainer, step_name(step))
+        self.problem = self._write(trainer, step_name(step), trainer.save_checkpoint)
         if self.problem:
             self._patience = min(max(2 * self._patience, 1), self._every)
             self._failed_at = step
@@ -187,8 +186,24 @@ class CheckpointKeeper(Callback):
             return step >= self._failed_at + self._patience
         return step % self._every == 0
 
-    def _write(self, trainer: Trainer, name: str) -> str:
-        """Write a file, unless weights are broken; on every rank, why it is not there, or nothing."""
+    def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
+        """The weights, and of which run and step they are; nothing that only training needs."""
+        values = {
+            "state_dict": trainer.strategy.lightning_module_state_dict(),
+            "hyper_parameters": dict(trainer.lightning_module.hparams),
+            IDENTITY: self.identity,
+            "global_step": trainer.global_step,
+            "validation_loss": validation_loss,
+        }
+        trainer.strategy.save_checkpoint(values, path)
+        trainer.strategy.barrier()
+
+    def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
+        """Have `save` write a file, unless weights are broken.
+
+        Returns:
+            on every rank, why it is not there, or nothing.
+        """
         broken = _first_broken(trainer.lightning_module)
         if not trainer.strategy.reduce_boolean_decision(broken is None):
             self._say_broken(trainer, broken)
@@ -197,7 +212,7 @@ class CheckpointKeeper(Callback):
         start = time.monotonic()
         for logger in trainer.loggers:
             logger.save()  # a run that goes on from here has to find the rows before
-        trainer.save_checkpoint(self.folder / name)
+        save(self.folder / name)
         failure = self.io.failure
         if trainer.is_global_zero:
             self._say_if_slow(time.monotonic() - start)

@@ -422,6 +422,34 @@ def test_a_folder_without_checkpoints_begins_at_the_start(tmp_path: Path) -> Non
     )
 
 
+def test_no_run_goes_on_from_its_best_weights(
+    unfinished: Path, go_on: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was killed before its first checkpoint may have come to validations, and to a best."""
+    for path in (unfinished / "checkpoints").glob("step_*.ckpt"):
+        path.unlink()
+
+    assert go_on(str(unfinished)) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: '{unfinished}/checkpoints' has no checkpoint to go on from (best.ckpt holds weights alone), "
+        "though the run came further than its first; put them back, or start a new run"
+    )
+    assert go_on(str(unfinished / "checkpoints" / "best.ckpt")) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: '{unfinished}/checkpoints/best.ckpt' is a file, not the folder of a run; give the folder of "
+        "a run, such as runs/my-run"
+    )
+
+    options = unfinished / "config.yaml"
+    rarely = options.read_text().replace("  every_n_steps: null\n", "  every_n_steps: 100\n")
+    assert rarely != options.read_text()
+    options.write_text(rarely)
+    assert go_on(str(unfinished)) == 0
+    printed = capsys.readouterr()
+    assert f"resuming {unfinished} from the start: no checkpoint was saved" in printed.out
+    assert [row["step"] for row in read_rows(unfinished / "metrics.csv")] == list("24466")
+
+
 def test_the_identity_leaves_out_what_only_changes_the_computing(
     config_of: Callable[[list[str]], TrainConfig], moe_run: Any
 ) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from fitted import Fitted
+from test_resume import assert_same
 from torch import nn
 
 from moe_ffn.training import checkpoint_keeper
+from moe_ffn.training.checkpoint_file import read_checkpoint
 from moe_ffn.training.checkpoint_folder import step_name
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.config import CheckpointsConfig
@@ -29,11 +32,16 @@ class FakeTrainer:
         self.should_stop = False
         self.accumulate_grad_batches = 1
         self.loggers: list[Any] = []
-        self.lightning_module = nn.Linear(2, 2)
+        self.lightning_module: Any = nn.Linear(2, 2)
+        self.lightning_module.hparams = {"seed": 3}
         self.state = SimpleNamespace(fn="fit")
         self.callback_metrics: dict[str, float] = {}
         self.strategy = SimpleNamespace(
-            broadcast=lambda value: value, reduce_boolean_decision=lambda value: value
+            broadcast=lambda value: value,
+            reduce_boolean_decision=lambda value: value,
+            lightning_module_state_dict=lambda: self.lightning_module.state_dict(),
+            save_checkpoint=keeper.io.save_checkpoint,
+            barrier=lambda: None,
         )
 
     def save_checkpoint(self, path: Path) -> None:
@@ -98,6 +106,25 @@ def test_the_last_few_and_the_best_are_kept(
 
     assert steps(folder) == kept
     assert (folder / "best.ckpt").exists()
+
+
+def test_the_best_holds_weights_alone_and_whose_they_are(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model={"d_model": 64}, optimizer={"learning_rate": 0.01})
+    folder = fitted.watchers.checkpoints.folder
+
+    best, last = read_checkpoint(folder / "best.ckpt"), read_checkpoint(folder / step_name(6))
+
+    assert set(best) == {
+        "state_dict", "hyper_parameters", "identity", "global_step", "validation_loss"
+    }  # fmt: skip
+    assert best["global_step"] == 6, "the loss falls on these texts"
+    assert best["validation_loss"] == fitted.watchers.validation.last["loss"]
+    assert_same(best["state_dict"], last["state_dict"])
+    for key in ("hyper_parameters", "identity"):
+        assert_same(best[key], last[key])
+    num_bytes = 4 * sum(p.numel() for p in fitted.module.parameters())
+    assert num_bytes < (folder / "best.ckpt").stat().st_size < 1.2 * num_bytes
+    assert (folder / step_name(6)).stat().st_size > 3 * num_bytes, "two moments of each weight"
 
 
 def test_only_a_lower_loss_is_the_best(make: Callable[..., FakeTrainer], folder: Path) -> None:
@@ -212,7 +239,7 @@ def test_broken_weights_are_not_saved_and_that_is_said_once(
     assert steps(folder) == [2], "a buffer may hold infinities"
 
     broken = module.weight.data[0] if where == "a parameter" else module.mask
-    broken[0] = float("nan")  # pyright: ignore[reportIndexIssue]
+    broken[0] = float("nan")
     for number in range(3, 20):
         trainer.step(number)
 

@@ -16,6 +16,8 @@ from experiments.assemble import build_module, build_trainer, make_callbacks, ma
 from experiments.config import TrainConfig
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.checkpoint_file import read_checkpoint
+from moe_ffn.training.checkpoint_folder import step_name
 
 MODELS = {
     "dense with dropout": {"ffn": {"type": "dense", "dropout": 0.1}, "dropout": 0.1},
@@ -198,6 +200,31 @@ def test_resuming_a_finished_run_makes_no_step(
 
     assert not again.losses
     assert_same(weights, module.state_dict())
+
+
+def test_a_resumed_run_keeps_the_best_weights_from_before_the_cut(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    """With a rate at which the loss rises, every validation after the cut is worse than those before."""
+    config = make_config(
+        trainer={"max_steps": 8, "accelerator": "cpu"}, optimizer={"learning_rate": 0.02}
+    )
+    worse = make_config(
+        trainer={"max_steps": 16, "accelerator": "cpu", "guard": {"max_loss_ratio": None}},
+        optimizer={"learning_rate": 10.0},
+    )
+    first, second, saved = Recorder(), Recorder(), tmp_path / "checkpoints"
+    run(config, prepared, tmp_path, first)
+    best = (saved / "best.ckpt").read_bytes()
+
+    run(worse, prepared, tmp_path, second, resume_from=saved / step_name(8))
+
+    (_, before), after = first.validations.values(), second.validations.values()
+    assert len(after) == 2
+    assert all(loss > before + 0.1 for loss in after)
+    assert (saved / "best.ckpt").read_bytes() == best
+    kept = read_checkpoint(saved / "best.ckpt")
+    assert (kept["global_step"], kept["validation_loss"]) == (8, float(before))
 
 
 def test_a_resumed_run_obeys_the_options_it_is_given(
