@@ -13,10 +13,10 @@ from moe_ffn.training.config import (
     CheckpointsConfig,
     LoggingConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     SampleConfig,
     TrainerConfig,
 )
+from moe_ffn.training.optimizer_config import AdamWConfig, OptimizerConfig
 
 
 class RunConfig(Config, frozen=True):
@@ -50,7 +50,7 @@ class TrainConfig(Config, frozen=True):
     """What it reads."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is minimised."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
     """How it is minimised."""
     trainer: TrainerConfig = TrainerConfig()
     """The training loop; further arguments of lightning.Trainer may be given here."""

@@ -22,9 +22,10 @@ from moe_ffn.data.config import DataConfig
 from moe_ffn.data.corpus import stdlib_documents
 from moe_ffn.ffn.sparse_config import MoEConfig
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.training.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from moe_ffn.training.config import ObjectiveConfig, TrainerConfig
 from moe_ffn.training.objective import objective
 from moe_ffn.training.optimizer import build_optimizer
+from moe_ffn.training.optimizer_config import AdamWConfig
 from moe_ffn.training.precision import resolve_precision
 
 DENSE_MODEL = "dense swiglu"
@@ -47,7 +48,7 @@ class Training:
         self.clip = TrainerConfig().gradient_clip_val
         self.objective = ObjectiveConfig()
         self.model = config.build(NUM_VALUES, self.data.seq_len).to(device)
-        self.optimizer = build_optimizer(self.model, OptimizerConfig())
+        self.optimizer = build_optimizer(self.model, AdamWConfig())
         self.batches = batches(text, self.data, device)
         self.device, self.bf16 = device, bf16
 

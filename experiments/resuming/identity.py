@@ -28,6 +28,7 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
             "seq_len": config.data.seq_len,
             "batch_size": config.data.batch_size,
         },
+        "optimizer": {"type": config.optimizer.type},
         "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
     }
 

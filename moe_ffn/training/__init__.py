@@ -3,7 +3,9 @@
 What is minimised, and how:
     module.py           the LightningModule
     objective.py        cross-entropy and balancing losses; masking.py: which tokens are guessed
-    optimizer.py        AdamW, its groups and its schedule; precision.py: the number format of a device
+    optimizer_config.py the optimizers and their options; optimizer.py: groups, and what a resumed run obeys
+    muon.py             Muon over stacked experts; schedule_config.py: the learning rate over the steps
+    precision.py        the number format of a device
     steering.py         biases and weights that move between steps; step_totals.py: what a whole step counted
     loaders.py          batches by their number; data_module.py hands them to the Trainer
 

@@ -17,10 +17,10 @@ from moe_ffn.training.config import (
     ROWS_BEFORE_SPIKES,
     AlarmsConfig,
     ObjectiveConfig,
-    OptimizerConfig,
     TrainerConfig,
 )
 from moe_ffn.training.guard import SkippedStep
+from moe_ffn.training.optimizer_config import OptimizerConfig
 
 AlarmKind = Literal[
     "collapse",
@@ -79,14 +79,14 @@ class Advice:
     def against(self, kind: AlarmKind, layer: str | None) -> str:
         """Options with their values now; `layer` as in the keys of metrics."""
         balance, rate = self._balance(layer), self._lower_rate()
-        warmup = self.optimizer.schedule.warmup_fraction
+        warmup = self.optimizer.schedule.warmup_option
         return {
             "collapse": balance,
             "dead_experts": f"{balance}, or take fewer experts or a larger batch",
             "nonfinite_logits": f"something before it broke: {rate}",
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
             "dropped": f"raise {self._capacity(layer)}, or balance better: {balance}",
-            "loss_spike": f"{rate}, or raise optimizer.schedule.warmup_fraction (now {warmup:g})",
+            "loss_spike": f"{rate}, or raise optimizer.schedule.{warmup}",
             "skipped_step": f"if it comes again, {rate}",
         }[kind]
 

@@ -1,81 +1,15 @@
-"""The configs of optimisation, objective, trainer and logging; torch-free (see `moe_ffn.config`)."""
+"""The configs of objective, trainer, checkpoints and logging; torch-free (see `moe_ffn.config`)."""
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from moe_ffn.balancing.config import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
-from moe_ffn.config import MOST, Config, TaggedConfig, errors_at
+from moe_ffn.config import MOST, Config, errors_at
 from moe_ffn.errors import show
-
-
-class ScheduleConfig(TaggedConfig, frozen=True):
-    """How the learning rate moves: warm-up from zero, then what the type says."""
-
-    warmup_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Part of trainer.max_steps spent rising linearly to the full rate."""
-    final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """The last rate, as a part of the full one."""
-
-    def multiplier(self, step: int, max_steps: int) -> float:
-        """What the learning rate is multiplied by at optimizer step `step` (from 0)."""
-        warmup_steps = round(self.warmup_fraction * max_steps)
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
-        return self.after_warmup(min(progress, 1.0))
-
-    @abstractmethod
-    def after_warmup(self, progress: float) -> float:
-        """The multiplier when `progress` (0 to 1) of the steps after warm-up have passed."""
-
-
-class CosineConfig(ScheduleConfig, frozen=True):
-    """Half a cosine from the full rate to the final one (Loshchilov & Hutter 2016)."""
-
-    type: Literal["cosine"] = "cosine"
-
-    def after_warmup(self, progress: float) -> float:
-        fall = (1 + math.cos(math.pi * progress)) / 2
-        return self.final_fraction + (1 - self.final_fraction) * fall
-
-
-class WSDConfig(ScheduleConfig, frozen=True):
-    """Warm-up, stable, decay: full rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
-
-    type: Literal["wsd"] = "wsd"
-    decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Part of the steps after warm-up spent falling."""
-
-    def after_warmup(self, progress: float) -> float:
-        fallen = max(0.0, (progress - (1 - self.decay_fraction)) / self.decay_fraction)
-        return 1 - (1 - self.final_fraction) * fallen
-
-
-class OptimizerConfig(Config, frozen=True):
-    """AdamW; no weight decay on norms, biases and embeddings."""
-
-    learning_rate: float = Field(default=3e-3, gt=0, le=1e9)
-    """The full rate, before the schedule."""
-    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the running mean and of the running square."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of every matrix, an untied output matrix among them."""
-    schedule: ScheduleConfig = CosineConfig()
-    """How the learning rate moves."""
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> OptimizerConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {list(self.betas)}")
-        return self
 
 
 class ObjectiveConfig(Config, frozen=True):

@@ -25,11 +25,12 @@ from moe_ffn.model.config import DecoderConfig
 from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.blame import where_it_began
-from moe_ffn.training.config import GuardConfig, ObjectiveConfig, OptimizerConfig
+from moe_ffn.training.config import GuardConfig, ObjectiveConfig
 from moe_ffn.training.guard import SkippedStep, StepGuard
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
 from moe_ffn.training.objective import Objective, objective
 from moe_ffn.training.optimizer import build_optimizer, build_schedule, restate_options
+from moe_ffn.training.optimizer_config import OptimizerConfig
 from moe_ffn.training.steering import RouterSteering
 from moe_ffn.training.step_totals import StepTotals, count_step
 
@@ -241,7 +242,7 @@ class LanguageModel(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.guard.load_state_dict(checkpoint["guard"])
-        restate_options(checkpoint, self.optimizer_config, self.max_steps)
+        restate_options(checkpoint, self.decoder, self.optimizer_config, self.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.decoder, self.optimizer_config)

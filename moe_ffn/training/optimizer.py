@@ -1,50 +1,50 @@
-"""AdamW, its parameter groups and its schedule."""
+"""The optimizer of a run, its parameter groups and its schedule."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from moe_ffn.training.config import OptimizerConfig
+from moe_ffn.training.optimizer_config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW that decays matrices, and neither norms nor biases nor embeddings."""
-    decayed, kept = split_by_decay(model)
-    return AdamW(
-        [
-            {"params": list(decayed.values()), "weight_decay": config.weight_decay},
-            {"params": list(kept.values()), "weight_decay": 0.0},
-        ],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-    )
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """One optimizer of all parameters, each in one group."""
+    return config.build(model)
 
 
-def build_schedule(optimizer: AdamW, config: OptimizerConfig, max_steps: int) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
     """The learning rate as a function of the optimizer step alone, so that resuming needs no state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
 
 
-def restate_options(checkpoint: dict[str, Any], config: OptimizerConfig, max_steps: int) -> None:
+def restate_options(
+    checkpoint: dict[str, Any], model: nn.Module, config: OptimizerConfig, max_steps: int
+) -> None:
     """Make a checkpoint, in place, one of a run with these options, so that a resumed run obeys them.
 
     torch would restore the rates and decays that the checkpoint was saved with, and say nothing.
     """
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    decayed, kept = optimizer["param_groups"]
     multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
-    for group, weight_decay in ((decayed, config.weight_decay), (kept, 0.0)):
-        group["initial_lr"] = config.learning_rate
-        group["lr"] = config.learning_rate * multiplier
-        group["betas"], group["eps"] = config.betas, config.eps
-        group["weight_decay"] = weight_decay
-    schedule["base_lrs"] = [config.learning_rate] * 2
-    schedule["_last_lr"] = [decayed["lr"]] * 2
+    fresh = build_optimizer(model, config).state_dict()["param_groups"]
+    optimizer["param_groups"] = [
+        {**group, "initial_lr": group["lr"], "lr": group["lr"] * multiplier} for group in fresh
+    ]
+    schedule["base_lrs"] = [group["lr"] for group in fresh]
+    schedule["_last_lr"] = [group["lr"] for group in optimizer["param_groups"]]
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimizer: those that decay and those that don't."""
+    decayed, kept = split_by_decay(model)
+    return [
+        {"params": list(decayed.values()), "weight_decay": weight_decay},
+        {"params": list(kept.values()), "weight_decay": 0.0},
+    ]
 
 
 def split_by_decay(

@@ -16,6 +16,10 @@ KNOWN_BLOCKS = (
     "identity, dense, swiglu, geglu, reglu, glu, bilinear, conv, moe, soft_moe, mixture_of_depths"
 )
 
+KNOWN_OPTIMIZERS = (
+    "adamw, nadam, radam, adam, adamax, adagrad, adadelta, rmsprop, sgd, adafactor, muon"
+)
+
 
 REFUSED = {
     # -- keys
@@ -140,6 +144,27 @@ REFUSED = {
     "beta out of range": (
         "--optimizer.betas [0.9,1.0]",
         "optimizer: betas must lie in [0, 1), got [0.9, 1.0]",
+    ),
+    "unknown optimizer": (
+        "--optimizer lbfgs",
+        f"optimizer.type: unknown 'lbfgs'; known: {KNOWN_OPTIMIZERS}",
+    ),
+    "option of another optimizer": (
+        "--optimizer.momentum 0.9",
+        "optimizer.momentum: unknown; known: type, learning_rate, weight_decay, schedule, betas, eps",
+    ),
+    "nesterov without momentum": (
+        "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true",
+        "optimizer: nesterov (true) needs a momentum, got momentum 0; give one, as 0.9",
+    ),
+    "warm-up given twice": (
+        "--optimizer.schedule.warmup_steps 9 --optimizer.schedule.warmup_fraction 0.1",
+        "optimizer.schedule: warmup_steps (9) and warmup_fraction (0.1) both say how long the warm-up is; "
+        "leave warmup_steps null, or warmup_fraction at 0.05",
+    ),
+    "final rate of a schedule without an end": (
+        "--optimizer.schedule.type constant --optimizer.schedule.final_fraction 0",
+        "optimizer.schedule.final_fraction: unknown; did you mean 'warmup_fraction'?",
     ),
     "path as a run name": (
         "--run.name a/b",

@@ -20,6 +20,7 @@ from experiments.command_line import (
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
+from moe_ffn.training.optimizer_config import AdamWConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +87,7 @@ def test_files_merge_left_to_right_and_flags_win_wherever_they_stand(tmp_path: P
     config = parse("--optimizer.eps", "1e-5", "--config", str(first), str(second))
 
     assert (config.seed, config.model.d_model, config.model.num_layers) == (2, 32, 2)
-    assert config.optimizer.eps == 1e-5
+    assert config.optimizer == AdamWConfig(eps=1e-5)
     assert parse("--config", str(second), "--config", str(first)).seed == 1
 
 
@@ -205,8 +206,7 @@ def test_values_reach_the_config() -> None:
         "--trainer.devices=2",
     )  # fmt: skip
 
-    assert config.optimizer.learning_rate == 1e-3
-    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.optimizer == AdamWConfig(learning_rate=1e-3, betas=(0.8, 0.9))
     assert config.model.tie_embeddings is False
     assert config.sample.top_k is None
     assert config.trainer.lightning_arguments() == {"devices": 2}

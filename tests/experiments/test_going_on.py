@@ -463,6 +463,8 @@ def test_the_identity_leaves_out_what_only_changes_the_computing(
         ("--logging.every_n_steps", "7", True),
         ("--model.ffn.capacity.factor", "2.0", False),
         ("--seed", "7", False),
+        ("--optimizer.learning_rate", "7", True),
+        ("--optimizer.type", "sgd", False),
     ]:
         other = config_of([*moe_run.args, option, value])
         assert (identity(other, data) == identity(plain, data)) == same, option

@@ -13,7 +13,8 @@ from torch import Tensor
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.alarm_bell import AlarmBell
 from moe_ffn.training.alarms import Advice, Alarm, AlarmRules
-from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, OptimizerConfig, TrainerConfig
+from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, TrainerConfig
+from moe_ffn.training.optimizer_config import AdamWConfig
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def rules() -> AlarmRules:
 def make_rules(model: dict[str, Any] | None = None, **trainer: Any) -> AlarmRules:
     """The rules of a run with these options."""
     decoder = DecoderConfig.model_validate(model or {"ffn": "moe"})
-    advice = Advice(decoder, ObjectiveConfig(), OptimizerConfig(), TrainerConfig(**trainer))
+    advice = Advice(decoder, ObjectiveConfig(), AdamWConfig(), TrainerConfig(**trainer))
     return AlarmRules(AlarmsConfig(after_steps=20), advice)
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.training.config import CosineConfig, OptimizerConfig, ScheduleConfig, WSDConfig
 from moe_ffn.training.optimizer import build_optimizer, build_schedule, split_by_decay
+from moe_ffn.training.optimizer_config import AdamWConfig
+from moe_ffn.training.schedule_config import CosineConfig, ScheduleConfig, WSDConfig
 
 
 def build(**options: Any) -> nn.Module:
@@ -83,14 +84,14 @@ def test_convolution_kernels_decay() -> None:
 @pytest.mark.parametrize("block", ["identity", "dense", "swiglu", "conv", "moe"])
 def test_every_parameter_is_in_one_group(block: str) -> None:
     model = build(ffn=block)
-    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer = build_optimizer(model, AdamWConfig())
 
     stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(stepped) == sorted(id(p) for p in model.parameters())
 
 
 def test_options_reach_adamw() -> None:
-    config = OptimizerConfig(learning_rate=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
+    config = AdamWConfig(learning_rate=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
 
     decayed, kept = build_optimizer(build(), config).param_groups
 
@@ -101,7 +102,7 @@ def test_options_reach_adamw() -> None:
 
 def test_a_step_without_gradient_moves_what_decays_and_nothing_else() -> None:
     model = build(ffn={"type": "moe", "num_experts": 2, "experts": {"type": "mlp", "bias": True}})
-    optimizer = build_optimizer(model, OptimizerConfig(learning_rate=0.5, weight_decay=0.5))
+    optimizer = build_optimizer(model, AdamWConfig(learning_rate=0.5, weight_decay=0.5))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -168,7 +169,7 @@ def test_multiplier_never_leaves_its_range(schedule: ScheduleConfig, max_steps: 
 
 
 def test_the_optimizer_follows_the_schedule_in_every_group() -> None:
-    config = OptimizerConfig(learning_rate=2.0, schedule=COSINE)
+    config = AdamWConfig(learning_rate=2.0, schedule=COSINE)
     optimizer = build_optimizer(build(), config)
     schedule = build_schedule(optimizer, config, max_steps=100)
 

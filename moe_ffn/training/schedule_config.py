@@ -1,0 +1,118 @@
+"""The learning rate over the optimizer steps of a run; torch-free (see `moe_ffn.config`)."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from moe_ffn.config import MOST, TaggedConfig
+
+_WARMUP_FRACTION = 0.05
+
+
+class ScheduleConfig(TaggedConfig, frozen=True):
+    """How the learning rate moves: warm-up from zero, then what the type says."""
+
+    warmup_fraction: float = Field(default=_WARMUP_FRACTION, ge=0, lt=1)
+    """Part of trainer.max_steps spent rising linearly to the full rate."""
+    warmup_steps: int | None = Field(default=None, ge=0, le=MOST)
+    """The same as a number of optimizer steps, in place of warmup_fraction."""
+
+    @model_validator(mode="after")
+    def _check_warmup_is_given_once(self) -> ScheduleConfig:
+        if self.warmup_steps is not None and self.warmup_fraction != _WARMUP_FRACTION:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_fraction ({self.warmup_fraction:g}) both say "
+                f"how long the warm-up is; leave warmup_steps null, or warmup_fraction at {_WARMUP_FRACTION}"
+            )
+        return self
+
+    def multiplier(self, step: int, max_steps: int) -> float:
+        """What the learning rate is multiplied by at optimizer step `step` (from 0)."""
+        warmup_steps = self.num_warmup_steps(max_steps)
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)  # no step is made at rate 0
+        return self.after_warmup(step, warmup_steps, max_steps)
+
+    def num_warmup_steps(self, max_steps: int) -> int:
+        """Optimizer steps below the full rate; the one after them has it."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return round(self.warmup_fraction * max_steps)
+
+    @property
+    def warmup_option(self) -> str:
+        """The option that decides how long the warm-up is, with its value."""
+        if self.warmup_steps is not None:
+            return f"warmup_steps (now {self.warmup_steps})"
+        return f"warmup_fraction (now {self.warmup_fraction:g})"
+
+    @abstractmethod
+    def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        """The multiplier at `step`, which is `warmup_steps` or later, and may be beyond `max_steps`."""
+
+
+class ConstantConfig(ScheduleConfig, frozen=True):
+    """The full rate to the end."""
+
+    type: Literal["constant"] = "constant"
+
+    def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        return 1.0
+
+
+class InverseSqrtConfig(ScheduleConfig, frozen=True):
+    """One over the square root of the step, 1 after warm-up (Vaswani et al. 2017)."""
+
+    type: Literal["inverse_sqrt"] = "inverse_sqrt"
+
+    def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        # Steps count from 0 here and from 1 in the paper, whose warmup_steps is the step of the full rate.
+        return math.sqrt((warmup_steps + 1) / (step + 1))
+
+
+class _FallingConfig(ScheduleConfig, frozen=True):
+    """A fall from the full rate to a part of it, complete at trainer.max_steps."""
+
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The last rate, as a part of the full one."""
+
+    def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
+        return 1 - (1 - self.final_fraction) * self.fallen(min(progress, 1.0))
+
+    @abstractmethod
+    def fallen(self, progress: float) -> float:
+        """How much of the fall (0 to 1) is over after `progress` (0 to 1) of the steps after warm-up."""
+
+
+class LinearConfig(_FallingConfig, frozen=True):
+    """A straight line from the full rate to the final one (BERT, Devlin et al. 2018)."""
+
+    type: Literal["linear"] = "linear"
+
+    def fallen(self, progress: float) -> float:
+        return progress
+
+
+class CosineConfig(_FallingConfig, frozen=True):
+    """Half a cosine from the full rate to the final one (Loshchilov & Hutter 2016)."""
+
+    type: Literal["cosine"] = "cosine"
+
+    def fallen(self, progress: float) -> float:
+        return (1 - math.cos(math.pi * progress)) / 2
+
+
+class WSDConfig(_FallingConfig, frozen=True):
+    """Warm-up, stable, decay: full rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
+
+    type: Literal["wsd"] = "wsd"
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Part of the steps after warm-up spent falling."""
+
+    def fallen(self, progress: float) -> float:
+        return max(0.0, (progress - (1 - self.decay_fraction)) / self.decay_fraction)

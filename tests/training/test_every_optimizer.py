@@ -1,0 +1,348 @@
+"""What holds of every optimizer of the family, found by its list."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import Fitted
+from pydantic import ValidationError
+from test_resume import Killed, Recorder, assert_same, run
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from experiments.config import TrainConfig
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.errors import explain
+from moe_ffn.model.config import DecoderConfig
+from moe_ffn.training.optimizer import (
+    build_optimizer,
+    build_schedule,
+    restate_options,
+    split_by_decay,
+)
+from moe_ffn.training.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
+from moe_ffn.training.schedule_config import ScheduleConfig
+
+MAX_STEPS = 40
+TYPES = list(OptimizerConfig.members)
+DECOUPLED = {"adamw", "nadam", "radam", "adafactor", "muon"}
+CHANGED: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.5, 0.6), "eps": 1e-3},
+    "nadam": {"betas": (0.5, 0.6), "eps": 1e-3, "momentum_decay": 0.1},
+    "radam": {"betas": (0.5, 0.6), "eps": 1e-3},
+    "adam": {"betas": (0.5, 0.6), "eps": 1e-3},
+    "adamax": {"betas": (0.5, 0.6), "eps": 1e-3},
+    "adagrad": {"eps": 1e-3},
+    "adadelta": {"rho": 0.5, "eps": 1e-3},
+    "rmsprop": {"alpha": 0.5, "eps": 1e-3},
+    "sgd": {"momentum": 0.5, "nesterov": True},
+    "adafactor": {"beta2_decay": -0.5, "d": 2.0},
+    "muon": {
+        "momentum": 0.5,
+        "nesterov": False,
+        "ns_steps": 3,
+        "adjust_lr_fn": "original",
+        "adamw_learning_rate": 0.25,
+        "adamw_betas": (0.5, 0.6),
+        "adamw_eps": 1e-3,
+    },
+}
+"""Another value of every option of its own."""
+
+MATRIX = "layers.0.ffn.experts.gate_up"
+
+every_type = pytest.mark.parametrize("tag", TYPES)
+
+
+def make(tag: str, **options: Any) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"type": tag, **options})
+
+
+def build(seed: int = 0) -> nn.Module:
+    """Stacked experts with biases, an untied output matrix, and norms."""
+    torch.manual_seed(seed)
+    experts = {"type": "swiglu", "bias": True}
+    options = {
+        "d_model": 16,
+        "num_layers": 1,
+        "attention": {"num_heads": 2},
+        "ffn": {"type": "moe", "num_experts": 2, "experts": experts},
+        "tie_embeddings": False,
+    }
+    return DecoderConfig.model_validate(options).build(vocab_size=8, max_seq_len=16)
+
+
+class Learner:
+    """A model that learns one sequence by heart, with clipping, as a run does."""
+
+    def __init__(self, config: OptimizerConfig, max_steps: int = MAX_STEPS, seed: int = 0) -> None:
+        self.model = build(seed)
+        self.config, self.max_steps = config, max_steps
+        self.optimizer: Optimizer = build_optimizer(self.model, config)
+        self.schedule: LambdaLR = build_schedule(self.optimizer, config, max_steps)
+        ids = torch.randint(8, (4, 17), generator=torch.Generator().manual_seed(1))
+        self.input_ids, self.target_ids = ids[:, :-1], ids[:, 1:]
+
+    def step(self, has_gradients: bool = True) -> float:
+        logits = self.model(self.input_ids).logits.float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), self.target_ids.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not has_gradients:
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def saved(self) -> dict[str, Any]:
+        """As a checkpoint holds it, through a file that is read without running code."""
+        file = io.BytesIO()
+        values = {
+            "state_dict": self.model.state_dict(),
+            "optimizer_states": [self.optimizer.state_dict()],
+            "lr_schedulers": [self.schedule.state_dict()],
+        }
+        torch.save(values, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def go_on_from(self, checkpoint: dict[str, Any]) -> None:
+        restate_options(checkpoint, self.model, self.config, self.max_steps)
+        self.model.load_state_dict(checkpoint["state_dict"])
+        self.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+        self.schedule.load_state_dict(checkpoint["lr_schedulers"][0])
+
+    def options(self) -> list[dict[str, Any]]:
+        """What its groups say, but for the parameters."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def test_those_that_cannot_train_here_are_not_known() -> None:
+    for name in ("lbfgs", "sparseadam", "rprop", "asgd"):
+        with pytest.raises(ValidationError) as refused:
+            make(name)
+        (line,) = explain(refused.value)
+        assert line.startswith(f"type: unknown '{name}'")
+        assert line.endswith(f"; known: {', '.join(TYPES)}")
+
+
+def test_without_a_type_it_is_adamw() -> None:
+    assert OptimizerConfig.model_validate({"learning_rate": 0.5}) == AdamWConfig(learning_rate=0.5)
+    assert TrainConfig.model_validate({"optimizer": {"eps": 0.5}}).optimizer == AdamWConfig(eps=0.5)
+    assert TrainConfig().optimizer == AdamWConfig()
+
+
+@every_type
+def test_it_learns_with_its_own_rate(tag: str) -> None:
+    learner = Learner(make(tag))
+
+    losses = [learner.step() for _ in range(MAX_STEPS)]
+
+    assert losses[0] == pytest.approx(2.08, abs=0.5), "log(8), more or less"
+    assert losses[-1] < losses[0] - 0.2
+
+
+@every_type
+def test_every_parameter_is_in_one_group(tag: str) -> None:
+    learner = Learner(make(tag))
+    stepped = [id(p) for group in learner.optimizer.param_groups for p in group["params"]]
+    assert sorted(stepped) == sorted(id(p) for p in learner.model.parameters())
+
+
+@every_type
+def test_matrices_decay_and_nothing_else(tag: str) -> None:
+    learner = Learner(
+        make(tag, learning_rate=0.01, weight_decay=0.5, schedule={"type": "constant"})
+    )
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for group in learner.optimizer.param_groups:
+        group["lr"] = 0.01
+
+    learner.optimizer.step()
+
+    decayed, kept = split_by_decay(learner.model)
+    for name, parameter in kept.items():
+        assert torch.equal(parameter, before[name]), name
+    for name, parameter in decayed.items():
+        now, then = parameter.detach(), before[name]
+        if tag in DECOUPLED:
+            torch.testing.assert_close(now, then * (1 - 0.01 * 0.5), msg=name)
+        else:
+            assert ((now - then) * then <= 0).all(), f"{name} moves away from zero"
+            assert not torch.equal(now, then), name
+
+
+@every_type
+def test_without_gradients_nothing_moves(tag: str) -> None:
+    learner = Learner(make(tag))
+    learner.step()
+    weights, state = learner.saved()["state_dict"], learner.saved()["optimizer_states"][0]["state"]
+
+    learner.step(has_gradients=False)
+
+    assert_same(learner.saved()["state_dict"], weights)
+    assert_same(learner.saved()["optimizer_states"][0]["state"], state)
+
+
+@every_type
+def test_bfloat16_weights_stay_so_and_finite(tag: str) -> None:
+    learner = Learner(make(tag, schedule="constant"))
+    learner.model.bfloat16()
+    before = learner.saved()["state_dict"]
+    for _ in range(3):
+        learner.step()
+
+    for name, parameter in learner.model.named_parameters():
+        assert parameter.dtype == torch.bfloat16, name
+        assert parameter.isfinite().all(), name
+    assert not torch.equal(learner.model.state_dict()[MATRIX], before[MATRIX])
+
+
+@every_type
+def test_going_on_is_exact(tag: str) -> None:
+    unbroken, first, second = (Learner(make(tag), seed=seed) for seed in (0, 0, 1))
+    losses = [unbroken.step() for _ in range(6)]
+    before = [first.step() for _ in range(3)]
+
+    second.go_on_from(first.saved())
+
+    assert before + [second.step() for _ in range(3)] == losses
+    assert_same(second.saved(), unbroken.saved())
+
+
+@every_type
+def test_whoever_goes_on_obeys_the_options_given_now(tag: str) -> None:
+    own = set(type(make(tag)).model_fields) - set(OptimizerConfig.model_fields)
+    assert set(CHANGED[tag]) == own, "every option has another value here"
+    first = Learner(make(tag))
+    for _ in range(3):
+        first.step()
+    schedule = {"type": "linear", "warmup_steps": 1}
+    changed = make(tag, learning_rate=0.5, weight_decay=0.25, schedule=schedule, **CHANGED[tag])
+
+    second = Learner(changed, max_steps=9)
+    second.go_on_from(first.saved())
+
+    fresh = Learner(changed, max_steps=9).options()
+    for now, expected in zip(second.options(), fresh, strict=True):
+        # Step 3 of 9, of which 1 is warm-up: a quarter of the fall to a tenth.
+        rate = expected["initial_lr"] * (1 - 0.9 / 4)
+        assert now == {**expected, "lr": pytest.approx(rate)}
+    assert second.options() != first.options()
+    second.step()
+
+
+@every_type
+def test_options_reach_the_optimizer(tag: str) -> None:
+    config = make(tag, learning_rate=0.5, weight_decay=0.25, **CHANGED[tag])
+
+    groups = build_optimizer(build(), config).param_groups
+
+    assert {group["weight_decay"] for group in groups} == {0.25, 0.0}
+    assert groups[0]["lr"] == 0.5
+    for name, value in CHANGED[tag].items():
+        found = [group for group in groups if "num_fused" not in group]
+        key = {"adamw_learning_rate": "lr"}.get(name, name.removeprefix("adamw_"))
+        if tag == "muon" and not name.startswith("adamw_"):
+            found = [group for group in groups if "num_fused" in group]
+        assert found
+        assert all(group[key] == value for group in found), name
+
+
+def test_sgd_may_take_up_momentum_on_the_way() -> None:
+    first, second = Learner(SGDConfig(momentum=0.0)), Learner(SGDConfig(momentum=0.9), seed=1)
+    first.step()
+
+    second.go_on_from(first.saved())
+
+    assert second.step() < first.step() + 0.1
+    with pytest.raises(ValidationError, match=r"nesterov \(true\) needs a momentum, got mom"):
+        SGDConfig(momentum=0.0, nesterov=True)
+
+
+@every_type
+def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(
+    fit: Callable[..., Fitted], tag: str
+) -> None:
+    fitted = fit(
+        model={"ffn": {"type": "moe", "num_experts": 2}},
+        optimizer={"type": tag, "schedule": {"type": "constant", "warmup_steps": 2}},
+        trainer={"accumulate_grad_batches": 2, "max_steps": 4, "validate_every_n_steps": 4},
+        logging={"every_n_steps": 1},
+    )
+
+    rate = fitted.config.optimizer.learning_rate
+    rows = fitted.logger.named("train")
+    assert [row["train/learning_rate"] for _, row in rows] == pytest.approx(
+        [rate / 3, rate * 2 / 3, rate, rate]
+    )
+    assert fitted.module.guard.num_skipped == 0
+    moved = [n for n, p in fitted.module.named_parameters() if not torch.equal(p, fitted.start[n])]
+    assert len(moved) > 10
+    assert max(fitted.spy.clipped_norms) <= 1.0001
+
+
+@pytest.mark.parametrize("tag", ["muon", "nadam", "adafactor"])
+def test_a_run_that_is_cut_goes_on_to_the_bit(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path, tag: str
+) -> None:
+    """Those that remember most, by the whole way of `--resume`."""
+    config = make_config(
+        model={"d_model": 16, "num_layers": 1, "ffn": {"type": "moe", "num_experts": 2}},
+        optimizer={"type": tag},
+        trainer={"max_steps": 6, "accelerator": "cpu"},
+    )
+    weights, optimizer = run(config, prepared, tmp_path / "unbroken", Recorder())
+    with pytest.raises(Killed):
+        run(config, prepared, tmp_path / "cut", Recorder(tmp_path / "cut.ckpt", 3))
+
+    resumed = run(config, prepared, tmp_path / "cut", Recorder(), tmp_path / "cut.ckpt")
+
+    assert_same(resumed, (weights, optimizer))
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def test_the_docs_have_every_optimizer_and_its_defaults() -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([\d.]+) \| ([\d.]+) \| (.+?) \|", DOCS, re.MULTILINE)
+    assert {tag: (float(rate), float(decay), kind) for tag, rate, decay, kind in rows} == {
+        tag: (
+            make(tag).learning_rate,
+            make(tag).weight_decay,
+            "decoupled" if tag in DECOUPLED else "in the gradient",
+        )
+        for tag in TYPES
+    }
+
+
+def test_the_docs_have_every_schedule() -> None:
+    table = DOCS.partition("## Schedules")[2]
+    found = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert sorted(found) == sorted(ScheduleConfig.members)
+
+
+def test_one_of_your_own_is_named_by_its_file(fit: Callable[..., Fitted], tmp_path: Path) -> None:
+    """The one of the docs."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_optimizer.py").write_text(code)
+    options = {"type": f"{tmp_path}/my_optimizer.py:SignConfig", "weight_decay": 0.5}
+
+    fitted = fit(optimizer={**options, "learning_rate": 0.01, "schedule": "constant"})
+
+    assert fitted.spy.rates == [0.01] * 6
+    matrices, rest = fitted.trainer.optimizers[0].param_groups
+    assert (matrices["weight_decay"], rest["weight_decay"]) == (0.5, 0.0)
+    losses = [row["validation/loss"] for _, row in fitted.logger.named("validation")]
+    assert losses[-1] < losses[0]
