@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
 from experiments.kept_files import KeptFiles
+from experiments.outside.recorded import portable_options
 from experiments.resuming.identity import identity
 from experiments.run_folder import (
     ALARMS_FILE,
@@ -199,15 +200,15 @@ def make_loggers(
 
 
 def ffn_types(config: TrainConfig) -> list[str]:
-    """The types of the feed-forward blocks, each once, in alphabetical order."""
-    return sorted({ffn.type for ffn in config.model.layer_ffns()})
+    """The types of the feed-forward blocks, each once, in alphabetical order; of a file, its name alone."""
+    return sorted({ffn.type.rpartition("/")[2] for ffn in config.model.layer_ffns()})
 
 
 def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[str, Any]:
     """What a run is filtered by later: its options, its code, its corpus and its size."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     return {
-        **config.to_dict(),
+        **portable_options(config),
         "ffn_type": "+".join(ffn_types(config)),
         "git_revision": git_revision(),
         "corpus_sha256": data.corpus_sha256,

@@ -24,11 +24,18 @@ from pydantic import ValidationError
 from yaml.composer import ComposerError
 
 from experiments.option_help import USAGE, print_help
+from experiments.outside.trust import UntrustedCodeError, trusted_code_alone
 from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
 from moe_ffn.errors import ConfigError, explain, first_line, reason, shorten
-from moe_ffn.import_path import telling_imports
+from moe_ffn.import_path import (
+    Code,
+    FileTag,
+    explaining_outside_errors,
+    is_file_tag,
+    telling_imports,
+)
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
@@ -67,8 +74,7 @@ def parse_config(
             raise ConfigError(f"--{key}: unknown; did you mean '{meant}'?")
     options = merge(options, overrides)
     if named.help:
-        with telling_imports(_say_import):
-            print_help(root, options, command, also)
+        print_help(root, options, command, also)
         raise SystemExit(0)
     config = validate(root, options)
     if named.print_config:
@@ -100,15 +106,15 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
     Says on stderr whose code it runs, before it does, where a `type` names somebody's own class.
     """
     try:
-        with telling_imports(_say_import):
+        with telling_imports(_say_import), explaining_outside_errors():
             return root.model_validate(options)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error))) from error
 
 
-def _say_import(where: str) -> None:
+def _say_import(code: Code) -> None:
     if is_first_rank():  # says it for all
-        print(f"importing {where!r}, which runs its code", file=sys.stderr, flush=True)
+        print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -184,13 +190,30 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must hold a YAML mapping, got {type(options).__name__}")
-    return options
+    return _with_folder(options, path.parent)
 
 
-def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
-    """The config that `to_yaml` once wrote; the lines of a ConfigError all name the file."""
+def _with_folder(value: Any, folder: Path) -> Any:
+    """What a YAML file in `folder` holds; a class that it names in a file knows where the path begins."""
+    if isinstance(value, dict):
+        return {key: _with_folder(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_folder(item, folder) for item in value]
+    return FileTag(value, folder) if isinstance(value, str) and is_file_tag(value) else value
+
+
+def read_config(path: Path, root: type[RootConfig], *, trust_code: bool = False) -> RootConfig:
+    """The config in the folder of a run; the lines of a ConfigError all name the file.
+
+    Raises:
+        UntrustedCodeError: it names code that no run of this user began with; none of it was run.
+        ConfigError: it is no such config.
+    """
     try:
-        return validate(root, read_yaml(path, where=f"'{path}'"))
+        with trusted_code_alone(path.parent, trust_code=trust_code):
+            return validate(root, read_yaml(path, where=f"'{path}'"))
+    except UntrustedCodeError:
+        raise
     except ConfigError as error:
         named = (
             line if line.startswith(f"'{path}'") else f"'{path}': {line}"
@@ -199,9 +222,10 @@ def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
         raise ConfigError("\n".join(named)) from error
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(options: Config | Mapping[str, Any]) -> str:
     """The resolved options, as a file that `--config` reads back."""
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    plain = options.to_dict() if isinstance(options, Config) else dict(options)
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def parse_value(text: str, where: str) -> Any:

@@ -4,7 +4,8 @@
 
 Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
 same NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
-unfinished run with other options left is set aside.
+unfinished run with other options left is set aside. --trust-code: run the code that those runs name,
+though no run of yours began with it; read it before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from pathlib import Path
 from experiments.command_line import parse_config, read_config, validate
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.outside.tags import comparable_options
+from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
 from experiments.run_lock import locked
 from moe_ffn.errors import ConfigError
@@ -30,9 +33,12 @@ def main(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
+    trust_code, argv = take_trust(argv)
     files, name, overrides = split_arguments(argv)
     configs = {file: resolve(file, name, overrides) for file in files}
-    todo = [file for file, config in configs.items() if not is_finished(config)]
+    todo = [
+        file for file, config in configs.items() if not is_finished(config, trust_code=trust_code)
+    ]
     # Only now: a mistake in any of the configs should not wait for torch.
     from rich.console import Console
 
@@ -42,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
     failed: list[Path] = []
     for file, config in configs.items():
         if file in todo:
-            begun = has_begun(config)
+            begun = has_begun(config, trust_code=trust_code)
             how = "resuming" if begun else "training"
             print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
-            if not train(file, config, overrides, begun):
+            if not train(file, config, overrides, begun, trust_code=trust_code):
                 failed.append(file)
                 continue
         results.append(read_result(file.stem, config))
@@ -89,7 +95,7 @@ def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
     return validate(TrainConfig, options)
 
 
-def is_finished(config: TrainConfig) -> bool:
+def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     """Whether this very run was done before.
 
     Raises:
@@ -98,7 +104,7 @@ def is_finished(config: TrainConfig) -> bool:
     folder = named_run_folder(config)
     if not (folder / SUMMARY_FILE).is_file():
         return False
-    if read_config(folder / CONFIG_FILE, TrainConfig) != config:
+    if not _is_of(folder, config, trust_code):
         raise ConfigError(
             f"'{folder}' holds a run with other options; give the options it had, or choose another "
             "--name"
@@ -106,7 +112,7 @@ def is_finished(config: TrainConfig) -> bool:
     return True
 
 
-def has_begun(config: TrainConfig) -> bool:
+def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     """Whether this very run was begun and can be resumed.
 
     An unfinished run with other options is renamed, so that nothing of it is lost or written over.
@@ -115,8 +121,10 @@ def has_begun(config: TrainConfig) -> bool:
     if not folder.exists():
         return False
     try:
-        if read_config(folder / CONFIG_FILE, TrainConfig) == config:
+        if _is_of(folder, config, trust_code):
             return True
+    except UntrustedCodeError:
+        raise
     except ConfigError:  # the file is damaged, or of another version
         pass
     aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
@@ -126,10 +134,24 @@ def has_begun(config: TrainConfig) -> bool:
     return False
 
 
-def train(file: Path, config: TrainConfig, overrides: Sequence[str], begun: bool) -> bool:
+def _is_of(folder: Path, config: TrainConfig, trust_code: bool) -> bool:
+    """Whether the run in `folder` has these options, and the same code behind them."""
+    own = read_config(folder / CONFIG_FILE, TrainConfig, trust_code=trust_code)
+    return comparable_options(own) == comparable_options(config)
+
+
+def train(
+    file: Path,
+    config: TrainConfig,
+    overrides: Sequence[str],
+    begun: bool,
+    *,
+    trust_code: bool = False,
+) -> bool:
     """Train in a process of its own, so that no run finds the memory or threads of another."""
     start = time.monotonic()
     resume = ["--resume", str(named_run_folder(config))] if begun else []
+    resume += [FLAG] if begun and trust_code else []
     done = subprocess.run(
         [
             *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),

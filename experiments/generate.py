@@ -12,6 +12,8 @@ from pathlib import Path
 from experiments.announce import announce_import
 from experiments.command_line import parse_value, validate
 from experiments.exit import exit_on_bad_input
+from experiments.outside.trust import FLAG
+from experiments.outside.trust import HELP as TRUST_HELP
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
@@ -29,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
     for name, field in SampleConfig.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=str(field.default), help=field.description)
+    parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
     options = vars(parser.parse_args(argv))
-    folder, seed = options.pop("run"), options.pop("seed")
+    folder, seed, trust_code = (options.pop(name) for name in ("run", "seed", "trust_code"))
     # A prompt is text whatever it looks like; the rest are numbers or null.
     values = {k: v if k == "prompt" else parse_value(v, f"--{k}") for k, v in options.items()}
     sample = validate(SampleConfig, values)
@@ -40,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments.sampling import sample_text
     from experiments.saved_run import load_run
 
-    run = load_run(folder)
+    run = load_run(folder, trust_code=trust_code)
     if not run.config.model.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "

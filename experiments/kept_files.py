@@ -37,6 +37,7 @@ class KeptFiles(Callback):
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in missing:
+                (self.folder / name).parent.mkdir(exist_ok=True)
                 write_whole(self.folder / name, self.files[name])
             names = ", ".join(missing)
             print(

@@ -65,6 +65,10 @@ def _rows(
     annotation: Any, value: Any, path: str, meaning: str = ""
 ) -> Iterator[tuple[str, str, str]]:
     """(path, value, meaning) of every option at and below `path`."""
+    if (tag := _outside_tag(annotation, value)) is not None:
+        text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
+        yield f"{path}.type", tag, f"{meaning} {text}".lstrip()
+        return
     try:
         config = _config_class(annotation, value)
     except ValidationError as error:
@@ -90,6 +94,16 @@ def _rows(
             if get_origin(field.annotation) is Literal:
                 meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
             yield from _rows(field.annotation, below, here, meaning)
+
+
+def _outside_tag(annotation: Any, value: Any) -> str | None:
+    """The `type` at a field of a family, where it names a class from outside the package."""
+    tag = value.get("type") if isinstance(value, Mapping) else value
+    families = [
+        family for family in get_args(annotation) or [annotation] if isinstance(family, type)
+    ]
+    is_outside = isinstance(tag, str) and ":" in tag and any(map(_is_root, families))
+    return tag if is_outside else None
 
 
 def _is_root(cls: type) -> bool:

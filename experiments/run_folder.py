@@ -69,6 +69,7 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
             built = Path(temporary) / "run"
             built.mkdir()
             for name, text in files.items():
+                (built / name).parent.mkdir(exist_ok=True)
                 write_whole(built / name, text)
             if config.run.name is not None:
                 folder = parent / config.run.name

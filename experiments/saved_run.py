@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from experiments.config import TrainConfig
+from experiments.outside.recorded import say_changed_code
 from experiments.resuming.checkpoints import (
     best_checkpoint,
     newest_good,
@@ -27,6 +28,7 @@ from experiments.run_folder import (
 )
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.checkpoint_folder import step_checkpoints
@@ -41,16 +43,22 @@ class SavedRun:
     decoder: Decoder
 
 
-def load_run(folder: Path) -> SavedRun:
+def load_run(folder: Path, *, trust_code: bool = False) -> SavedRun:
     """The config, the tokenizer and the best weights of a run.
 
+    Args:
+        trust_code: run the code that the folder names, whoever's it is.
+
     Raises:
-        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged.
+        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
+            or it names code that nobody trusts.
     """
     check_has_weights(folder)
-    config = own_config(folder / CONFIG_FILE)
+    config = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    say_changed_code(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
-    decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
+    with explaining_outside_errors():
+        decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)
     decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected))
     return SavedRun(config, tokenizer, decoder.eval())

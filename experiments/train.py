@@ -12,23 +12,32 @@ from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits
+from experiments.outside.trust import FLAG, take_trust
 from experiments.ranks import is_first_rank
 from experiments.resuming.request import HELP, find_resume, take_resume
 from experiments.run_folder import check_run_folder
+from moe_ffn.errors import ConfigError
+from moe_ffn.import_path import explaining_outside_errors
 
 COMMAND = "python -m experiments.train"
 
 
 def main(argv: Sequence[str]) -> int:
+    trust_code, argv = take_trust(argv)
     run, options = take_resume(argv)
     if run is None:
+        if trust_code:
+            raise ConfigError(
+                f"{FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
+            )
         resume, config = None, parse_config(options, TrainConfig, COMMAND, HELP)
         if is_first_rank():  # which makes the folder
             check_run_folder(config)
     else:
-        resume = find_resume(run, options, command=COMMAND)
+        resume = find_resume(run, options, command=COMMAND, trust_code=trust_code)
         config = resume.config
-    check_fits(config)
+    with explaining_outside_errors():
+        check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
     announce_import("torch", "lightning")
     with undisturbed():

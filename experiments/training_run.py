@@ -30,6 +30,14 @@ from experiments.assemble import (
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
+from experiments.outside.recorded import (
+    code_files,
+    describe_code,
+    portable_options,
+    say_changed_code,
+)
+from experiments.outside.tags import named_code
+from experiments.outside.trust import trust
 from experiments.report.page import REPORT_FILE, write_report
 from experiments.results import Results, say_diverged
 from experiments.resuming.identity import identity
@@ -56,6 +64,7 @@ from experiments.tables import describe_data, model_table
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.data.unigram import unigram_loss
 from moe_ffn.errors import first_line, reason
+from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.training.checkpoint_folder import BEST_NAME
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.guard import Diverged
@@ -85,14 +94,14 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     if is_main and resume is None:
         check_run_folder(config)
     precision = check_trainer(config)
-    data = prepare(config.data, progress=is_main)
-    torch.manual_seed(config.seed)
-    module = build_module(config, data)
-    console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
-    say(f"\n{describe_data(data)}")
-
-    facts = run_facts(config, data, precision)
-    files = run_files(config, data, facts)
+    with explaining_outside_errors():
+        data = prepare(config.data, progress=is_main)
+        torch.manual_seed(config.seed)
+        module = build_module(config, data)
+        console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
+        say(f"\n{describe_data(data)}")
+        facts = run_facts(config, data, precision)
+        files = run_files(config, data, facts)
     with ExitStack() as stack:
         if resume is not None:
             folder = resume.folder
@@ -104,12 +113,20 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             files = go_back(resume, start, files) if is_main else files
         else:
             folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
+            if is_main:
+                trust(named_code(config))
             stack.enter_context(locked(folder) if is_main else nullcontext())
             checkpoint = None
         loggers: list[Logger] = []
         if is_main:
             loggers, wandb_line = make_loggers(config, folder, facts)
-            for line in (f"precision {precision}", wandb_line, f"writing to {folder}/\n"):
+            code_lines = describe_code(files, folder) if resume is None else ()
+            for line in (
+                f"precision {precision}",
+                wandb_line,
+                *code_lines,
+                f"writing to {folder}/\n",
+            ):
                 say(line)
         callbacks = make_callbacks(config, data, folder, files)
         trainer = build_trainer(config, folder, precision, loggers, callbacks)
@@ -146,6 +163,7 @@ def go_on(
     Raises:
         ConfigError: it cannot go on.
     """
+    say_changed_code(resume.folder)
     check_documents(resume.folder, data.documents)
     start = find_start(resume.folder, identity(resume.config, data), module.state_dict())
     start.require_steps_left(resume.config.trainer.max_steps)
@@ -182,14 +200,15 @@ def ending_as_documented(
 
 
 def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
-    """What the run is, before its first step: options, facts, tokenizer and what was read, each the text of a
-    file.
+    """What the run is, before its first step, each the text of a file: options, facts, tokenizer, what was
+    read, and the code from outside.
     """
     return {
-        CONFIG_FILE: to_yaml(config),
+        CONFIG_FILE: to_yaml(portable_options(config)),
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",
         TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
         DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
+        **code_files(config),
     }
 
 

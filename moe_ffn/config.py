@@ -22,7 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
 from moe_ffn.errors import ConfigError, did_you_mean, is_near, shorten, show
-from moe_ffn.import_path import import_class
+from moe_ffn.import_path import FileTag, import_class, tag_of
 
 MOST = 10**9
 """No count and no width is larger: what is, is a slip of the keyboard, and would overflow far from here."""
@@ -135,14 +135,16 @@ class TaggedConfig(Config, frozen=True):
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         if isinstance(data, str):
-            return {"type": data}
+            data = {"type": data}
         data = super()._as_mapping(data)
+        if isinstance(tag := data.get("type"), FileTag):
+            return {**data, "type": tag.resolved}
         if (
             "type" not in data
             and cls.model_fields["type"].is_required()
             and not cls.is_family_root()
         ):
-            return {"type": f"{cls.__module__}:{cls.__qualname__}", **data}
+            return {"type": tag_of(cls), **data}
         return data
 
     @classmethod

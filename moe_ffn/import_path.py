@@ -1,28 +1,84 @@
-"""A class in anybody's file, by its import path."""
+"""A class in anybody's file, by its import path, and the code that it comes from.
+
+A file is read once: what is hashed, what permission is asked for and what is run are the same bytes, and
+no cached bytecode beside it is looked at.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import re
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TypeVar
 
-from moe_ffn.errors import ConfigError, did_you_mean
+from pydantic import ValidationError
+
+from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason
 
 Class = TypeVar("Class")
 
-_tell: ContextVar[Callable[[str], None]] = ContextVar("_tell", default=lambda where: None)
+PACKAGE = "moe_ffn"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A file or a module that a `type` names, as it was before it was run."""
+
+    where: str
+    """What the tag says before the colon: a path that ends in `.py`, or the name of a module."""
+
+    path: Path | None
+    """Its file; None for a module that has none, or that nobody finds."""
+
+    content: bytes
+    """Of that file; empty where there is none."""
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is named by a path. A module belongs to something that is installed."""
+        return self.where.endswith(".py")
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @property
+    def module_name(self) -> str:
+        """In `sys.modules`; a file's is made of its content, so the same in every process and folder."""
+        if not self.is_file:
+            return self.where
+        stem = re.sub(r"\W", "_", Path(self.where).stem)
+        return f"{PACKAGE}_user_{stem}_{self.sha256[:16]}"
+
+
+_run: dict[str, Code] = {}
+"""The code that was run, to its end or not, by the name of its module."""
+
+_imported: dict[str, Code] = {}
+"""The code that a class was last taken from, by what the tag said before the colon."""
+
+_Hook = Callable[[Code], None]
+_tell: ContextVar[_Hook] = ContextVar("_tell", default=lambda code: None)
+_permit: ContextVar[_Hook] = ContextVar("_permit", default=lambda code: None)
 
 
 @contextmanager
-def telling_imports(tell: Callable[[str], None]) -> Iterator[None]:
+def telling_imports(tell: Callable[[Code], None]) -> Iterator[None]:
     """Within this, `tell` is given each module or file before `import_class` first runs its code."""
     token = _tell.set(tell)
     try:
@@ -31,17 +87,59 @@ def telling_imports(tell: Callable[[str], None]) -> Iterator[None]:
         _tell.reset(token)
 
 
+@contextmanager
+def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
+    """Within this, `permit` is given each module or file before that, and refuses it by a ConfigError."""
+    token = _permit.set(permit)
+    try:
+        yield
+    finally:
+        _permit.reset(token)
+
+
+class FileTag(str):
+    """`my_file.py:ClassName` as it stands in a YAML file; equal to that text.
+
+    A relative path in it is relative to the folder of that YAML file.
+    """
+
+    __slots__ = ("resolved",)
+
+    resolved: str
+    """The same with a path that leads there from the current folder."""
+
+    def __new__(cls, text: str, folder: Path) -> FileTag:
+        tag = super().__new__(cls, text)
+        where, _, name = text.rpartition(":")
+        tag.resolved = f"{folder / where}:{name}"
+        return tag
+
+
+def is_file_tag(text: str) -> bool:
+    """Whether a `type` of this text would name a class in a file."""
+    return re.fullmatch(r".+\.py:\w+", text) is not None
+
+
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module; `telling_imports` says so before.
+    Importing runs the code of that module; `telling_imports` says so before, and `permitting_imports`
+    may refuse. What it prints goes to stderr.
 
     Raises:
         ConfigError: it cannot be imported, or is no such class, or lacks a method.
     """
     where, _, name = tag.rpartition(":")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
-    found = getattr(module, name, None)
+    code = find_code(where)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = (_import_file if code.is_file else _import_module)(code)
+            found = getattr(module, name, None)
+    except BaseException as error:  # a user's module may fail in any way
+        if isinstance(error, ConfigError) or _is_of_a_signal(error):
+            raise
+        raise ConfigError(f"importing '{where}' failed: {_describe(error)}") from error
+    _imported[where] = code
     if found is None:
         raise ConfigError(f"'{where}' has no '{name}'{did_you_mean(name, vars(module))}")
     if not (isinstance(found, type) and issubclass(found, family)):
@@ -52,33 +150,81 @@ def import_class(tag: str, family: type[Class]) -> type[Class]:
     return found
 
 
-def _import_module(name: str) -> ModuleType:
-    if name not in sys.modules and _is_there(name):
-        _tell.get()(name)
+def find_code(where: str) -> Code:
+    """The code that a tag names, read and not run.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    if not where.endswith(".py"):
+        path = file_of_module(where)
+        try:
+            return Code(where, path, b"" if path is None else path.read_bytes())
+        except OSError:
+            return Code(where, None, b"")
+    path = Path(where)
     try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        raise _failed(name, error) from error
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"importing '{where}' failed: it is not a file")
+        return Code(where, path, path.read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"importing '{where}' failed: FileNotFoundError: {reason(error)}; a relative path is relative "
+            "to the YAML file that names it, or, in an option, to the current folder"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        why = reason(error) if isinstance(error, OSError) else first_line(error)
+        raise ConfigError(f"importing '{where}' failed: {type(error).__name__}: {why}") from error
 
 
-def _import_file(path: Path) -> ModuleType:
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    module_name = f"moe_ffn_user_{path.stem}_{digest}"  # the same in every process, for pickling
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"'{path}' is not a Python file")
+def file_of_module(name: str) -> Path | None:
+    """Where the source of a module is, found without running that of the packages around it."""
+    try:
+        first, *rest = name.split(".")
+        spec = importlib.util.find_spec(first)
+        for number in range(len(rest)):
+            if spec is None:
+                return None
+            dotted = ".".join([first, *rest[: number + 1]])
+            spec = importlib.machinery.PathFinder.find_spec(dotted, spec.submodule_search_locations)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    if spec is None or not spec.has_location or spec.origin is None:
+        return None
+    return Path(spec.origin)
+
+
+def _import_module(code: Code) -> ModuleType:
+    name = code.where
+    if name not in sys.modules:
+        _ask(code)
+    if name.partition(".")[0] != PACKAGE:
+        _run.setdefault(name, code)
+    return importlib.import_module(name)
+
+
+def _import_file(code: Code) -> ModuleType:
+    name = code.module_name
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, code.where)
+    assert spec is not None, "a path that ends in .py is that of a source file"
     module = importlib.util.module_from_spec(spec)
-    if path.is_file():
-        _tell.get()(str(path))
-    sys.modules[module_name] = module
+    _ask(code)
+    sys.modules[name] = module
+    _run[name] = code
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # as above
-        del sys.modules[module_name]
-        raise _failed(str(path), error) from error
+        exec(compile(code.content, code.where, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _ask(code: Code) -> None:
+    if code.path is not None or _is_there(code.where):
+        _permit.get()(code)
+        _tell.get()(code)
 
 
 def _is_there(name: str) -> bool:
@@ -88,5 +234,88 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _failed(where: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"importing '{where}' failed: {type(error).__name__}: {error}")
+# -- what was imported
+
+
+def is_outside(cls: type) -> bool:
+    """Whether a class was not written in this package."""
+    return cls.__module__.partition(".")[0] != PACKAGE
+
+
+def imported_code(tag: str) -> Code | None:
+    """The code that was run for a tag; None where none was, or that of this package."""
+    where = tag.rpartition(":")[0]
+    return None if where.partition(".")[0] == PACKAGE else _imported.get(where)
+
+
+def tag_of(cls: type) -> str:
+    """The `type` that leads to a class again."""
+    code = _run.get(cls.__module__)
+    return f"{cls.__module__ if code is None else code.where}:{cls.__qualname__}"
+
+
+# -- what goes wrong in it
+
+
+@contextmanager
+def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
+    """Within this, what code from outside raises becomes a ConfigError that names its file and line.
+
+    Of any kind, `sys.exit` too. What no such code had a part in passes as it is, and so does Ctrl-C.
+
+    Args:
+        culprit: begins the sentence, and then whatever is raised is its fault; by default the file does,
+            where the error came through one.
+    """
+    try:
+        yield
+    except (ConfigError, GeneratorExit):
+        raise
+    except BaseException as error:
+        place = _place(error.__traceback__)
+        if _is_of_a_signal(error) or not (culprit or place):
+            raise
+        who = culprit or f"'{place.filename}'" if place else culprit
+        raise ConfigError(f"{who} failed: {_describe(error)}") from error
+
+
+def _describe(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (own.py, line 3, in build)`."""
+    if isinstance(error, ValidationError):
+        text = explain(error)[0]
+    else:
+        text = (
+            f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+        )
+    if isinstance(error, SyntaxError):  # says it itself
+        return text
+    place = _place(error.__traceback__)
+    if place is None:
+        return text
+    within = "" if place.name == "<module>" else f", in {place.name}"
+    return f"{text} ({Path(place.filename).name}, line {place.lineno}{within})"
+
+
+def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
+    """The innermost line of code from outside that an error passed through."""
+    found = None
+    for frame, line in traceback.walk_tb(trace):
+        code = _run.get(str(frame.f_globals.get("__name__")))
+        if code is not None:
+            found = traceback.FrameSummary(code.where, line, frame.f_code.co_name)
+    return found
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a person or a scheduler ended it, and not the code, which may raise the same on purpose."""
+    if isinstance(error, Exception) or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}
+    if frame.f_code in handlers:
+        return True
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    raised = frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return isinstance(error, KeyboardInterrupt) and not raised

@@ -51,6 +51,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a user's programs remember, the code they trust, is not that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def make_routing() -> Callable[..., Routing]:
     """A Routing in which token t goes to `expert_ids_TK[t]`, each pair with weight 1/K.

@@ -126,4 +126,4 @@ def _refusal_of_state(found: Mapping[str, Any], state: Mapping[str, Tensor]) -> 
 
 def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= 20 else f"{text[:12]}..."
+    return text if len(text) <= 60 else f"{text[:12]}..."

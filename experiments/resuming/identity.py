@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import TrainConfig
+from experiments.outside.tags import comparable_options
 
 if TYPE_CHECKING:
     from moe_ffn.data.prepare import PreparedData
@@ -21,9 +22,9 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
     """The options that cannot be changed when a run is resumed; imports no torch."""
     return {
         "seed": config.seed,
-        "model": _without_free(config.model.to_dict()),
+        "model": _without_free(comparable_options(config.model)),
         "data": {
-            "tokenizer": config.data.tokenizer.to_dict(),
+            "tokenizer": comparable_options(config.data.tokenizer),
             "validation_percent": config.data.validation_percent,
             "seq_len": config.data.seq_len,
             "batch_size": config.data.batch_size,
@@ -47,7 +48,7 @@ def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
 def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """The part of an identity in which a model has to agree with the weights that are put into it."""
     return {
-        "model": _without_free(config.model.to_dict()),
+        "model": _without_free(comparable_options(config.model)),
         "data": {"tokenizer": _tokenizer_identity(tokenizer), "seq_len": config.data.seq_len},
     }
 

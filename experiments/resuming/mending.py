@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.outside.recorded import CODE_FILE, code_files, read_entries
 from experiments.resuming.identity import differences
 from experiments.resuming.request import Resume
 from experiments.run_folder import (
@@ -88,19 +89,33 @@ def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
 
 def mend_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
     """The files that a run is begun with, as they have to be; written where they are not, with a line."""
-    mended = {**files, FACTS_FILE: _facts_now(resume, files[FACTS_FILE])}
+    facts = _facts_now(resume, files[FACTS_FILE])
+    mended = {
+        **files,
+        FACTS_FILE: facts,
+        **code_files(resume.config, _text(resume.folder / CODE_FILE)),
+    }
     for name, text in mended.items():
         path = resume.folder / name
-        found = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        found = _text(path)
         if found == text or (name == CONFIG_FILE and not resume.changes):
             continue
-        if name in (TOKENIZER_FILE, DOCUMENTS_FILE) or (
-            name == FACTS_FILE and not read_facts(path)
+        if (
+            name in (TOKENIZER_FILE, DOCUMENTS_FILE)
+            or (name == FACTS_FILE and not read_facts(path))
+            or (name == CODE_FILE and not read_entries(found))
         ):
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
         write_whole(path, text)
     return mended
+
+
+def _text(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:  # line ends as they are
+        return file.read()
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.command_line import parse_config, read_config, read_yaml
 from experiments.config import TrainConfig
+from experiments.outside.tags import comparable_options
 from experiments.resuming.identity import differences, fixed_options
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -25,6 +26,8 @@ from moe_ffn.errors import ConfigError
 HELP = """\
   --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
                       its newest good checkpoint and with its own options
+  --trust-code        beside --resume: run the code that the run's folder names, though no run of
+                      yours began with it; read it before
 """
 
 NEWEST = ""
@@ -55,21 +58,27 @@ def take_resume(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return run or NEWEST, rest
 
 
-def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
+def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool = False) -> Resume:
     """The run to go on with, its options, and over them those that were given.
 
     Args:
         run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
             that was written last.
+        trust_code: run the code that its folder names, whoever's it is.
 
     Raises:
-        ConfigError: there is no such run, or it is finished.
+        ConfigError: there is no such run, or it is finished, or names code that nobody trusts.
     """
     folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
     check_is_run(folder)
-    own = own_config(folder / CONFIG_FILE)
     # In one word, or what stands first in `argv` would be another file.
-    config = parse_config([f"--config={folder / CONFIG_FILE}", *argv], TrainConfig, command, HELP)
+    given = [f"--config={folder / CONFIG_FILE}", *argv]
+    if {"-h", "--help"} & set(argv):
+        parse_config(
+            given, TrainConfig, command, HELP
+        )  # prints it and exits, and runs nobody's code
+    own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    config = parse_config(given, TrainConfig, command, HELP)
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():
         raise ConfigError(
@@ -85,16 +94,17 @@ def find_resume(run: str, argv: Sequence[str], command: str) -> Resume:
             f"'{folder}' is finished; raise trainer.max_steps (now {own.trainer.max_steps}) to train on, or "
             "leave --resume out to start a new run"
         )
-    return Resume(folder, config, differences(own.to_dict(), config.to_dict()))
+    changes = differences(comparable_options(own), comparable_options(config))
+    return Resume(folder, config, changes)
 
 
-def own_config(path: Path) -> TrainConfig:
+def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:
     """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
 
     Raises:
-        ConfigError: it cannot be read, or an option is not there.
+        ConfigError: it cannot be read, or an option is not there, or it names code that nobody trusts.
     """
-    config = read_config(path, TrainConfig)
+    config = read_config(path, TrainConfig, trust_code=trust_code)
     given = read_yaml(path, where=f"'{path}'")
     lacking = [
         key for key, (found, _) in differences(given, config.to_dict()).items() if found is None

@@ -15,6 +15,8 @@ from pathlib import Path
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.announce import announce_import
 from experiments.exit import exit_on_bad_input
+from experiments.outside.trust import FLAG
+from experiments.outside.trust import HELP as TRUST_HELP
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError, reason
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     from experiments.trace.html import page
     from experiments.trace.terminal import render
 
-    way = follow(given.run, text, layers)
+    way = follow(given.run, text, layers, trust_code=given.trust_code)
     if given.html is not None:
         try:
             write_page(given.html, page(way))
@@ -96,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text", required=True, help="the text; - reads standard input")
     parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     return parser
 

@@ -21,17 +21,20 @@ from moe_ffn.layer_names import parse_layer
 from moe_ffn.outputs import Routing
 
 
-def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Way:
+def follow(
+    folder: Path, text: bytes, layers: Sequence[int] | None = None, *, trust_code: bool = False
+) -> Way:
     """The way of `text` through the run in `folder`, in evaluation, with its best weights.
 
     Args:
         layers: show these alone; None shows all that route.
+        trust_code: run the code that the folder names, whoever's it is.
 
     Raises:
         ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for
             it, or a layer that it does not route in.
     """
-    run = load_run(folder)
+    run = load_run(folder, trust_code=trust_code)
     ids = run.tokenizer.encode(text).tolist()
     if len(ids) > run.decoder.max_seq_len:
         raise ConfigError(

@@ -139,12 +139,39 @@ def test_reading_a_config_runs_no_code(refuse: Callable[..., str], tmp_path: Pat
 
 
 OWN = {
-    "raises": ("1 / 0", "importing '{path}' failed: ZeroDivisionError: division by zero"),
+    "raises": ("1 / 0", "importing '{path}' failed: ZeroDivisionError: division by zero (own.py, line 1)"),
     "lacks a package": (
         "import no_such_package",
-        "importing '{path}' failed: ModuleNotFoundError: No module named 'no_such_package'",
+        "importing '{path}' failed: ModuleNotFoundError: No module named 'no_such_package' (own.py, line 1)",
     ),
-    "ends the program": ("raise SystemExit(0)", "importing '{path}' failed: SystemExit: 0"),
+    "ends the program": (
+        "import sys\nsys.exit(0)",
+        "importing '{path}' failed: SystemExit: 0 (own.py, line 2)",
+    ),
+    "pretends to be Ctrl-C": (
+        "raise KeyboardInterrupt",
+        "importing '{path}' failed: KeyboardInterrupt (own.py, line 1)",
+    ),
+    "raises what is no Exception": (
+        "class Odd(BaseException): pass\ndef f():\n  raise Odd('two\\nlines')\nf()",
+        "importing '{path}' failed: Odd: two (own.py, line 3, in f)",
+    ),
+    "is no Python": ("\n\ndef (", "importing '{path}' failed: SyntaxError: invalid syntax (own.py, line 3)"),
+    "holds a NUL": ("\0", "importing '{path}' failed: SyntaxError: source code string cannot contain "
+    "null bytes"),
+    "defines a class that cannot be": (
+        "from moe_ffn import FFNConfig\nclass Block(FFNConfig): x: 3",
+        "importing '{path}' failed: PydanticSchemaGenerationError: Unable to generate pydantic-core "
+        "schema for "
+        "3. Set `arbitrary_types_allowed=True` in the model_config to ignore this error or implement "
+        "`__get_pydantic_core_schema__` on your type to fully support it. (own.py, line 2)",
+    ),
+    "answers for every name": (
+        "def __getattr__(name): return 1 // 0",
+        "importing '{path}' failed: ZeroDivisionError: integer division or modulo by zero (own.py, line "
+        "1, in "
+        "__getattr__)",
+    ),
     "does not define the class": ("Blok = 3", "'{path}' has no 'Block'; did you mean 'Blok'?"),
     "is no config": ("Block = dict", "'{path}:Block' must be a subclass of FFNConfig, got <class 'dict'>"),
 }  # fmt: skip
