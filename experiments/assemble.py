@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
 from experiments.kept_files import KeptFiles
+from experiments.outside.contract import check_outside_parts, has_outside_parts
 from experiments.outside.recorded import portable_options
 from experiments.resuming.identity import identity
 from experiments.run_folder import (
@@ -63,7 +64,8 @@ def check_trainer(config: TrainConfig) -> str:
     """The precision to train in, once Lightning has accepted its arguments.
 
     Raises:
-        ConfigError: it refuses them, or they do not go with the rest of the config.
+        ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside
+            the package does not keep its contract.
     """
     quiet: dict[str, Any] = {
         "logger": False,
@@ -83,6 +85,8 @@ def check_trainer(config: TrainConfig) -> str:
     precision = resolve_precision(config.trainer.precision, device)
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    if has_outside_parts(config):
+        check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
     for ffn in config.model.layer_ffns():
         backend = getattr(getattr(ffn, "experts", None), "backend", "auto")
         if BACKEND_DEVICES.get(backend, device) != device:

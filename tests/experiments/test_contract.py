@@ -1,0 +1,407 @@
+"""A part from outside the package is tried once before training; what it breaks is said in a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.command_line import validate
+from experiments.config import TrainConfig
+from experiments.outside.contract import check_outside_parts, has_outside_parts
+from moe_ffn.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+BLOCKS = """
+import sys
+import torch
+from torch import nn
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, Routing
+
+class Good(FFNConfig, frozen=True):
+    rank: int = 3
+    def build(self, d_model): return globals()[type(self).__name__ + "FFN"](d_model, self.rank)
+    def num_params(self, d_model): return 2 * d_model * self.rank
+    def flops_per_token(self, d_model, seq_len): return 4 * d_model * self.rank
+
+class GoodFFN(FFNBlock):
+    def __init__(self, d_model, rank):
+        super().__init__()
+        self.down = nn.Linear(d_model, rank, bias=False)
+        self.up = nn.Linear(rank, d_model, bias=False)
+    def y(self, x): return self.up(self.down(x))
+    def forward(self, x, context=None): return FFNOutput(self.mixed(x))
+    def mixed(self, x): return self.y(x)
+
+class Bare(Good, frozen=True): pass
+class BareFFN(GoodFFN):
+    def forward(self, x, context=None): return self.y(x)
+
+class NoContext(Good, frozen=True): pass
+class NoContextFFN(GoodFFN):
+    def forward(self, x): return FFNOutput(self.y(x))
+
+class Wide(Good, frozen=True): pass
+class WideFFN(GoodFFN):
+    def mixed(self, x): return torch.cat([x, x], -1)
+
+class Double(Good, frozen=True): pass
+class DoubleFFN(GoodFFN):
+    def mixed(self, x): return x.double()
+
+class NaN(Good, frozen=True): pass
+class NaNFFN(GoodFFN):
+    def mixed(self, x): return x.log()
+
+class Mixer(Good, frozen=True): pass
+class MixerFFN(GoodFFN):
+    def mixed(self, x): return x.mean(1, keepdim=True).expand_as(x)
+
+class Batch(Good, frozen=True): pass
+class BatchFFN(GoodFFN):  # sees the other sequences' later tokens
+    def mixed(self, x): return self.y(x) + x[:, -1:].flip(0)
+
+class Closed(Good, frozen=True):
+    def num_params(self, d_model): return super().num_params(d_model) + 1
+class ClosedFFN(GoodFFN):
+    def __init__(self, d_model, rank):
+        super().__init__(d_model, rank)
+        self.gate = nn.Parameter(torch.zeros(1))
+    def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
+
+class Training(Good, frozen=True): pass
+class TrainingFFN(GoodFFN):
+    def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
+
+class Noisy(Good, frozen=True): pass
+class NoisyFFN(GoodFFN):
+    def mixed(self, x): return self.y(nn.functional.dropout(x, 0.5, self.training))
+
+class Linear(Good, frozen=True): pass
+def LinearFFN(d_model, rank): return nn.Linear(d_model, d_model)
+
+class Nothing(Good, frozen=True): pass
+def NothingFFN(d_model, rank): return None
+
+class Raises(Good, frozen=True): pass
+class RaisesFFN(GoodFFN):
+    def mixed(self, x): return x @ x
+
+class Exits(Good, frozen=True): pass
+class ExitsFFN(GoodFFN):
+    def mixed(self, x): sys.exit(0)
+
+class BuildExits(Good, frozen=True): pass
+def BuildExitsFFN(d_model, rank): raise KeyboardInterrupt
+
+class NotRouting(Good, frozen=True): pass
+class NotRoutingFFN(GoodFFN):
+    def forward(self, x, context=None): return FFNOutput(x, routing=[1])
+
+class Miscounts(Good, frozen=True):
+    def num_params(self, d_model): return 7
+class MiscountsFFN(GoodFFN): pass
+
+class Sizeless(Good, frozen=True):
+    def num_params(self, d_model): return {}["size"]
+class SizelessFFN(GoodFFN): pass
+
+class Fine(Good, frozen=True):
+    def model_post_init(self, context): 1 // 0
+"""
+
+PARTS = """
+import math
+import torch
+from torch import nn
+from moe_ffn import Router, RouterConfig, routing_of_pairs
+from moe_ffn.balancing.config import BiasRuleConfig
+from moe_ffn.data.config import CorpusConfig
+from moe_ffn.experts.base import Experts
+from moe_ffn.experts.config import ExpertsConfig
+from moe_ffn.ffn.combine import Combine
+from moe_ffn.ffn.combine_config import CombineConfig
+from moe_ffn.model.config import NormConfig, PositionsConfig
+from moe_ffn.model.positions import Positions
+from moe_ffn.training.config import ScheduleConfig
+
+class Routes(RouterConfig, frozen=True):
+    how: str = "well"
+    def build(self, d_model, num_experts): return RoutesRouter(self.how, num_experts)
+    def experts_per_token(self, num_experts): return 1
+    def num_params(self, d_model, num_experts): return 0
+    def flops_per_token(self, d_model, num_experts): return 0
+
+class RoutesRouter(Router):
+    def __init__(self, how, num_experts):
+        super().__init__()
+        self.how, self.num_experts = how, num_experts
+    def forward(self, x_TD, context):
+        logits_TE = x_TD[:, : self.num_experts]
+        if self.how == "bare": return logits_TE
+        if self.how == "short": x_TD = x_TD[1:]
+        if self.how == "ahead": logits_TE = logits_TE.roll(-1, 0)
+        if self.how == "few": logits_TE = logits_TE[:, :2]
+        scores_TE = logits_TE.softmax(-1)
+        weights_TK, ids_TK = scores_TE.topk(1)
+        if self.how == "beyond": ids_TK = ids_TK + self.num_experts
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+
+class Work(ExpertsConfig, frozen=True):
+    how: str = "well"
+    def build(self, d_model, num_experts, experts_per_token):
+        return nn.Linear(3, 3) if self.how == "plain" else WorkExperts(self.how)
+    def params_per_expert(self, d_model, experts_per_token): return 0
+    def flops_per_pair(self, d_model, experts_per_token): return 0
+
+class WorkExperts(Experts):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def forward(self, x_TD, plan):
+        return x_TD[:3] if self.how == "few" else x_TD
+
+class Join(CombineConfig, frozen=True):
+    def build(self, d_model, experts_per_token): return JoinCombine()
+
+class JoinCombine(Combine):
+    def forward(self, routed, shared, x): return routed
+
+class Norm(NormConfig, frozen=True):
+    how: str = "sequence"
+    def build(self, d_model): return Sequence(self.how)
+    def num_params(self, d_model): return 0
+
+class Sequence(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+    def forward(self, x): return x - x.mean(1, keepdim=True) if self.how == "sequence" else x[0]
+
+class Where(PositionsConfig, frozen=True):
+    def build(self, d_model, head_dim, max_seq_len): return Flat()
+
+class Flat(Positions):
+    def rotate(self, x_BHSd): return x_BHSd.flatten(2)
+
+class Rate(ScheduleConfig, frozen=True):
+    def after_warmup(self, progress): return math.nan
+
+class Rule(BiasRuleConfig, frozen=True):
+    def build(self): return 3
+
+class Texts(CorpusConfig, frozen=True):
+    def documents(self): yield "text"
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., None]:
+    """`check("model.ffn", {"type": "Bare"})`: the check of a small model with this part."""
+
+    def run(place: str, part: dict[str, Any], **more: Any) -> None:
+        path = tmp_path / "own.py"
+        path.write_text(BLOCKS if hasattr_in(BLOCKS, part) else PARTS)
+        options: dict[str, Any] = {"model": {"d_model": 16, "num_layers": 1, **more}}
+        below = options
+        *keys, last = place.split(".")
+        for key in keys:
+            below = below.setdefault(key, {})
+        if keys and last in ("router", "experts", "combine"):
+            below["type"] = "moe"
+        if last == "combine":
+            below["shared_expert"] = "swiglu"
+        below[last] = {**part, "type": f"own.py:{part['type']}"}
+        config = validate(TrainConfig, options)
+        assert has_outside_parts(config)
+        check_outside_parts(config, torch.device("cpu"))
+
+    return run
+
+
+def hasattr_in(source: str, part: dict[str, Any]) -> bool:
+    return f"class {part['type']}(" in source
+
+
+BROKEN = {
+    "Bare": "forward returned a tensor of shape (2, 8, 16) and torch.float32, but has to return an "
+    "FFNOutput, as "
+    "in FFNOutput(hidden)",
+    "NoContext": "forward has to be forward(self, x, context=None): too many positional arguments",
+    "Wide": "hidden is a tensor of shape (2, 8, 32) and torch.float32, but has to be like x, a tensor "
+    "of shape "
+    "(2, 8, 16) and torch.float32",
+    "Double": "hidden is a tensor of shape (2, 8, 16) and torch.float64, but has to be like x, a tensor "
+    "of shape "
+    "(2, 8, 16) and torch.float32",
+    "NaN": "hidden holds NaN or infinity, though x is random of size 1",
+    "Mixer": "its output at position {p} changes when tokens from position 4 on do, so a causal model "
+    "would see "
+    "what it has to guess; look at earlier tokens alone, or set model.causal: false",
+    "Batch": "its output at position {p} changes when tokens from position 4 on do, so ",
+    "Closed": "its output at position {p} changes when tokens from position 4 on do, so ",
+    "Training": "its output at position {p} changes when tokens from position 4 on do (in training), so ",
+    "Linear": "build returned a Linear, but has to return an FFNBlock",
+    "Nothing": "build returned None, but has to return an FFNBlock",
+    "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
+    "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
+    "BuildExits": "failed: KeyboardInterrupt (own.py, line {p}, in BuildExitsFFN)",
+    "NotRouting": "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` "
+    "makes one",
+    "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_block_that_breaks_the_contract_is_refused(check: Callable[..., None], name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check("model.ffn", {"type": name})
+
+    expected = re.escape(f"model.ffn ('own.py:{name}')") + r":? " + as_pattern(BROKEN[name])
+    assert re.match(expected, str(refused.value)), str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def as_pattern(text: str) -> str:
+    return re.escape(text).replace(r"\{p\}", r"\d+").replace(r"\{any\}", ".*")
+
+
+@pytest.mark.parametrize("name", ["Good", "Noisy"])
+def test_a_block_that_keeps_it_passes_without_a_word(
+    check: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    check("model.ffn", {"type": name})
+
+    assert capsys.readouterr().err in ("", "importing 'own.py', which runs its code\n")
+
+
+def test_what_sees_both_sides_may_mix(check: Callable[..., None]) -> None:
+    check("model.ffn", {"type": "Mixer"}, causal=False)
+
+
+def test_a_sequence_of_one_token_has_no_later_ones(
+    check: Callable[..., None], tmp_path: Path
+) -> None:
+    check("model.ffn", {"type": "Good"})
+    options = {
+        "model": {"d_model": 16, "num_layers": 1, "ffn": "own.py:Mixer"},
+        "data": {"seq_len": 1},
+    }
+    check_outside_parts(validate(TrainConfig, options), torch.device("cpu"))
+
+
+def test_a_wrong_number_of_parameters_is_said(
+    check: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check("model.ffn", {"type": "Miscounts"})
+
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "model.ffn ('own.py:Miscounts'): num_params says 7, but there are 96 parameters; tables and "
+        "facts.json "
+        "go by the first"
+    )
+
+
+PLACES = {
+    ("model.ffn.router", "Routes", "bare"): "model.ffn.router ('own.py:Routes'): forward returned a "
+    "tensor of "
+    "shape (16, 8) and torch.float32, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one",
+    ("model.ffn.router", "Routes", "ahead"): "model.ffn.router ('own.py:Routes'): its output at position 3 "
+    "changes when tokens from position 4 on do, so ",
+    ("model.ffn.router", "Routes", "few"): "model.ffn.router ('own.py:Routes'): its routing has logits_TE of "
+    "shape (16, 2), expected (16, 8)",
+    ("model.ffn.router", "Routes", "beyond"): "model.ffn.router ('own.py:Routes'): its routing has "
+    "expert_ids_N "
+    "that are not int64 from 0 to 7",
+    ("model.ffn.experts", "Work", "few"): "model.ffn ('moe' with 'own.py:Work'): what its experts "
+    "return is a "
+    "tensor of shape (3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)",
+    ("model.ffn.experts", "Work", "plain"): "model.ffn ('moe' with 'own.py:Work'): build returned a "
+    "Linear, but "
+    "has to return an Experts",
+    ("model.ffn.combine", "Join", ""): "model.ffn.combine ('own.py:Join'): forward returned a tensor of "
+    "shape "
+    "(2, 8, 16) and torch.float32, but has to return a tuple",
+    ("model.norm", "Norm", "sequence"): "model.norm ('own.py:Norm'): its output at position {p} changes "
+    "when ",
+    ("model.norm", "Norm", "first"): "model.norm ('own.py:Norm'): what forward returns is a tensor of shape "
+    "(8, 16) and torch.float32, but has to be like x, ",
+    ("model.positions", "Where", ""): "model.positions ('own.py:Where'): what rotate returns is a tensor of ",
+    ("optimizer.schedule", "Rate", ""): "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 "
+    "is nan, "
+    "but has to be a finite number",
+    ("objective.bias_rule", "Rule", ""): "objective.bias_rule ('own.py:Rule'): build returned 3, but has to "
+    "return a BiasRule",
+    ("data.corpus", "Texts", ""): "data.corpus ('own.py:Texts'): documents returned 'text', but has to "
+    "return a "
+    "Document",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "name", "how"), PLACES)
+def test_other_parts_are_held_to_theirs(
+    check: Callable[..., None], place: str, name: str, how: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(place, {"type": name} | ({"how": how} if how else {}))
+
+    expected = as_pattern(PLACES[place, name, how])
+    assert re.match(expected, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("model.ffn.router", "Routes"), ("model.ffn.experts", "Work")]
+)
+def test_parts_that_keep_theirs_pass(check: Callable[..., None], place: str, name: str) -> None:
+    check(place, {"type": name})
+
+
+def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+
+    torch.manual_seed(5)
+    check("model.ffn", {"type": "Noisy"})
+
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_blocks_of_the_documents_keep_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, number, name, place in (
+        ("README.md", 1, "LowRankConfig", "ffn"),
+        ("docs/routing.md", 0, "ThresholdConfig", "router"),
+    ):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        code = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[number]
+        (tmp_path / "mine.py").write_text(code)
+        ffn: Any = f"mine.py:{name}"
+        options = {"model": {"ffn": ffn if place == "ffn" else {"type": "moe", place: ffn}}}
+        check_outside_parts(validate(TrainConfig, options), torch.device("cpu"))
+    assert "num_params" not in capsys.readouterr().err
+
+
+def test_nothing_of_this_package_is_tried() -> None:
+    assert not has_outside_parts(TrainConfig())
+
+
+def test_a_broken_block_is_refused_before_anything_is_written(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(BLOCKS)
+
+    said = refuse("--model.ffn.type", "own.py:Mixer")
+
+    assert said.startswith("model.ffn ('own.py:Mixer'): its output at position ")
+    said = refuse("--model.ffn.type", "own.py:Sizeless")
+    assert re.fullmatch(
+        r"'own.py' failed: KeyError: 'size' \(own.py, line \d+, in num_params\)", said
+    )
+    said = refuse("--model.ffn.type", "own.py:Fine")
+    assert re.match(r"'own.py' failed: ZeroDivisionError: .* \(own.py, line \d+, in model", said)
