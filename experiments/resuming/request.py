@@ -74,9 +74,7 @@ def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool
     # In one word, or what stands first in `argv` would be another file.
     given = [f"--config={folder / CONFIG_FILE}", *argv]
     if {"-h", "--help"} & set(argv):
-        parse_config(
-            given, TrainConfig, command, HELP
-        )  # prints it and exits, and runs nobody's code
+        parse_config(given, TrainConfig, command, HELP)  # which exits, and runs nobody's code
     own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
     config = parse_config(given, TrainConfig, command, HELP)
     fixed = differences(fixed_options(own), fixed_options(config))

@@ -217,7 +217,7 @@ def test_originals_that_changed_are_told(
     entries = {
         "code/own.py": {"path": str(own), "sha256": find_code("own.py").sha256, "copied": True},
         "gone": {"path": str(tmp_path / "gone.py"), "sha256": "0", "copied": False},
-        "a device": {"path": "/dev/zero", "sha256": "0", "copied": False},
+        "a device": {"path": "/dev/null", "sha256": "0", "copied": False},
         "damaged": {"path": 3},
         "module": {"path": str(own), "sha256": "f" * 64, "copied": False},
     }
@@ -382,6 +382,8 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert result.code == 0, result.stderr
     folder = Path("runs/mine")
     assert "code: runs/mine/ keeps a copy of own.py" in result.stdout
+    trusted = tmp_path / "state/moe_ffn/trusted_code"
+    assert [path.name for path in trusted.iterdir()] == [find_code("own.py").sha256]
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["ffn_type"] == "own.py:Own"
     assert facts["model"]["ffn"]["type"] == "code/own.py:Own"
