@@ -16,15 +16,17 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from experiments.command_line import parse_config, read_config, validate
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
 from experiments.outside.tags import comparable_options
 from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
+from experiments.resuming.identity import differences
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
 from experiments.run_lock import locked
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, show
 
 COMMAND = "python -m experiments.compare"
 
@@ -104,10 +106,10 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     folder = named_run_folder(config)
     if not (folder / SUMMARY_FILE).is_file():
         return False
-    if not _is_of(folder, config, trust_code):
+    for key, (before, now) in _differences(folder, config, trust_code).items():
         raise ConfigError(
-            f"'{folder}' holds a run with other options; give the options it had, or choose another "
-            "--name"
+            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
+            "options it had, or choose another --name"
         )
     return True
 
@@ -121,7 +123,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     if not folder.exists():
         return False
     try:
-        if _is_of(folder, config, trust_code):
+        if not _differences(folder, config, trust_code):
             return True
     except UntrustedCodeError:
         raise
@@ -134,10 +136,10 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     return False
 
 
-def _is_of(folder: Path, config: TrainConfig, trust_code: bool) -> bool:
-    """Whether the run in `folder` has these options, and the same code behind them."""
+def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
+    """In which options, or code behind them, the run in `folder` is another, as `differences` names them."""
     own = read_config(folder / CONFIG_FILE, TrainConfig, trust_code=trust_code)
-    return comparable_options(own) == comparable_options(config)
+    return differences(comparable_options(own), comparable_options(config))
 
 
 def train(

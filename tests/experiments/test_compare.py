@@ -97,8 +97,8 @@ def test_results_stand_side_by_side_and_are_kept(
     code, _, err = run_compare(configs, *options, "--seed", "1")
     assert code == 2
     assert err == (
-        "error: 'runs/all/switch' holds a run with other options; give the options it had, or "
-        "choose another --name\n"
+        "error: 'runs/all/switch' holds a run with other options (seed was 0, is 1); give the options "
+        "it had, or choose another --name\n"
     )
 
 
