@@ -169,13 +169,14 @@ def _layer(name: str, routing: Routing, run: SavedRun) -> Layer:
     shared = ffn.shared_expert if isinstance(ffn, MoEConfig) else None
     return Layer(
         name,
-        _expert_names(routing.num_experts, ffn),
+        expert_names(routing.num_experts, ffn),
         _capacity(routing, ffn),
         shared_expert=None if shared is None else shared.type,
     )
 
 
-def _expert_names(num_experts: int, ffn: FFNConfig) -> tuple[str, ...]:
+def expert_names(num_experts: int, ffn: FFNConfig) -> tuple[str, ...]:
+    """Their numbers; those without a network after a word, in the order of `ffn/zero_computation.py`."""
     words = [""] * num_experts
     if isinstance(ffn, MoEConfig):
         without = ffn.zero_computation

@@ -14,6 +14,7 @@ from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.saved_run import load_run
 from moe_ffn.errors import ConfigError
+from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
 
 # -- config files
 
@@ -254,6 +255,20 @@ def test_a_damaged_file_of_a_run_is_named(
         load_run(run)
 
     assert str(refused.value) == answer.format(path=run / name, run=run)
+
+
+def test_the_best_weights_are_taken_though_others_are_newer(moe_run: Any, tmp_path: Path) -> None:
+    run = shutil.copytree(moe_run.folder, tmp_path / "run")
+    newest = run / "checkpoints" / "step_00000006.ckpt"
+    values = read_checkpoint(newest)
+    for value in values["state_dict"].values():
+        value.zero_()
+    write_checkpoint(values, newest)
+
+    assert load_run(run).decoder.embedding.weight.count_nonzero()
+
+    (run / "checkpoints" / "best.ckpt").unlink()
+    assert not load_run(run).decoder.embedding.weight.count_nonzero(), "where there is no other"
 
 
 # -- where a run is written

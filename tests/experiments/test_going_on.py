@@ -26,6 +26,8 @@ from experiments.train import main
 from moe_ffn.errors import ConfigError
 from moe_ffn.training import checkpoint_keeper
 from moe_ffn.training.checkpoint_file import write_checkpoint
+from moe_ffn.training.checkpoint_folder import step_name
+from moe_ffn.training.json_lines import JsonLines, read_lines
 from moe_ffn.training.metrics_file import read_rows
 
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
@@ -383,6 +385,51 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
         f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
+
+
+def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 8, before the validation of that step: its row and its text are still to come."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    for step in (8, 12):
+        (folder / "checkpoints" / step_name(step)).touch()
+    (folder / "metrics.csv").write_text(
+        "step,train/loss,validation/loss\n4,2.5,\n4,,2.6\n8,1.5,\n8,,1.6\n12,1.0,\n"
+    )
+    for name, found in (("samples", (4, 8)), ("alarms", (4, 8, 12))):
+        JsonLines(folder / f"{name}.jsonl").add({"step": n, "text": f"text {n}"} for n in found)
+    (folder / "summary.json").write_text("{}")
+    JsonLines(folder / "resumes.jsonl").add([{"step": 0}])
+    states = {
+        "StepLogger": {"last_row_step": 8, "num_alarms": 2},
+        "SampleLog": {"last": "text 4"},
+        "ValidationLogger": {"last_step": 4},
+    }
+    start = Start(8, folder / "checkpoints" / step_name(8), (), states)
+
+    go_back(Resume(folder, TrainConfig(), {}), start, {"facts.json": FACTS})
+
+    rows = read_rows(folder / "metrics.csv")
+    assert [(row["step"], row.get("validation/loss")) for row in rows] == [
+        ("4", None),
+        ("4", "2.6"),
+        ("8", None),
+    ]
+    kept = {n: read_lines(folder / f"{n}.jsonl") for n in ("samples", "alarms", "resumes")}
+    assert {name: [line["step"] for line in lines] for name, lines in kept.items()} == {
+        "samples": [4],
+        "alarms": [4, 8],
+        "resumes": [0, 8],
+    }
+    assert not (folder / "summary.json").exists(), "it is unfinished again"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        step_name(8),
+        f"{step_name(12)}.passed-over",
+    ]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"'{folder}/facts.json' is missing or empty; it is written anew"]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from experiments.trace.colours import ground, ink, luminance
-from experiments.trace.follow import unrouted_layers, visits_by_layer, visits_of
-from experiments.trace.legend import short
+from experiments.trace.follow import expert_names, unrouted_layers, visits_by_layer, visits_of
+from experiments.trace.legend import mean_entropy, short
 from experiments.trace.visible import visible
-from experiments.trace.way import Choice, Layer
+from experiments.trace.way import Choice, Layer, Visit
 from moe_ffn.ffn.config import GatedConfig, MoEConfig
 from moe_ffn.outputs import Routing
 
@@ -184,3 +184,16 @@ def test_every_expert_s_colours_can_be_read_on_any_ground() -> None:
     assert min(contrast(ink(expert), "#000000") for expert in experts) > 4.4
     assert min(contrast(ink(expert), "#ffffff") for expert in experts) > 4.4
     assert len({ground(expert) for expert in experts}) == 64
+
+
+def test_the_mean_entropy_is_of_the_tokens_that_have_one() -> None:
+    assert mean_entropy([Visit((), 1.0), Visit((), None), Visit((), 0.5)]) == 0.75
+    assert mean_entropy([Visit((), None)]) is None
+
+
+def test_experts_without_a_network_are_called_what_they_do() -> None:
+    zero_computation = {"num_zero": 1, "num_copy": 2, "num_constant": 1}
+    ffn = MoEConfig.model_validate({"num_experts": 2, "zero_computation": zero_computation})
+
+    assert expert_names(6, ffn) == ("0", "1", "zero2", "copy3", "copy4", "const5")
+    assert expert_names(3, GatedConfig()) == ("0", "1", "2")
