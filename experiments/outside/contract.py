@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from experiments.config import TrainConfig
 from experiments.outside.tags import tagged_parts
@@ -39,7 +40,8 @@ from moe_ffn.model.positions import Positions
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router, routing_of_pairs
 from moe_ffn.routing.base_config import RouterConfig
-from moe_ffn.training.config import ScheduleConfig
+from moe_ffn.training.optimizer_config import OptimizerConfig
+from moe_ffn.training.schedule_config import ScheduleConfig
 
 Kind = TypeVar("Kind")
 Module = TypeVar("Module", bound=nn.Module)
@@ -295,6 +297,16 @@ class _Trial:
         self.require_like(positions.rotate(x_BHSd), x_BHSd, "what rotate returns")
         self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
 
+    def optimizer(self, config: OptimizerConfig) -> None:
+        model = nn.Sequential(nn.Linear(self.d_model, 2), nn.LayerNorm(2)).to(self.device)
+        optimizer = self.require(config.build(model), Optimizer, "build")
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if sorted(held) != sorted(map(id, model.parameters())):
+            raise self.refuse(
+                f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
+                "each has to be in one group, and in one alone"
+            )
+
     def schedule(self, config: ScheduleConfig) -> None:
         max_steps = self.config.trainer.max_steps
         for step in (0, max_steps - 1, max_steps):
@@ -319,6 +331,7 @@ _CHECKS: dict[type[TaggedConfig], Callable[[_Trial, Any], None]] = {
     CombineConfig: _Trial.combine,
     NormConfig: _Trial.norm,
     PositionsConfig: _Trial.positions,
+    OptimizerConfig: _Trial.optimizer,
     ScheduleConfig: _Trial.schedule,
     BiasRuleConfig: _Trial.bias_rule,
     CorpusConfig: _Trial.corpus,

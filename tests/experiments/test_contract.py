@@ -128,7 +128,8 @@ from moe_ffn.ffn.combine import Combine
 from moe_ffn.ffn.combine_config import CombineConfig
 from moe_ffn.model.config import NormConfig, PositionsConfig
 from moe_ffn.model.positions import Positions
-from moe_ffn.training.config import ScheduleConfig
+from moe_ffn.training.optimizer_config import OptimizerConfig
+from moe_ffn.training.schedule_config import ScheduleConfig
 
 class Routes(RouterConfig, frozen=True):
     how: str = "well"
@@ -190,7 +191,14 @@ class Flat(Positions):
     def rotate(self, x_BHSd): return x_BHSd.flatten(2)
 
 class Rate(ScheduleConfig, frozen=True):
-    def after_warmup(self, progress): return math.nan
+    def after_warmup(self, step, warmup_steps, max_steps): return math.nan
+
+class Moves(OptimizerConfig, frozen=True):
+    learning_rate: float = 0.1
+    how: str = "well"
+    def build(self, model):
+        kept = [p for p in model.parameters() if p.ndim > 1 or self.how != "matrices"]
+        return kept if self.how == "bare" else torch.optim.SGD(kept, lr=self.learning_rate)
 
 class Rule(BiasRuleConfig, frozen=True):
     def build(self): return 3
@@ -335,6 +343,10 @@ PLACES = {
     ("optimizer.schedule", "Rate", ""): "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 "
     "is nan, "
     "but has to be a finite number",
+    ("optimizer", "Moves", "bare"): "optimizer ('own.py:Moves'): build returned a list, but has to return "
+    "an Optimizer",
+    ("optimizer", "Moves", "matrices"): "optimizer ('own.py:Moves'): its groups hold 1 parameters of a "
+    "model with 4; each has to be in one group, and in one alone",
     ("objective.bias_rule", "Rule", ""): "objective.bias_rule ('own.py:Rule'): build returned 3, but has to "
     "return a BiasRule",
     ("data.corpus", "Texts", ""): "data.corpus ('own.py:Texts'): documents returned 'text', but has to "
@@ -355,7 +367,8 @@ def test_other_parts_are_held_to_theirs(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [("model.ffn.router", "Routes"), ("model.ffn.experts", "Work")]
+    ("place", "name"),
+    [("model.ffn.router", "Routes"), ("model.ffn.experts", "Work"), ("optimizer", "Moves")],
 )
 def test_parts_that_keep_theirs_pass(check: Callable[..., None], place: str, name: str) -> None:
     check(place, {"type": name})
