@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, count_pairs
+from moe_ffn.sizes import ceil_of_share, share_of
 
 Priority = Callable[[Routing], Tensor]
 """Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""
@@ -37,21 +37,14 @@ def limit(
     """
     if factor is None:
         return routing
-    # In whole numbers: in floating point 0.3 * 50 is a little over 15, and its ceiling 16.
-    per_pair = _exact(factor) / routing.num_experts
     if routing.capacity_k is None:
-        num_pairs, share = routing.real_N.sum(), per_pair
+        count, factors = routing.real_N.sum(), (factor,)
     else:
-        num_pairs, share = routing.num_real_tokens, per_pair * _exact(routing.capacity_k)
-    capacity = -(-num_pairs * share.numerator // share.denominator)
+        count, factors = routing.num_real_tokens, (factor, routing.capacity_k)
+    capacity = ceil_of_share(count, share_of(*factors, parts=routing.num_experts))
     place_N = place_in_queue(routing, priority(routing))
     limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
     return renormalize_survivors(limited) if renormalize else limited
-
-
-def _exact(number: float) -> Fraction:
-    """The decimal fraction that somebody typed."""
-    return Fraction(number).limit_denominator(1_000_000)
 
 
 def by_position(routing: Routing) -> Tensor:

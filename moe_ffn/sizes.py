@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_SHARE = 10**9
+"""Of what `share_of` returns, and of its denominator: times a number of pairs, both fit into int64."""
+
+
+def share_of(*factors: float, parts: int) -> Fraction:
+    """The product of `factors`, divided among `parts`, as the fraction that was meant by its floats.
+
+    In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `LARGEST_SHARE` and
+    `LARGEST_SHARE`: a positive factor is never rounded to nothing.
+    """
+    share = Fraction(1, parts)
+    for factor in factors:
+        share *= Fraction(factor)
+    nearest = share.limit_denominator(LARGEST_SHARE)
+    return min(max(nearest, Fraction(1, LARGEST_SHARE)), Fraction(LARGEST_SHARE))
+
+
+def ceil_of_share(counts: Tensor, share: Fraction) -> Tensor:
+    """ceil(share * count) of int64 counts, exactly and without reading them on the host."""
+    whole, rest = divmod(share.numerator, share.denominator)
+    return counts * whole - (-counts * rest // share.denominator)
+
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:
     """The hidden width at which a gated block has the parameters of a dense one of 4 * d_model.

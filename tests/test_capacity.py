@@ -71,6 +71,37 @@ def test_capacity_has_no_rounding_error(make_routing: Any, factor: str) -> None:
             assert capacity_of(routing) == exact, (num_tokens, num_experts)
 
 
+@pytest.mark.parametrize("factor", ["4e-7", "1e-300", "1e-9", "1.2345678", "7e5", "1e9"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_capacity_is_exact_however_small_or_large_the_factor(
+    make_routing: Any, factor: str, padded: bool
+) -> None:
+    for num_experts, num_tokens in ((1, 1), (3, 100), (1024, 2000)):
+        mask = torch.arange(num_tokens) % 3 < 2 if padded else None
+        num_pairs = num_tokens if mask is None else int(mask.sum())
+        routing = make_routing([[0]] * num_tokens, num_experts, mask_T=mask)
+        limited = limit_by_position(routing, float(factor))
+        exact = math.ceil(Fraction(factor) * num_pairs / num_experts)
+        assert capacity_of(limited) == exact
+        assert limited.dropped_N.sum() == max(num_pairs - exact, 0)
+
+
+@pytest.mark.parametrize("factor", [2e15, 1e300, 1.7e308])
+def test_a_factor_beyond_all_bounds_drops_nothing(make_routing: Any, factor: float) -> None:
+    routing = limit_by_position(make_routing([[0]] * 40_000, 8, capacity_k=1.0), factor)
+    assert capacity_of(routing) >= 40_000
+    assert dropped(routing) == []
+
+
+def test_capacity_of_a_router_whose_pairs_depend_on_the_data_is_exact_too(
+    make_routing: Any,
+) -> None:
+    # The product of both numerators and the number of tokens is more than int64 holds.
+    exact = math.ceil(Fraction("7.654321") * Fraction("9.876543") * 130_000 / 1000)
+    routing = make_routing([[0]] * 130_000, 1000, capacity_k=7.654321)
+    assert capacity_of(limit_by_position(routing, 9.876543)) == exact
+
+
 def test_k_is_inside_the_number_of_pairs(make_routing: Any) -> None:
     # 3 tokens * 2 experts = 6 pairs over 3 experts: 2 places each.
     routing = limit_by_position(make_routing([[0, 1], [0, 1], [0, 2]], 3), 1.0)

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class CapacityConfig(Config, frozen=True):
     """How many (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
 
-    factor: float | None = Field(default=None, gt=0)
-    """Capacity factor in training; 1 is what perfect balance needs, null drops nothing."""
-    eval_factor: float | None = Field(default=None, gt=0)
+    factor: float | None = Field(default=None, gt=0, le=MOST)
+    """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
+    imbalance; null drops nothing."""
+    eval_factor: float | None = Field(default=None, gt=0, le=MOST)
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
     drop: Literal["position", "probability", "random"] = "position"
     """Whom a full expert drops: the latest positions, the smallest weights, or, in training, anyone.

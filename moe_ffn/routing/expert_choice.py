@@ -6,7 +6,6 @@ B groups of tokens, S tokens of a group, E experts, C tokens listed per expert a
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import torch
 from einops import rearrange, repeat
@@ -15,6 +14,7 @@ from torch import Tensor
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, comparable
 from moe_ffn.routing.config import ExpertChoiceRouterConfig
+from moe_ffn.sizes import ceil_of_share, share_of
 
 
 class ExpertChoiceRouter(LinearRouter):
@@ -25,7 +25,7 @@ class ExpertChoiceRouter(LinearRouter):
 
     def __init__(self, config: ExpertChoiceRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        self.share = Fraction(config.k).limit_denominator(1_000_000) / num_experts
+        self.share = share_of(config.k, parts=num_experts)
         self.per_sequence = config.among == "sequence"
         self.score = config.score
 
@@ -43,7 +43,7 @@ class ExpertChoiceRouter(LinearRouter):
         num_groups, _, num_listed = token_ids_BEC.shape
         # Padding is listed behind all others, so that shapes don't depend on it, and not chosen.
         num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)
-        num_chosen_B = -(-num_comparable_B * self.share.numerator // self.share.denominator)
+        num_chosen_B = ceil_of_share(num_comparable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)
         chosen_BC = ranks_C < num_chosen_B.unsqueeze(-1)
 

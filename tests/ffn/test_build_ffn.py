@@ -238,6 +238,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"type": "moe", "capacity": {"factor": float("nan")}},
         "capacity.factor: must be a finite number, got nan",
     ),
+    "capacity_infinite": (
+        {"type": "moe", "capacity": {"eval_factor": float("inf")}},
+        "capacity.eval_factor: must be a finite number, got inf",
+    ),
+    "capacity_beyond_any_number_of_experts": (
+        {"type": "moe", "capacity": {"factor": 1e308}},
+        "capacity.factor: must be at most 1000000000.0, got 1e+308",
+    ),
+    "eval_capacity_beyond_any_number_of_experts": (
+        {"type": "moe", "capacity": {"eval_factor": 4.6e15}},
+        "capacity.eval_factor: must be at most 1000000000.0, got 4600000000000000.0",
+    ),
     "dropout_1": ({"type": "dense", "dropout": 1.0}, "dropout: must be less than 1.0, got 1.0"),
     "dropout_negative": (
         {"type": "dense", "dropout": -0.1},

@@ -65,7 +65,14 @@ def test_it_equals_a_loop_over_groups_and_experts(
 # 0.3 * 50 is a little more than 15 where 0.3 is taken for what the float stands for.
 @pytest.mark.parametrize(
     ("k", "num_tokens", "num_experts", "each"),
-    [(2.0, 8, 4, 4), (1.0, 7, 4, 2), (1.25, 16, 8, 3), (0.3, 50, 1, 15), (8.0, 5, 8, 5)],
+    [
+        (2.0, 8, 4, 4),
+        (1.0, 7, 4, 2),
+        (1.25, 16, 8, 3),
+        (0.3, 50, 1, 15),
+        (8.0, 5, 8, 5),
+        (4e-7, 50, 4, 1),
+    ],
 )
 def test_every_expert_takes_exactly_its_share_rounded_up(
     k: float, num_tokens: int, num_experts: int, each: int
