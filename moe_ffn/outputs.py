@@ -11,6 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""The dtypes a token's id may have."""
+
 
 @dataclass(frozen=True)
 class TokenContext:
@@ -21,17 +24,28 @@ class TokenContext:
     tokens are never routed, counted or in a loss. None: every token is real."""
 
     token_ids: Tensor | None = None
-    """Vocabulary ids, the leading shape of `x`; None when unknown."""
+    """Vocabulary ids, integers of the leading shape of `x`; None when unknown."""
 
     sequence_length: int | None = None
     """S, where `x` comes with its leading axes flattened already (the position of token t is t % S);
     None: the last of them."""
 
     def __post_init__(self) -> None:
+        # torch rebuilds these values around anything; `check_input` refuses what is no tensor or no int.
         if isinstance(self.mask, Tensor) and self.mask.dtype != torch.bool:
             raise ValueError(
                 f"TokenContext.mask must be bool, True for real tokens, but is {self.mask.dtype}; "
                 "use mask.bool()"
+            )
+        if isinstance(self.token_ids, Tensor) and self.token_ids.dtype not in INTEGERS:
+            raise ValueError(
+                f"TokenContext.token_ids must be integers, but is {self.token_ids.dtype}; "
+                "use token_ids.long()"
+            )
+        if isinstance(self.sequence_length, int) and self.sequence_length < 1:
+            raise ValueError(
+                f"TokenContext.sequence_length must be at least 1, but is {self.sequence_length}; "
+                "leave it out where x is (batch, seq, d_model)"
             )
 
 
@@ -156,24 +170,104 @@ def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
     return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
 
 
-def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
-    """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike."""
-    context = context or TokenContext()
-    leading_shape = x.shape[:-1]
+def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
+    """Refuse what no block can transform; every block calls it first. It reads no tensor's values.
+
+    Args:
+        x: what the block was called with.
+        context: the same.
+        d_model: the width that the block was built for.
+
+    Raises:
+        TypeError: `x`, `context` or what is in it is of another type.
+        ValueError: a dtype, a width or a shape is wrong.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, but is of type {type(x).__name__}")
+    if not x.dtype.is_floating_point:
+        raise ValueError(
+            f"x must be floating point, but is {x.dtype}; a block takes embedded tokens, not their ids"
+        )
+    if x.ndim == 0:
+        raise ValueError(f"x must be (..., {d_model}), but has no axis at all")
+    if x.shape[-1] != d_model:
+        raise ValueError(
+            f"x has width {x.shape[-1]}, but this block was built for d_model {d_model}; "
+            f"x must be (..., {d_model})"
+        )
+    if context is not None:
+        _check_context(context, x.shape[:-1])
+
+
+def _check_context(context: TokenContext, leading_shape: torch.Size) -> None:
+    if not isinstance(context, TokenContext):
+        raise TypeError(
+            f"context must be a TokenContext, but is of type {type(context).__name__}; "
+            "use TokenContext(mask=..., token_ids=...)"
+        )
     for name in ("mask", "token_ids"):
         value = getattr(context, name)
-        if value is not None and value.shape != leading_shape:
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"TokenContext.{name} must be a torch.Tensor, but is of type {type(value).__name__}"
+            )
+        if value.shape != leading_shape:
             raise ValueError(
                 f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
                 f"but has {tuple(value.shape)}"
             )
+    length = context.sequence_length
+    if length is None:
+        return
+    if not isinstance(length, (int, torch.SymInt)):
+        raise TypeError(
+            f"TokenContext.sequence_length must be an int, but is of type {type(length).__name__}"
+        )
+    num_tokens = leading_shape.numel()
+    if num_tokens % length:
+        raise ValueError(
+            f"TokenContext.sequence_length ({length}) must divide the number of tokens in x "
+            f"({num_tokens})"
+        )
+
+
+def check_dtype(x: Tensor, weight: Tensor | None) -> None:
+    """Refuse an `x` of another dtype than the weights it meets, except under autocast, which converts both.
+
+    One rule for all blocks and backends, some of which would convert by themselves. Weights that are not
+    floating point (quantised ones) have rules of their own.
+
+    Raises:
+        ValueError: the dtypes differ.
+    """
+    if weight is None or x.dtype == weight.dtype or not weight.dtype.is_floating_point:
+        return
+    advice = f"use x.to({weight.dtype})"
+    if torch.float64 not in (x.dtype, weight.dtype):  # autocast leaves float64 as it is
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return
+        advice += ", or torch.autocast, which converts both"
+    raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
+
+
+def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
+    """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike.
+
+    Both have passed `check_input`.
+    """
+    context = context or TokenContext()
+    leading_shape = x.shape[:-1]
     if context.mask is not None:
         # Padding may hold anything; a NaN there would reach the router's gradient as 0 * NaN.
         x = x.masked_fill(~context.mask.unsqueeze(-1), 0)
+    length = context.sequence_length or (leading_shape[-1] if leading_shape else 1)
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
-        sequence_length=context.sequence_length or (leading_shape[-1] if leading_shape else 1),
+        sequence_length=max(length, 1),
     )
     return x.reshape(-1, x.shape[-1]), flat
 

@@ -26,11 +26,15 @@ class FFNBlock(nn.Module, ABC):
         """Transform each token.
 
         Args:
-            x: (batch, seq, d_model), or any (..., d_model).
+            x: (batch, seq, d_model), or any (..., d_model), of the weights' dtype or under autocast.
             context: padding mask and token ids, for the blocks that need them; see `TokenContext`.
 
         Returns:
             hidden, of the shape and dtype of `x`, and the routing, None for a dense block.
+
+        Raises:
+            TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` and
+                `check_dtype` in `moe_ffn.outputs`, which a block of one's own may call too.
 
         """
 

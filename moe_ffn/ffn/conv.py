@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_ffn.activations import activation_function
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.dense_config import ConvConfig
-from moe_ffn.outputs import FFNOutput, TokenContext
+from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input
 
 
 class ConvFFN(FFNBlock):
@@ -17,6 +17,7 @@ class ConvFFN(FFNBlock):
 
     def __init__(self, config: ConvConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         width = config.width(d_model)
         self.up = _PositionConv(d_model, width, config)
         self.down = _PositionConv(width, d_model, config)
@@ -24,6 +25,8 @@ class ConvFFN(FFNBlock):
         self.activation = activation_function(config.activation)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
+        check_dtype(x, next(self.parameters(), None))
         mask = context.mask if context is not None else None
         hidden = self.dropout(self.activation(self.up(torch.atleast_2d(x), mask)))
         return FFNOutput(self.down(hidden, mask).view_as(x).to(x.dtype))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from moe_ffn.activations import activation_function
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.dense_config import DenseConfig
-from moe_ffn.outputs import FFNOutput, TokenContext
+from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input
 
 
 class DenseFFN(FFNBlock):
@@ -15,11 +15,14 @@ class DenseFFN(FFNBlock):
 
     def __init__(self, config: DenseConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         self.up = nn.Linear(d_model, config.width(d_model), bias=config.bias)
         self.down = nn.Linear(config.width(d_model), d_model, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = activation_function(config.activation)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
+        check_dtype(x, next(self.parameters(), None))
         hidden = self.down(self.dropout(self.activation(self.up(x))))
         return FFNOutput(hidden.to(x.dtype))

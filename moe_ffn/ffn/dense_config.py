@@ -23,7 +23,7 @@ class IdentityConfig(FFNConfig, frozen=True):
     def build(self, d_model: int) -> FFNBlock:
         from moe_ffn.ffn.identity import IdentityFFN
 
-        return IdentityFFN()
+        return IdentityFFN(d_model)
 
     def num_params(self, d_model: int) -> int:
         return 0

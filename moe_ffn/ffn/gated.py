@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from moe_ffn.activations import GATE_ACTIVATIONS, activation_function
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.dense_config import GatedConfig
-from moe_ffn.outputs import FFNOutput, TokenContext
+from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input
 
 
 class GatedFFN(FFNBlock):
@@ -15,6 +15,7 @@ class GatedFFN(FFNBlock):
 
     def __init__(self, config: GatedConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         width = config.width(d_model)
         self.gate = nn.Linear(d_model, width, bias=config.bias)
         self.up = nn.Linear(d_model, width, bias=config.bias)
@@ -23,5 +24,7 @@ class GatedFFN(FFNBlock):
         self.activation = activation_function(GATE_ACTIVATIONS[config.type])
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
+        check_dtype(x, next(self.parameters(), None))
         hidden = self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
         return FFNOutput(hidden.to(x.dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.sparse_config import MixtureOfDepthsConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing.base import Router
 
 
@@ -25,10 +25,12 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def __init__(self, config: MixtureOfDepthsConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         self.router = config.router.build(d_model, 1)
         self.ffn = config.ffn.build(d_model)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         length = max(routing.sequence_length, 1)

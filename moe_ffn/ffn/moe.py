@@ -15,7 +15,7 @@ from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.combine import share_of_norms
 from moe_ffn.ffn.sparse_config import MoEConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationExperts
-from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
+from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing.base import Router
 
 
@@ -27,6 +27,7 @@ class MoEFFN(FFNBlock):
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         self.num_experts = config.num_experts
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
@@ -39,6 +40,7 @@ class MoEFFN(FFNBlock):
             self.combine = config.combine.build(d_model, config.experts_per_token)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
         x_TD, flat_context = flatten_tokens(x, context)
         routing = self.router(x_TD, flat_context)
         routing = limit(

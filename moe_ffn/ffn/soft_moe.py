@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.sparse_config import SoftMoEConfig
-from moe_ffn.outputs import FFNOutput, TokenContext, flatten_tokens
+from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 
 
 class SoftMoEFFN(FFNBlock):
@@ -25,6 +25,7 @@ class SoftMoEFFN(FFNBlock):
 
     def __init__(self, config: SoftMoEConfig, d_model: int) -> None:
         super().__init__()
+        self.d_model = d_model
         self.num_experts = config.num_experts
         self.slots_per_expert = config.slots_per_expert
         self.experts = config.experts.build(d_model, config.num_experts, 1)
@@ -33,6 +34,7 @@ class SoftMoEFFN(FFNBlock):
         nn.init.normal_(self.slots_PD)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model)
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)

@@ -14,6 +14,7 @@ from moe_ffn.kernels.bmm import bmm
 from moe_ffn.kernels.cpu import backend as cpu
 from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.triton import backend as triton
+from moe_ffn.outputs import check_dtype
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
@@ -39,9 +40,11 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
     """y_TD of the experts on a plan, by the backend called `backend`, or by the best for `auto`.
 
     Raises:
-        ValueError: the named backend does not take this device, this dtype or these widths.
+        ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
+            the weights differ in dtype, without autocast.
 
     """
+    check_dtype(x_TD, weights.up_EHD)
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:

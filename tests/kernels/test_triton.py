@@ -323,8 +323,9 @@ def test_it_says_what_it_does_not_take(
     monkeypatch: pytest.MonkeyPatch, make_weights: Any, make_plan_of: Any
 ) -> None:
     plan, weights = make_plan_of(PLANS["one_pair"], 3), make_weights()
+    wide = make_weights(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"'triton' takes torch\.float32, .* got torch\.float64"):
-        run_experts(tokens(1, torch.float64), plan, weights, "triton")
+        run_experts(tokens(1, torch.float64), plan, wide, "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="'triton' runs on GPUs, but the tokens are on the cpu"):
         run_experts(tokens(1).cpu(), plan, weights, "triton")

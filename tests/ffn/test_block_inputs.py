@@ -1,0 +1,304 @@
+"""What no block can transform is refused in one sentence, the same by every block and every backend."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from moe_ffn import ConfigError, FFNBlock, FFNConfig, TokenContext, build_ffn
+from moe_ffn.kernels.select import BACKENDS
+
+D_MODEL = 16
+BLOCKS: dict[str, Any] = {
+    **{member: {"type": member} for member in FFNConfig.members},
+    "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
+    "moe-hash": {"type": "moe", "router": "hash"},
+    "moe-shared": {"type": "moe", "shared_expert": "dense"},
+    "mixture_of_depths-identity": {"type": "mixture_of_depths", "ffn": "identity"},
+}
+every_block = pytest.mark.parametrize("config", BLOCKS.values(), ids=BLOCKS)
+WEIGHTLESS = ("identity", "mixture_of_depths-identity")
+DTYPES = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float64, torch.float32),
+    (torch.float32, torch.float64),
+]
+"""Of tokens and weights."""
+
+
+def build(config: Any) -> FFNBlock:
+    torch.manual_seed(0)
+    return build_ffn(config, D_MODEL)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, D_MODEL, generator=torch.Generator().manual_seed(1))
+
+
+def some_ids(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+X = tokens(2, 6)
+IDS = some_ids(2, 6)
+MASK = torch.ones(2, 6, dtype=torch.bool)
+
+REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], type[Exception], str]] = {
+    "int_x": (
+        lambda: (X.long(), None),
+        ValueError,
+        "x must be floating point, but is torch.int64; a block takes embedded tokens, not their ids",
+    ),
+    "bool_x": (lambda: (X > 0, None), ValueError, "x must be floating point, but is torch.bool; "),
+    "complex_x": (
+        lambda: (X + 1j, None),
+        ValueError,
+        "x must be floating point, but is torch.complex64; ",
+    ),
+    "narrow_x": (
+        lambda: (X[..., :8], None),
+        ValueError,
+        "x has width 8, but this block was built for d_model 16; x must be (..., 16)",
+    ),
+    "x_of_width_1": (
+        lambda: (X[..., :1], None),
+        ValueError,
+        "x has width 1, but this block was built for d_model 16",
+    ),
+    "scalar_x": (
+        lambda: (torch.tensor(1.0), None),
+        ValueError,
+        "x must be (..., 16), but has no axis at all",
+    ),
+    "x_is_a_list": (
+        lambda: (X.tolist(), None),
+        TypeError,
+        "x must be a torch.Tensor, but is of type list",
+    ),
+    "context_is_a_mask": (
+        lambda: (X, MASK),
+        TypeError,
+        "context must be a TokenContext, but is of type Tensor; use TokenContext(mask=..., ",
+    ),
+    "mask_of_one_sequence": (
+        lambda: (X, TokenContext(mask=MASK[:1])),
+        ValueError,
+        "TokenContext.mask must have the leading shape of x, (2, 6), but has (1, 6)",
+    ),
+    "mask_with_an_axis_more": (
+        lambda: (X, TokenContext(mask=MASK.unsqueeze(-1))),
+        ValueError,
+        "TokenContext.mask must have the leading shape of x, (2, 6), but has (2, 6, 1)",
+    ),
+    "mask_is_a_list": (
+        lambda: (X, TokenContext(mask=MASK.tolist())),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "TokenContext.mask must be a torch.Tensor, but is of type list",
+    ),
+    "mask_of_numbers": (
+        lambda: (X, TokenContext(mask=MASK.long())),
+        ValueError,
+        "TokenContext.mask must be bool, True for real tokens, but is torch.int64; use mask.bool()",
+    ),
+    "ids_of_another_shape": (
+        lambda: (X, TokenContext(token_ids=IDS[:, :5])),
+        ValueError,
+        "TokenContext.token_ids must have the leading shape of x, (2, 6), but has (2, 5)",
+    ),
+    "float_ids": (
+        lambda: (X, TokenContext(token_ids=IDS.float())),
+        ValueError,
+        "TokenContext.token_ids must be integers, but is torch.float32; use token_ids.long()",
+    ),
+    "bool_ids": (
+        lambda: (X, TokenContext(token_ids=IDS > 3)),
+        ValueError,
+        "TokenContext.token_ids must be integers, but is torch.bool; use token_ids.long()",
+    ),
+    "length_of_minus_1": (
+        lambda: (X, TokenContext(sequence_length=-1)),
+        ValueError,
+        "TokenContext.sequence_length must be at least 1, but is -1; leave it out where x is ",
+    ),
+    "length_0": (
+        lambda: (X, TokenContext(sequence_length=0)),
+        ValueError,
+        "TokenContext.sequence_length must be at least 1, but is 0; ",
+    ),
+    "length_that_does_not_divide": (
+        lambda: (X, TokenContext(sequence_length=5)),
+        ValueError,
+        "TokenContext.sequence_length (5) must divide the number of tokens in x (12)",
+    ),
+    "length_that_is_a_float": (
+        lambda: (X, TokenContext(sequence_length=6.0)),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "TokenContext.sequence_length must be an int, but is of type float",
+    ),
+}
+
+
+@every_block
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_in_one_sentence(
+    config: Any, call: Callable[[], tuple[Any, Any]], error: type[Exception], message: str
+) -> None:
+    block = build(config)
+    with pytest.raises(error, match="^" + re.escape(message)) as caught:
+        block(*call())
+    assert "\n" not in str(caught.value)
+
+
+@every_block
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+def test_what_fits_is_taken(config: Any, dtype: torch.dtype) -> None:
+    block = build(config)
+    context = TokenContext(mask=MASK, token_ids=IDS.to(dtype), sequence_length=6)
+    assert block(X, context).hidden.shape == X.shape
+    flat = TokenContext(MASK.flatten(), IDS.flatten().to(dtype), sequence_length=6)
+    assert block(X.flatten(0, 1), flat).hidden.shape == (12, D_MODEL)
+
+
+@every_block
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 6)], ids=str)
+def test_no_tokens_at_all_fit(config: Any, shape: tuple[int, ...]) -> None:
+    context = TokenContext(torch.ones(shape, dtype=torch.bool), some_ids(*shape))
+    assert build(config)(tokens(*shape), context).hidden.shape == (*shape, D_MODEL)
+
+
+def test_a_context_may_be_rebuilt_around_anything() -> None:
+    # As torch does, which maps its tensors to other things and back.
+    context = TokenContext(MASK, IDS, sequence_length=6)
+    kinds = pytree.tree_map(type, context)
+    assert (kinds.mask, kinds.token_ids, kinds.sequence_length) == (Tensor, Tensor, int)
+
+
+# ---------------------------------------------------------------------------------------- dtypes
+
+
+def sentence(x: torch.dtype, weights: torch.dtype) -> str:
+    text = f"x is {x}, but this block's weights are {weights}; use x.to({weights})"
+    if torch.float64 not in (x, weights):
+        text += ", or torch.autocast, which converts both"
+    return f"^{re.escape(text)}$"
+
+
+def both_ways(block: nn.Module, x: Tensor) -> list[Tensor]:
+    """A step of training, and the continuation of one sequence by one token."""
+    trained = block.train()(x, TokenContext(token_ids=some_ids(*x.shape[:-1]))).hidden
+    with torch.no_grad():
+        decoded = block.eval()(x[:1, :1], TokenContext(token_ids=some_ids(1, 1))).hidden
+    return [trained, decoded]
+
+
+@pytest.mark.parametrize("decodes", [False, True], ids=["training", "decoding"])
+@pytest.mark.parametrize(("x_dtype", "weights"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [config for name, config in BLOCKS.items() if name not in WEIGHTLESS],
+    ids=[name for name in BLOCKS if name not in WEIGHTLESS],
+)
+def test_tokens_of_another_dtype_than_the_weights_are_refused(
+    config: Any, x_dtype: torch.dtype, weights: torch.dtype, decodes: bool
+) -> None:
+    block = build(config).to(weights).train(not decodes)
+    x = X[:1, :1] if decodes else X
+    context = TokenContext(token_ids=some_ids(*x.shape[:-1]))
+    with (
+        torch.set_grad_enabled(not decodes),
+        pytest.raises(ValueError, match=sentence(x_dtype, weights)),
+    ):
+        block(x.to(x_dtype), context)
+
+
+@pytest.mark.parametrize("decodes", [False, True], ids=["training", "decoding"])
+@pytest.mark.parametrize(("x_dtype", "weights"), DTYPES, ids=str)
+@pytest.mark.parametrize("backend", ["auto", *sorted(BACKENDS)])
+def test_every_backend_refuses_another_dtype_in_the_same_words(
+    backend: str, x_dtype: torch.dtype, weights: torch.dtype, decodes: bool
+) -> None:
+    experts = {"type": "swiglu", "d_ff": 16, "backend": backend}
+    block = build({"type": "moe", "num_experts": 4, "experts": experts}).to(weights)
+    x = (X[:1, :1] if decodes else X).to(x_dtype)
+    with (
+        torch.set_grad_enabled(not decodes),
+        pytest.raises(ValueError, match=sentence(x_dtype, weights)),
+    ):
+        block.train(not decodes)(x)
+
+
+@every_block
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_takes_both(config: Any, x_dtype: torch.dtype, weights: torch.dtype) -> None:
+    block = build(config).to(weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        for hidden in both_ways(block, X.to(x_dtype)):
+            assert hidden.dtype == x_dtype
+            assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize("config", ["swiglu", "moe"])
+def test_autocast_leaves_float64_alone_and_so_it_is_refused(config: str) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match=sentence(torch.float64, torch.float32)),
+    ):
+        build(config)(X.double())
+
+
+def test_weights_that_are_not_floating_point_have_rules_of_their_own() -> None:
+    class Quantised(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.scale = 100
+            weight = (linear.weight.detach() * self.scale).round().to(torch.int8)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.weight.to(x.dtype).T / self.scale)
+
+    block: Any = build("dense")
+    expected = block(X).hidden
+    block.up, block.down = Quantised(block.up), Quantised(block.down)
+    torch.testing.assert_close(block(X).hidden, expected, rtol=0, atol=0.1)
+    assert block(X.bfloat16()).hidden.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("config", ["dense", "swiglu", "conv", "identity"])
+def test_a_checked_block_is_still_one_graph(config: str) -> None:
+    block = build(config)
+    compiled: Any = torch.compile(block, backend="eager", fullgraph=True)
+    context = TokenContext(mask=MASK, token_ids=IDS)
+    assert torch.equal(compiled(X, context).hidden, block(X, context).hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = compiled(X.bfloat16(), context).hidden
+        assert torch.equal(hidden, block(X.bfloat16(), context).hidden)
+
+
+# ---------------------------------------------------------------------------------------- widths
+
+
+@pytest.mark.parametrize(
+    ("d_model", "message"),
+    [
+        ("16", "d_model must be a whole number, got '16'"),
+        (16.0, "d_model must be a whole number, got 16.0"),
+        (True, "d_model must be a whole number, got True"),
+        (None, "d_model must be a whole number, got None"),
+        (10**12, "d_model must be at most 1000000000, got 1000000000000"),
+    ],
+    ids=str,
+)
+def test_a_width_that_is_none_is_refused(d_model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        build_ffn("moe", d_model)
