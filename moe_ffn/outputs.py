@@ -5,8 +5,10 @@ T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from functools import wraps
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -162,6 +164,32 @@ class FFNOutput:
 
     inner_routing: Routing | None = None
     """Where a sparse block inside this one sent the tokens it was given (mixture-of-depths)."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_routing(function: F) -> F:
+    """A function of a Routing that says so where it is given something else; see `check_routing`."""
+
+    @wraps(function)
+    def checked(routing: Routing, *args: Any, **kwargs: Any) -> Any:
+        check_routing(routing, function.__name__)
+        return function(routing, *args, **kwargs)
+
+    return cast("F", checked)
+
+
+def check_routing(value: object, taker: str) -> None:
+    """TypeError where `value` is no Routing: most often it is the None of a dense block."""
+    if isinstance(value, Routing):
+        return
+    got = f"a value of type {type(value).__name__}"
+    if value is None:
+        got = "None, the routing of a block that routes nothing"
+    elif isinstance(value, FFNOutput):
+        got = "an FFNOutput; use output.routing"
+    raise TypeError(f"{taker} takes a Routing, but got {got}")
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:

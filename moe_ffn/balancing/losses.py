@@ -11,9 +11,10 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, count_pairs
+from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
 
 
+@takes_routing
 def load_balancing_loss(routing: Routing) -> Tensor:
     """E * sum_i f_i P_i (Fedus et al. 2021, Switch Transformer, equation 4).
 
@@ -37,8 +38,12 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
     comparison with models trained that way. Hugging Face's value is k times this one.
 
     Raises:
-        ValueError: the layers differ in their number of experts.
+        ValueError: there is no layer, or the layers differ in their number of experts.
     """
+    for routing in layers:
+        check_routing(routing, "pooled_load_balancing_loss")
+    if not layers:
+        raise ValueError("load_balance_pooled needs the routing of at least one layer, got none")
     if len({routing.num_experts for routing in layers}) > 1:
         sizes = ", ".join(str(routing.num_experts) for routing in layers)
         raise ValueError(
@@ -53,6 +58,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
     return load_times_scores(load_E, scores_E, num_tokens)
 
 
+@takes_routing
 def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """The mean over sequences of each one's load-balancing loss (DeepSeek-V3, section 2.1.2).
 
@@ -69,6 +75,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
 
 
+@takes_routing
 def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Tensor) -> Tensor:
     """One batch's part of the load-balancing loss of the whole optimizer step.
 
@@ -83,6 +90,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
     return load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
 
 
+@takes_routing
 def importance_cv2_loss(routing: Routing) -> Tensor:
     """CV^2 of the experts' importance, the sum of their weights (Shazeer et al. 2017, equation 7).
 
@@ -93,6 +101,7 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
     return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))
 
 
+@takes_routing
 def load_cv2_loss(routing: Routing) -> Tensor:
     """CV^2 of the experts' load, counted smoothly over the router's noise (Shazeer et al. 2017, eq. 11).
 
@@ -109,11 +118,13 @@ def load_cv2_loss(routing: Routing) -> Tensor:
     return cv_squared(real_only(routing.selection_probs_TE, routing).sum(dim=0))
 
 
+@takes_routing
 def router_z_loss(routing: Routing) -> Tensor:
     """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small."""
     return mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing)
 
 
+@takes_routing
 def router_entropy_loss(routing: Routing) -> Tensor:
     """The mean entropy of a token's normalised scores, in nats: 0 when sure, log E when undecided.
 
@@ -123,6 +134,7 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     return mean_over_tokens(token_entropy(normalized_scores(routing)), routing)
 
 
+@takes_routing
 def relu_sparsity_loss(routing: Routing) -> Tensor:
     """E / (k T) * sum_i f_i sum_t score_ti, f_i = pairs of i / T: ReMoE's load-balancing L1 loss.
 
@@ -161,12 +173,14 @@ def cv_squared(values_E: Tensor) -> Tensor:
     return variance / values_E.mean().square().clamp(min=tiny)
 
 
+@takes_routing
 def pairs_per_expert(routing: Routing) -> Tensor:
     """int64 (E,): the real pairs that name each expert, before dropping."""
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
     return count_pairs(expert_ids_N, routing.num_experts + 1)[:-1]
 
 
+@takes_routing
 def pairs_per_sequence(routing: Routing) -> Tensor:
     """int64 (B, E): `pairs_per_expert` of each sequence by itself."""
     num_experts = routing.num_experts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, takes_routing
 
 # -- of a load
 
@@ -55,6 +55,7 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
     return best_T - second_T
 
 
+@takes_routing
 def logit_max(routing: Routing) -> Tensor:
     """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
     sizes_TE = routing.logits_TE.abs()
@@ -66,6 +67,7 @@ def logit_max(routing: Routing) -> Tensor:
     )
 
 
+@takes_routing
 def nonfinite_tokens(routing: Routing) -> Tensor:
     """How many real tokens have a logit that is NaN or infinite: something before this layer broke."""
     # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
@@ -76,6 +78,7 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
 # -- of who goes where
 
 
+@takes_routing
 def chosen_experts(routing: Routing) -> Tensor:
     """Bool (T, E): whom each real token chose, before dropping."""
     cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
@@ -87,6 +90,7 @@ def chosen_experts(routing: Routing) -> Tensor:
     return chosen.bool().view(routing.logits_TE.shape)
 
 
+@takes_routing
 def coactivation_counts(routing: Routing) -> Tensor:
     """int64 (E, E): how many tokens chose both experts; on the diagonal, how many chose that one."""
     chosen_TE = chosen_experts(routing).float()

@@ -27,7 +27,7 @@ from moe_ffn.metrics.functional import (
     nonfinite_tokens,
     top1_margin,
 )
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, check_routing
 
 
 class LoadMetrics(Metric):
@@ -51,6 +51,7 @@ class LoadMetrics(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
 
     def update(self, routing: Routing) -> None:
+        check_routing(routing, f"{type(self).__name__}.update")
         self.pairs_E += pairs_per_expert(routing)
         self.num_dropped += (routing.dropped_N & routing.real_N).sum()
         if routing.capacity is not None:
@@ -108,6 +109,7 @@ class TokenMetrics(Metric):
         self.add_state("logit_max", torch.zeros(()), "max")
 
     def update(self, routing: Routing) -> None:
+        check_routing(routing, f"{type(self).__name__}.update")
         routing = routing.detach()
         num_tokens = routing.num_real_tokens
         self.num_tokens += num_tokens
@@ -163,6 +165,7 @@ class CoactivationMetrics(Metric):
         self.add_state("counts_EE", torch.zeros(shape, dtype=torch.int64), "sum")
 
     def update(self, routing: Routing) -> None:
+        check_routing(routing, f"{type(self).__name__}.update")
         self.counts_EE += coactivation_counts(routing)
 
     def compute(self) -> dict[str, Tensor]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from every_loss import LOSSES, random_logits, routing_of
 from torch import Tensor
+
+from moe_ffn import build_ffn, pooled_load_balancing_loss
+from moe_ffn.balancing.losses import pairs_per_expert, pairs_per_sequence
 
 # Sums of some ten float64 numbers in another order.
 EXACT = 1e-12
@@ -119,3 +123,28 @@ def test_the_numbers_of_the_experts_do_not_matter(name: str) -> None:
     got, gradient = value_and_gradient(name, logits[:, order], sequence_length=4)
     torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(gradient, expected_gradient[:, order], rtol=EXACT, atol=EXACT)
+
+
+TAKE_A_ROUTING: dict[str, Any] = {
+    **LOSSES,
+    "pairs_per_expert": pairs_per_expert,
+    "pairs_per_sequence": pairs_per_sequence,
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_ROUTING)
+def test_what_is_no_routing_is_refused_by_name(name: str) -> None:
+    function = TAKE_A_ROUTING[name]
+    output = build_ffn("swiglu", 8)(torch.randn(2, 8))
+    for wrong, got in (
+        (output.routing, "None, the routing of a block that routes nothing"),
+        (output, "an FFNOutput; use output.routing"),
+        (output.hidden, "a value of type Tensor"),
+    ):
+        with pytest.raises(TypeError, match=rf"^\w+ takes a Routing, but got {got}$"):
+            function(wrong)
+
+
+def test_the_pooled_loss_of_no_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^load_balance_pooled needs the routing of at least one"):
+        pooled_load_balancing_loss([])

@@ -155,3 +155,11 @@ def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
         assert torch.equal(value, getattr(routing, name)), name
     assert detached.sequence_length == routing.sequence_length
     assert detached.capacity == routing.capacity
+
+
+@pytest.mark.parametrize(
+    "function", [logit_max, nonfinite_tokens, chosen_experts, coactivation_counts]
+)
+def test_what_is_no_routing_is_refused_by_name(function: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{function.__name__} takes a Routing, but got None, "):
+        function(None)

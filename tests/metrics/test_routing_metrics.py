@@ -210,3 +210,9 @@ def test_ranks_together_measure_what_one_would_of_all_batches(
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_routing_of_a_dense_block_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.update takes a Routing, but got None"):
+        kind(2).update(None)
