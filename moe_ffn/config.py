@@ -180,6 +180,15 @@ class TaggedConfig(Config, frozen=True):
         return {FAMILY_KEY: cls.__name__} if cls.is_family_root() else handler(core_schema)
 
 
+def describe_options(config: Config, without: Iterable[str] = ()) -> str:
+    """`k=2, scale=1.0`: what is set to something, and not to null, false or 0; for a module's repr."""
+    values = {name: value for name, value in config if value and name not in without}
+    return ", ".join(
+        f"{name}=({describe_options(value)})" if isinstance(value, Config) else f"{name}={value}"
+        for name, value in values.items()
+    )
+
+
 def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
     """Mistakes of one's own finding, by the keys of `cls`; validators raise it."""
     details = [

@@ -13,6 +13,27 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
+
+def summarize(value: Any, separator: str = ", ") -> str:
+    """One line for a frozen value: `TokenContext(mask=bool[2, 16] on cpu)`. Tensors are named by dtype, shape
+    and device, and what is None is left out. It reads no tensor.
+    """
+    items = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    parts = [f"{name}={brief(item)}" for name, item in items if item is not None]
+    return f"{type(value).__name__}({separator.join(parts)})"
+
+
+def brief(value: object) -> str:
+    """`float32[2, 16, 64] on cpu` for a tensor, `repr` for anything else."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{_dtype_name(value)}{list(value.shape)} on {value.device}"
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes a token's id may have."""
 
@@ -31,6 +52,9 @@ class TokenContext:
     sequence_length: int | None = None
     """S, where `x` comes with its leading axes flattened already (the position of token t is t % S);
     None: the last of them."""
+
+    def __repr__(self) -> str:
+        return summarize(self)
 
     def __post_init__(self) -> None:
         # torch rebuilds these values around anything; `check_input` refuses what is no tensor or no int.
@@ -108,6 +132,39 @@ class Routing:
     the shared expert: the mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms after
     both were weighted. None without a shared expert."""
 
+    def __repr__(self) -> str:
+        """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
+        tensors = (self.logits_TE, self.token_ids_N)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            return summarize(self)
+        parts = [
+            f"num_tokens={self.num_tokens}",
+            f"sequence_length={self.sequence_length}",
+            f"num_experts={self.num_experts}",
+            f"num_pairs={len(self.token_ids_N)}",
+            *self._counted(),
+            f"{_dtype_name(self.logits_TE)} on {self.logits_TE.device}",
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def _counted(self) -> list[str]:
+        """What `__repr__` says of the tensors' values; it reads them."""
+        parts: list[str] = []
+        try:
+            if self.mask_T is not None:
+                parts.append(f"num_real_tokens={int(self.num_real_tokens)}")
+            num_real = int(self.real_N.sum())
+            if num_real < len(self.token_ids_N):
+                parts.append(f"num_real_pairs={num_real}")
+            if self.capacity is not None:
+                share = int((self.dropped_N & self.real_N).sum()) / max(num_real, 1)
+                parts.append(f"capacity={int(self.capacity)}, dropped={share:.1%}")
+            else:
+                parts.append("dropless")
+        except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
+            pass
+        return parts
+
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
@@ -164,6 +221,9 @@ class FFNOutput:
 
     inner_routing: Routing | None = None
     """Where a sparse block inside this one sent the tokens it was given (mixture-of-depths)."""
+
+    def __repr__(self) -> str:
+        return summarize(self, separator=",\n    ")
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, summarize
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Plan:
 
     pair_ids_N: Tensor
     """int64, where each pair stands in the routing's own list, which is sorted by token."""
+
+    def __repr__(self) -> str:
+        return summarize(self)
 
 
 torch.export.register_dataclass(Plan)

@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.config import describe_options
 from moe_ffn.dispatch.plan import Plan
+from moe_ffn.experts.config import ExpertsConfig
 from moe_ffn.initialization import init_linear_
 
 
@@ -30,3 +32,10 @@ def stacked_linear(
     bias_EO = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
     init_linear_(weight_EOI, bias_EO)
     return weight_EOI, bias_EO
+
+
+def describe_experts(down_EDF: Tensor, activation: str, config: ExpertsConfig) -> str:
+    """What a module of experts prints of itself: sizes, and the options that are set."""
+    num_experts, d_model, d_ff = down_EDF.shape
+    sizes = f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}, activation={activation}"
+    return f"{sizes}, {describe_options(config, without=['d_ff', 'activation'])}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.experts.base import Experts, stacked_linear
+from moe_ffn.experts.base import Experts, describe_experts, stacked_linear
 from moe_ffn.experts.config import ThreeMatrixExpertsConfig
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
@@ -44,6 +44,10 @@ class GatedExperts(Experts):
             clamped=self.config.clamped,
         )
         return run_experts(x_TD, plan, weights, self.config.backend)
+
+    def extra_repr(self) -> str:
+        activation = self.config.gate_activation
+        return describe_experts(self.down, activation, self.config)
 
     @property
     def gate(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.experts.base import Experts, stacked_linear
+from moe_ffn.experts.base import Experts, describe_experts, stacked_linear
 from moe_ffn.experts.config import MLPExpertsConfig
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
@@ -38,3 +38,7 @@ class MLPExperts(Experts):
             dropout=self.config.dropout if self.training else 0.0,
         )
         return run_experts(x_TD, plan, weights, self.config.backend)
+
+    def extra_repr(self) -> str:
+        activation = self.config.activation
+        return describe_experts(self.down, activation, self.config)

@@ -41,6 +41,9 @@ class Average(Combine):
     def forward(self, routed: Tensor, shared: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.k * routed / (self.k + 1), shared / (self.k + 1)
 
+    def extra_repr(self) -> str:
+        return f"experts_per_token={self.k:g}"
+
 
 class Residual(Combine):
     def __init__(self, d_model: int) -> None:

@@ -17,6 +17,7 @@ class ConvFFN(FFNBlock):
 
     def __init__(self, config: ConvConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         width = config.width(d_model)
         self.up = _PositionConv(d_model, width, config)
@@ -30,6 +31,12 @@ class ConvFFN(FFNBlock):
         mask = context.mask if context is not None else None
         hidden = self.dropout(self.activation(self.up(torch.atleast_2d(x), mask)))
         return FFNOutput(self.down(hidden, mask).view_as(x).to(x.dtype))
+
+    def extra_repr(self) -> str:
+        config = self.config
+        sizes = f"d_model={self.d_model}, d_ff={config.width(self.d_model)}"
+        window = f"kernel_size={config.kernel_size}, causal={config.causal}"
+        return f"{sizes}, {window}, activation={config.activation}"
 
 
 class _PositionConv(nn.Module):

@@ -15,6 +15,7 @@ class DenseFFN(FFNBlock):
 
     def __init__(self, config: DenseConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.up = nn.Linear(d_model, config.width(d_model), bias=config.bias)
         self.down = nn.Linear(config.width(d_model), d_model, bias=config.bias)
@@ -26,3 +27,7 @@ class DenseFFN(FFNBlock):
         check_dtype(x, next(self.parameters(), None))
         hidden = self.down(self.dropout(self.activation(self.up(x))))
         return FFNOutput(hidden.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        sizes = f"d_model={self.d_model}, d_ff={self.config.width(self.d_model)}"
+        return f"{sizes}, activation={self.config.activation}"

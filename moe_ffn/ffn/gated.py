@@ -15,6 +15,7 @@ class GatedFFN(FFNBlock):
 
     def __init__(self, config: GatedConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         width = config.width(d_model)
         self.gate = nn.Linear(d_model, width, bias=config.bias)
@@ -28,3 +29,8 @@ class GatedFFN(FFNBlock):
         check_dtype(x, next(self.parameters(), None))
         hidden = self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
         return FFNOutput(hidden.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        sizes = f"d_model={self.d_model}, d_ff={self.config.width(self.d_model)}"
+        activation = GATE_ACTIVATIONS[self.config.type]
+        return f"{sizes}, activation={activation}, type={self.config.type}"

@@ -19,3 +19,6 @@ class IdentityFFN(FFNBlock):
         check_input(x, context, self.d_model)
         # A plain zero would leave the norm before it without a gradient, and DDP would hang.
         return FFNOutput(x * 0)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}"

@@ -56,6 +56,9 @@ class MixtureOfDepthsFFN(FFNBlock):
         hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
         return FFNOutput(hidden.reshape(x.shape), routing, inner.routing)
 
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}"
+
     def routers(self) -> dict[str, Router]:
         inner = self.ffn.routers()
         return {"routing": self.router} | ({"inner_routing": inner["routing"]} if inner else {})

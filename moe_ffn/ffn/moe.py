@@ -10,6 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from moe_ffn.capacity import DROP_POLICIES, Priority, limit
+from moe_ffn.config import describe_options
 from moe_ffn.dispatch.plan import make_plan
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.combine import share_of_norms
@@ -56,6 +57,13 @@ class MoEFFN(FFNBlock):
             share = share_of_norms(shared, routed, routing.mask_T)
             hidden, routing = routed + shared, replace(routing, shared_share=share)
         return FFNOutput(hidden, routing)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_experts={self.num_experts}, d_model={self.d_model}"
+        capacity = "dropless"
+        if self.capacity.is_limited:
+            capacity = f"capacity=({describe_options(self.capacity)})"
+        return f"{sizes}, {capacity}"
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router}

@@ -55,6 +55,10 @@ class SoftMoEFFN(FFNBlock):
         hidden = einsum(combine_BSP, y_BPD.to(dtype), "b s p, b p d -> b s d")
         return FFNOutput(hidden.to(x.dtype).reshape(x.shape))
 
+    def extra_repr(self) -> str:
+        slots = f"slots_per_expert={self.slots_per_expert}"
+        return f"num_experts={self.num_experts}, {slots}, d_model={self.d_model}"
+
     def logits(self, x_BSD: Tensor) -> Tensor:
         """(B, S, P), float32 or wider, as a router's."""
         dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32

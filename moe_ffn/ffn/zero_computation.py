@@ -9,6 +9,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor, nn
 
+from moe_ffn.config import describe_options
 from moe_ffn.ffn.sparse_config import ZeroComputationConfig
 from moe_ffn.initialization import init_linear_
 from moe_ffn.outputs import Routing
@@ -22,6 +23,7 @@ class ZeroComputationExperts(nn.Module):
 
     def __init__(self, config: ZeroComputationConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.num_zero = config.num_zero
         self.num_copy = config.num_copy
         self.vector_CD = self.mix_C2D = None
@@ -44,6 +46,9 @@ class ZeroComputationExperts(nn.Module):
             token_TD = shares_TC2[..., 0].sum(dim=-1, keepdim=True) * x_TD
             y_TD = y_TD + token_TD + shares_TC2[..., 1] @ self.vector_CD.to(shares_TC2.dtype)
         return y_TD.to(x_TD.dtype)
+
+    def extra_repr(self) -> str:
+        return describe_options(self.config)
 
 
 def weights_of(routing: Routing, first: int) -> Tensor:

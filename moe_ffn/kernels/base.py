@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_ffn.activations import Activation, ClampedSwiGLU, activation_function
 from moe_ffn.dispatch.plan import Plan
+from moe_ffn.outputs import summarize
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class ExpertWeights:
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
     clamped: ClampedSwiGLU | None = None
     """Stands for the product of activated gate and up, where experts have a gate of this kind."""
+
+    def __repr__(self) -> str:
+        return summarize(self)
 
     @property
     def num_experts(self) -> int:

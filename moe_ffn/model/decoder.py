@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ffn.layer_names import layer_names
 from moe_ffn.model.block import Block, PostNormBlock, PreNormBlock
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 
 if TYPE_CHECKING:
     from moe_ffn.routing.base import Router
@@ -32,6 +32,13 @@ class DecoderOutput:
     routings: dict[str, Routing]
     """Where the tokens went, for each sparse layer: `layer_03`, and `layer_03/inner` for a sparse block
     inside a mixture of depths."""
+
+    def __repr__(self) -> str:
+        names = list(self.routings)
+        if len(names) > 4:
+            names = [*names[:2], "...", names[-1]]
+        routings = f"{len(self.routings)} routings: {', '.join(names)}" if names else "no routings"
+        return f"{type(self).__name__}(logits={brief(self.logits)}, {routings})"
 
 
 torch.export.register_dataclass(DecoderOutput)

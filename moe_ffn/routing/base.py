@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_ffn.config import describe_options
 from moe_ffn.initialization import init_linear_
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base_config import LinearRouterConfig
@@ -50,6 +51,7 @@ class LinearRouter(Router):
 
     def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
+        self.config = config
         self.jitter = config.jitter
         self.projection = RouterLinear(d_model, num_experts, config.bias)
 
@@ -59,6 +61,9 @@ class LinearRouter(Router):
             noise_TD = torch.empty_like(x_TD, dtype=self.projection.dtype_for(x_TD))
             x_TD = x_TD * noise_TD.uniform_(1 - self.jitter, 1 + self.jitter)
         return self.projection(x_TD)
+
+    def extra_repr(self) -> str:
+        return describe_options(self.config, without=["type"])
 
 
 class RouterLinear(nn.Module):
@@ -84,6 +89,10 @@ class RouterLinear(nn.Module):
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
         with _as_given(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
+
+    def extra_repr(self) -> str:
+        num_experts, d_model = self.weight.shape
+        return f"d_model={d_model}, num_experts={num_experts}, bias={self.bias is not None}"
 
     @staticmethod
     def dtype_for(x_TD: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ffn.config import describe_options
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import Router, RouterLinear, routing_of_pairs
 from moe_ffn.routing.config import HashRouterConfig
@@ -21,6 +22,7 @@ class HashRouter(Router):
 
     def __init__(self, config: HashRouterConfig, num_experts: int) -> None:
         super().__init__()
+        self.config = config
         self.k = config.k
         self.seed = config.seed
         self.num_experts = num_experts
@@ -46,6 +48,10 @@ class HashRouter(Router):
         whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
         logits_TE = torch.zeros_like(scores_TE).masked_fill(~whole_T1, torch.nan)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+
+    def extra_repr(self) -> str:
+        options = describe_options(self.config, without=["type"])
+        return f"num_experts={self.num_experts}, {options}"
 
 
 def hash_of(ids: Tensor, seed: int) -> Tensor:
