@@ -56,7 +56,7 @@ class QuantileRule(BiasRule):
     """-bias of expert i becomes the quantile of (score - what it takes to be chosen) at its even share.
 
     What it takes for a token is its (k+1)-th largest score + bias. If an expert's bias is the negative
-    of the (T k / E + 1)-th largest excess, just T k / E tokens choose it, other biases being equal: a
+    of the (floor(T k / E) + 1)-th largest excess, just T k / E tokens choose it, other biases being equal: a
     step of coordinate descent on the dual of balanced assignment. Kept as a moving average with mean 0,
     as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's batches.
     """

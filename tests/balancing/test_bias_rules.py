@@ -125,6 +125,35 @@ def test_the_quantile_is_where_an_expert_gets_its_share() -> None:
     assert rule.update(torch.zeros(2), observed_E, 1).tolist() == pytest.approx([-0.15, 0.15])
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "k", "num_experts", "place"),
+    [(5, 1, 2, 2), (7, 1, 3, 2), (7, 2, 3, 4), (4, 1, 8, 0), (11, 3, 4, 8), (6, 1, 3, 2)],
+)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_share_that_is_no_whole_number_is_rounded_down(
+    num_tokens: int, k: int, num_experts: int, place: int, padding: int
+) -> None:
+    # The (T k / E + 1)-th largest excess: of 5 tokens and one of two experts the third, place 2 from 0.
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores_TE = torch.rand(num_tokens + padding, num_experts, generator=generator)
+    mask_T = torch.arange(num_tokens + padding) < num_tokens
+    routing = Routing(
+        token_ids_N=torch.arange(num_tokens + padding).repeat_interleave(k),
+        expert_ids_N=scores_TE.topk(k).indices.flatten(),
+        weights_N=torch.ones((num_tokens + padding) * k),
+        dropped_N=torch.zeros((num_tokens + padding) * k, dtype=torch.bool),
+        logits_TE=scores_TE,
+        scores_TE=scores_TE,
+        mask_T=mask_T if padding else None,
+        sequence_length=num_tokens + padding,
+    )
+    observed_E = QuantileRule(QuantileRuleConfig()).observe(routing, torch.zeros(num_experts))
+    for expert in range(num_experts):
+        rows = scores_TE[:num_tokens].tolist()
+        excess = [row[expert] - sorted(row, reverse=True)[k] for row in rows]
+        assert observed_E[expert].item() == pytest.approx(sorted(excess, reverse=True)[place])
+
+
 def test_padding_does_not_move_the_quantile() -> None:
     router, rule = uneven_router(), QuantileRule(QuantileRuleConfig())
     bias_E = torch.linspace(-0.1, 0.1, NUM_EXPERTS)

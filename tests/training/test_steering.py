@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,20 +106,87 @@ def test_the_sparsity_weight_rises_while_too_many_experts_are_chosen() -> None:
     assert step(1) == pytest.approx(1.2e-8), "on target it stays"
 
 
-def chosen_by_all(experts: int) -> Routing:
-    """Two tokens, each of which lists four experts and chooses the first `experts`."""
-    logits_TE = torch.where(torch.arange(4) < experts, 1.0, -1.0).expand(2, 4)
+def test_the_density_is_measured_against_the_target_of_each_layer() -> None:
+    # 3 experts a token are half too many for a target of 2, and too few for one of 4.
+    assert sparsity_weight_after_a_step({"layer_00": chosen_by_all(3, target_k=2.0)}) > 1
+    assert sparsity_weight_after_a_step({"layer_00": chosen_by_all(3, target_k=4.0)}) < 1
+    assert sparsity_weight_after_a_step({"layer_00": chosen_by_all(2, target_k=2.0)}) == 1
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["dense_first", "dense_last"])
+def test_the_density_is_the_mean_over_layers(order: int) -> None:
+    def after(dense: Routing, *sparse: Routing) -> float:
+        layers = [dense, *sparse][::order]
+        named = {f"layer_{n:02}": layer for n, layer in enumerate(layers)}
+        return sparsity_weight_after_a_step(named)
+
+    # Densities of 2 and 1/2 have a mean of 5/4, of 2, 1/2 and 0 one of 5/6.
+    half = chosen_by_all(1, target_k=2.0)
+    assert after(chosen_by_all(4, target_k=2.0), half) > 1
+    assert after(chosen_by_all(4, target_k=2.0), half, chosen_by_all(0, target_k=2.0)) < 1
+    # Each by its own target: 4 of 4 and 1 of 2 have a mean of 3/4.
+    assert after(chosen_by_all(4, target_k=4.0), half) < 1
+    # Layers count alike, however many tokens each of them sees: 2 and 1/3 have a mean of 7/6.
+    many = chosen_by_all(1, target_k=3.0, num_tokens=50)
+    assert after(chosen_by_all(4, target_k=2.0), many) > 1
+
+
+def test_the_density_is_of_the_tokens_of_all_ranks() -> None:
+    # Here 2 tokens choose 3 of a target of 2; elsewhere 8 tokens chose nothing: 0.3 of the target.
+    routings = {"layer_00": chosen_by_all(3, target_k=2.0)}
+    elsewhere = torch.tensor([0.0, 8.0])
+    assert sparsity_weight_after_a_step(routings) > 1
+    assert sparsity_weight_after_a_step(routings, lambda sums: sums + elsewhere) < 1
+
+
+def sparsity_weight_after_a_step(
+    routings: dict[str, Routing], reduce: Callable[[Tensor], Tensor] = alone
+) -> float:
+    """Over what it was before: 1.2, 1 / 1.2, or 1 on target."""
+    steering = RouterSteering(ObjectiveConfig())
+    before = steering.sparsity_weight.item()
+    steering.observe(routings, {})
+    steering.step({}, reduce)
+    return steering.sparsity_weight.item() / before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_quantiles_are_averaged_over_the_batches_of_all_ranks(
+    num_batches: int, num_ranks: int, route_logits: Any
+) -> None:
+    # Every batch of every rank observes the same, so the bias is what one batch alone would make it.
+    config = ObjectiveConfig.model_validate({"bias_rule": {"type": "quantile", "ema": 0.5}})
+    logits_TE = torch.tensor([[3.0, 1.0], [2.0, 0.0], [1.0, 0.5], [0.0, 0.2]])
+    routing = route_logits(logits_TE, k=1)
+    once = config.bias_rule.build().observe(routing, torch.zeros(2))
+    expected = config.bias_rule.build().update(torch.zeros(2), once, num_batches=1)
+    assert expected.abs().min() > 0.01
+
+    routers = {"layer_00": biased_router()}
+    steering = RouterSteering(config)
+    for _ in range(num_batches):
+        steering.observe({"layer_00": routing}, routers)
+    steering.step(routers, lambda sums: num_ranks * sums, num_ranks)
+    bias = routers["layer_00"].correction_bias_E
+    assert bias is not None
+    torch.testing.assert_close(bias, expected)
+
+
+def chosen_by_all(experts: int, target_k: float = 1.0, num_tokens: int = 2) -> Routing:
+    """Tokens, each of which lists four experts and chooses the first `experts`."""
+    logits_TE = torch.where(torch.arange(4) < experts, 1.0, -1.0).expand(num_tokens, 4)
     return Routing(
-        token_ids_N=torch.arange(2).repeat_interleave(4),
-        expert_ids_N=torch.arange(4).repeat(2),
+        token_ids_N=torch.arange(num_tokens).repeat_interleave(4),
+        expert_ids_N=torch.arange(4).repeat(num_tokens),
         weights_N=logits_TE.relu().flatten(),
-        dropped_N=torch.zeros(8, dtype=torch.bool),
+        dropped_N=torch.zeros(4 * num_tokens, dtype=torch.bool),
         logits_TE=logits_TE,
         scores_TE=logits_TE.relu(),
         mask_T=None,
-        sequence_length=2,
+        sequence_length=num_tokens,
         chosen_N=(logits_TE > 0).flatten(),
-        target_k=1.0,
+        target_k=target_k,
     )
 
 
