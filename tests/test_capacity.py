@@ -258,6 +258,39 @@ def test_later_positions_never_change_earlier_outputs(k: int, padded: bool) -> N
     assert before.routing.dropped_N.any()
 
 
+@pytest.mark.parametrize("flattened", [False, True], ids=["batch", "one_sequence"])
+@pytest.mark.parametrize(
+    ("router", "capacity"),
+    # ceil(1 * 16 tokens * k / 4): however many pairs there are.
+    [
+        ({"type": "relu", "k": 1}, 4),
+        ({"type": "relu", "k": 2}, 8),
+        ({"type": "top_p", "p": 0.9, "max_k": 2}, 8),
+        ({"type": "top_p", "p": 0.9}, 16),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_choices_of_later_tokens_make_no_room_for_earlier_ones(
+    router: dict[str, Any], capacity: int, flattened: bool
+) -> None:
+    config = {"type": "moe", "num_experts": 4, "router": router, "capacity": {"factor": 1.0}}
+    layer: Any = build_ffn(config, d_model=4).double()
+    with torch.no_grad():
+        layer.router.projection.weight.copy_(torch.eye(4))
+    few = torch.tensor([8.0, -8.0, -8.0, -8.0])  # of all experts the first, for both routers
+    many = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    x = few.double().expand(2, 8, 4).clone()
+    altered = x.clone()
+    altered[:, 5:] = many
+    if flattened:
+        x, altered = x.view(1, 16, 4), altered.view(1, 16, 4)
+    first = 5
+    before, after = layer(x), layer(altered)
+    assert after.routing.real_N.sum() > before.routing.real_N.sum()
+    assert capacity_of(before.routing) == capacity_of(after.routing) == capacity
+    torch.testing.assert_close(after.hidden[:, :first], before.hidden[:, :first], rtol=0, atol=0)
+
+
 def test_tokens_flattened_by_the_caller_keep_their_positions() -> None:
     # Someone who calls the layer with (T, D) says how long a sequence is.
     x = torch.ones(2, 4, 8, dtype=torch.float64)

@@ -129,13 +129,13 @@ def limited_top_2(priority: Callable[[Routing], Tensor]) -> Routing:
 
 
 def least_sum_of_weights(routing: Routing) -> float:
-    """Of the tokens that any expert took."""
-    sums_T = torch.zeros(12).index_add(
+    """Over all tokens: 0 where one of them keeps nothing."""
+    sums_T = torch.zeros(routing.num_tokens).index_add(
         0,
         routing.token_ids_N[routing.computed_N],
         routing.weights_N[routing.computed_N],
     )
-    return sums_T[sums_T > 0].min().item()
+    return sums_T.min().item()
 
 
 def top_2_gate(name: str, priority: Callable[[Routing], Tensor]) -> dict[str, Callable[[], Any]]:
@@ -271,6 +271,14 @@ def test_ours_equals_the_published_number(entry: str) -> None:
     else:
         # Printed to six digits after the point, of float32 values up to 10.
         assert ours == pytest.approx(published, abs=1e-5)
+
+
+def test_a_token_that_keeps_nothing_counts_in_the_least_sum_of_weights() -> None:
+    # Of 12 pairs 10 at most fit into 8 experts with 2 places each, as their loads are uneven.
+    routing = limit(softmax(1), 1.0, by_position)
+    assert int(routing.computed_N.sum()) < 12
+    assert least_sum_of_weights(routing) == 0
+    assert least_sum_of_weights(softmax(1)) > 0
 
 
 def test_a_mean_move_of_zero_is_no_proof_of_centring() -> None:

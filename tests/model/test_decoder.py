@@ -18,7 +18,7 @@ from moe_ffn import Decoder, DecoderConfig, DecoderOutput, FFNConfig, TokenConte
 from moe_ffn.capacity import DROP_POLICIES
 from moe_ffn.ffn.config import DenseConfig
 from moe_ffn.model.config import NormConfig, PositionsConfig
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import FFNOutput, Routing
 from moe_ffn.routing.config import RouterConfig
 
 VOCAB, MAX_LEN = 11, 12
@@ -325,6 +325,43 @@ def test_dropout_is_for_training_only() -> None:
     torch.manual_seed(2)
     assert not torch.equal(model(ids).logits, model(ids).logits)
     assert torch.equal(model.eval()(ids).logits, without.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("silent", ["attention", "ffn"])
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_dropout_falls_on_what_each_sublayer_adds_and_not_on_the_stream(
+    placement: str, silent: str
+) -> None:
+    # One sublayer adds nothing, the other 3 to every unit: with p = 1/4 that becomes 0 or 4.
+    block, positions, _ = a_block_and_its_input(
+        ffn="identity", dropout=0.25, norm_placement=placement
+    )
+    x = torch.full((50, 5, 16), 10.0, dtype=torch.float64)
+    block.attention_norm = block.ffn_norm = torch.nn.Identity()
+    added = {"attention": 3.0, "ffn": 3.0, silent: 0.0}
+    block.attention.forward = lambda x, *_: torch.full_like(x, added["attention"])
+    block.ffn.forward = lambda x, _: FFNOutput(torch.full_like(x, added["ffn"]))
+    torch.manual_seed(0)
+
+    hidden = block.train()(x, positions, TokenContext()).hidden
+
+    assert hidden.unique().tolist() == [10.0, 14.0]
+    # Of 4000 units 1/4 deviates by 0.007; five times that.
+    assert (hidden == 10).double().mean().item() == pytest.approx(0.25, abs=0.035)
+    assert block.eval()(x, positions, TokenContext()).hidden.unique().tolist() == [13.0]
+
+
+def test_dropout_falls_on_the_embeddings_too() -> None:
+    model = build(ffn="identity", num_layers=1, dropout=0.25).train()
+    seen: list[Tensor] = []
+    model.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    ids = some_ids(50, 5)
+    torch.manual_seed(0)
+    model(ids)
+    embedded = model.embedding(ids)
+    kept = seen[0] != 0
+    torch.testing.assert_close(seen[0][kept], embedded[kept] / 0.75)
+    assert (~kept).double().mean().item() == pytest.approx(0.25, abs=0.035)
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
