@@ -50,11 +50,13 @@ def sinkhorn(
     A choice within rows does not see that constant. Logarithms, so that large logits do not overflow.
 
     Args:
-        logits_TE: the router's logits.
+        logits_TE: the router's logits; the result is float32, or float64 where they are.
         counted_T: False for tokens that take no part, such as padding; their rows come back as they are.
         tolerance: stop when no column's factor changes by more than this share of itself.
         max_iterations: stop at the latest after this many rounds.
     """
+    # In bfloat16 a column's sum over a few hundred tokens is off by more than the tolerance.
+    logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     num_experts = logits_TE.shape[-1]
     counted_T1 = counted_T.unsqueeze(-1)
     safe_TE = logits_TE.masked_fill(~counted_T1, 0)

@@ -56,6 +56,58 @@ def test_the_total_is_within_its_bound_of_the_best_of_all_assignments(
         assert best - num_tokens * PRECISION * spread <= total <= best + 1e-9
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_narrow_values_are_assigned_as_the_same_ones_in_float64(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    values = (random_logits(256, 8) + torch.arange(8)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        chosen = assign(values)
+    check_balanced(chosen, 8)
+    assert torch.equal(chosen, assign(values.double()))
+
+
+def naive_auction(values: list[list[float]], precision: float) -> list[int]:
+    """Bertsekas and Castanon's auction, token by token, in Python's floats."""
+    num_experts, places = len(values[0]), math.ceil(len(values) / len(values[0]))
+    largest = max(max(row) - min(row) for row in values)
+    table = [[(value - min(row)) / largest for value in row] for row in values]
+    expert_of: list[int | None] = [None] * len(values)
+    bids, prices = [0.0] * len(values), [0.0] * num_experts
+    while None in expert_of:
+        for t in [t for t, expert in enumerate(expert_of) if expert is None]:
+            gains = sorted(((table[t][e] - prices[e], e) for e in range(num_experts)), reverse=True)
+            (best, expert), (second, _) = gains[:2]
+            bids[t], expert_of[t] = prices[expert] + best - second + precision, expert
+        for expert in range(num_experts):
+            bidders = [t for t, chosen in enumerate(expert_of) if chosen == expert]
+            if len(bidders) < places:
+                continue
+            bidders.sort(key=lambda t: -bids[t])
+            prices[expert] = bids[bidders[places - 1]]
+            for t in bidders[places:]:
+                expert_of[t] = None
+    return [expert for expert in expert_of if expert is not None]
+
+
+@pytest.mark.parametrize("precision", [PRECISION, 0.1, 0.3])
+def test_it_equals_the_auction_in_plain_python(precision: float) -> None:
+    found = set()
+    for seed in range(10):
+        values = random_logits(14, 4, seed) + torch.arange(4)
+        expected = naive_auction(values.tolist(), precision)
+        assert assign(values, precision).tolist() == expected
+        found.add(expected == assign(values, precision / 3).tolist())
+    assert False in found  # a finer auction ends elsewhere
+
+
+def test_the_default_precision_is_two_hundredths_of_the_largest_difference() -> None:
+    values = random_logits(200, 5) + torch.arange(5)
+    assert torch.equal(assign(values), assign(values, PRECISION))
+    assert not torch.equal(assign(values), assign(values, 10 * PRECISION))
+
+
 def test_a_finer_precision_finds_the_best_assignment_itself() -> None:
     for seed in range(5):
         values = random_logits(6, 3, seed)

@@ -79,6 +79,38 @@ def test_sharp_logits_do_not_stop_it_before_it_is_balanced(scale: float) -> None
     torch.testing.assert_close(columns, torch.full_like(columns, 6.0), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_logits_are_balanced_in_float32(dtype: torch.dtype, autocast: bool) -> None:
+    logits = (random_logits(512, 8) + torch.arange(8)).to(dtype)
+    counted = everybody(512)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        balanced = sinkhorn(logits, counted)
+    assert balanced.dtype == torch.float32
+    assert torch.equal(balanced, sinkhorn(logits.float(), counted))
+    columns = balanced.softmax(dim=-1).sum(dim=0)
+    torch.testing.assert_close(columns, torch.full_like(columns, 64.0), rtol=1e-3, atol=0)
+
+
+def test_the_defaults_balance_to_a_thousandth() -> None:
+    config = SinkhornRouterConfig()
+    assert (config.tolerance, config.max_iterations) == (1e-4, 100)
+    logits = lopsided_logits()
+    expected = sinkhorn(logits, everybody(), config.tolerance, config.max_iterations)
+    assert torch.equal(sinkhorn(logits, everybody()), expected)
+    columns = expected.softmax(dim=-1).sum(dim=0)
+    torch.testing.assert_close(columns, torch.full_like(columns, 6.0), rtol=1e-3, atol=0)
+
+
+def test_the_router_balances_as_finely_as_its_config_says() -> None:
+    logits = random_logits(2000, 8) + torch.arange(8)
+    for tolerance, max_iterations in ((1e-1, 100), (1e-6, 100), (1e-6, 2)):
+        config = SinkhornRouterConfig(tolerance=tolerance, max_iterations=max_iterations)
+        balanced = sinkhorn(logits, everybody(2000), tolerance, max_iterations)
+        expected = balanced.argmax(dim=-1, keepdim=True).tolist()
+        assert experts_of(route(config, logits, training=True)) == expected
+
+
 def test_large_logits_do_not_overflow() -> None:
     for dtype in (torch.float32, torch.float64):
         logits = lopsided_logits(1e3).to(dtype)
