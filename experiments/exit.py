@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from experiments.standard_streams import keep_printing
 from moe_ffn.errors import ConfigError
 
 EXIT_FAILED = 1
@@ -27,8 +28,21 @@ _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     """Run `main` on the command line; a ConfigError becomes up to three lines and exit code 2.
 
-    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed.
+    Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed. Output
+    that nobody takes ends nothing: of a reader that went away (`| head`) nothing is said, of a full disk a
+    sentence at the end, with exit code 1.
     """
+    streams = keep_printing()
+    try:
+        code = _exit_code(main)
+    except SystemExit as end:
+        if streams.say_lost() and not end.code:
+            return EXIT_FAILED
+        raise
+    return EXIT_FAILED if streams.say_lost() and not code else code
+
+
+def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
     try:
         with _ending_cleanly():
             return main(sys.argv[1:])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,15 +28,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        print(text)
+        return
     try:
-        if str(path) == "-":
-            print(text, flush=True)
-            return
         path.write_text(text + "\n", encoding="utf-8")
-    except (
-        BrokenPipeError
-    ):  # `| head` has read enough; what is left must not fail at the exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         raise ConfigError(f"--json {path}: {reason(error)}") from error
 
