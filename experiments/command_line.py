@@ -10,12 +10,11 @@ from __future__ import annotations
 # First, so that it speaks before an import of what is missing fails.
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
-import argparse
-import difflib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,12 +22,15 @@ import yaml
 from pydantic import ValidationError
 from yaml.composer import ComposerError
 
-from experiments.option_help import USAGE, print_help
+from experiments.option_help import FLAGS, print_help
+from experiments.option_names import belongs_to_another_type, did_you_mean_option, same_name
+from experiments.option_tree import option_tree
 from experiments.outside.trust import UntrustedCodeError, trusted_code_alone
+from experiments.parser import Parser
 from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
-from moe_ffn.errors import ConfigError, explain, first_line, reason, shorten
+from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason, shorten
 from moe_ffn.import_path import (
     Code,
     FileTag,
@@ -44,23 +46,26 @@ _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
 
 
 def parse_config(
-    argv: Sequence[str], root: type[RootConfig], command: str, also: str = ""
+    argv: Sequence[str],
+    root: type[RootConfig],
+    command: str,
+    also: Mapping[str, str] | None = None,
 ) -> RootConfig:
     """The config that defaults, `--config` files and dotted overrides make, later ones winning.
 
-    Answers `--help`, `--print-config` and `--print-schema` itself, and exits.
+    Answers `--help`, `--version`, `--print-config` and `--print-schema` itself, and exits.
 
     Args:
-        also: lines of the help about what the caller has taken out of `argv`.
+        also: the flags that the caller has taken out of `argv`, with their meaning.
 
     Raises:
         ConfigError: one line per mistake.
     """
-    parser = _Parser(prog=command, add_help=False, allow_abbrev=False)
+    parser = Parser(prog=command, add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="extend", nargs="+", default=[])
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--print-schema", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", nargs="?", const="")
     named, rest = parser.parse_known_args(argv)
     if named.print_schema:
         print(json.dumps(json_schema(root), indent=2))
@@ -69,12 +74,20 @@ def parse_config(
     for path in named.config:
         options = merge(options, read_yaml(Path(path), where=f"--config {path}"))
     overrides = parse_overrides(rest)
-    for key in overrides:
-        if key not in root.model_fields and (meant := _meant_by(key, options, also)):
-            raise ConfigError(f"--{key}: unknown; did you mean '{meant}'?")
+    flags = _names([*FLAGS, *(also or {})])
+    for key, value in overrides.items():
+        if key not in root.model_fields and not isinstance(value, Mapping):
+            tree = option_tree(root, options)
+            hint = (
+                same_name(key, tree, prefix="--")
+                or did_you_mean(f"--{key}", flags, cutoff=0.8)
+                or did_you_mean_option(key, tree, prefix="--")
+            )
+            if hint:
+                raise ConfigError(f"--{key}: unknown{hint}")
     options = merge(options, overrides)
-    if named.help:
-        print_help(root, options, command, also)
+    if named.help is not None:
+        print_help(root, options, command, also or {}, named.help)
         raise SystemExit(0)
     config = validate(root, options)
     if named.print_config:
@@ -83,21 +96,9 @@ def parse_config(
     return config
 
 
-def _meant_by(key: str, options: Mapping[str, Any], also: str) -> str | None:
-    """The flag that looks like `--key`, or else the only option whose last part is `key`."""
-    flags = re.findall(r"^ +--([a-z-]+)", USAGE + also, re.MULTILINE)
-    if near := difflib.get_close_matches(key, flags, n=1):
-        return f"--{near[0]}"
-    paths = [path for path in _paths(options) if path.rpartition(".")[2] == key]
-    return f"--{paths[0]}" if len(paths) == 1 else None
-
-
-def _paths(options: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+def _names(flags: Iterable[str]) -> list[str]:
+    """`--resume` of `--resume [RUN]`."""
+    return [flag.split()[0] for flag in flags]
 
 
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
@@ -109,7 +110,18 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
         with telling_imports(_say_import), explaining_outside_errors():
             return root.model_validate(options)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(error))) from error
+        meant = partial(_explain_unknown, root=root, options=options)
+        raise ConfigError("\n".join(explain(error, meant))) from error
+
+
+def _explain_unknown(
+    path: str, has_near: bool, root: type[Config], options: Mapping[str, Any]
+) -> str:
+    """What is said of a path that is no option; empty where its own section says it better."""
+    tree = option_tree(root, options)
+    if hint := same_name(path, tree):
+        return f"unknown{hint}"
+    return "" if has_near else belongs_to_another_type(path, tree)
 
 
 def _say_import(code: Code) -> None:
@@ -339,8 +351,3 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|\.inf)$|^\.nan$"),
     list("-+0123456789."),
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)

@@ -10,6 +10,7 @@ though no run of yours began with it; read it before.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -26,14 +27,20 @@ from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
 from experiments.resuming.identity import differences
 from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
 from experiments.run_lock import locked
+from experiments.versions import versions
+from experiments.wrapping import wrap
 from moe_ffn.errors import ConfigError, show
 
 COMMAND = "python -m experiments.compare"
+HELP = f"{__doc__}\nFlags\n  --version   print the versions of this package, torch and Python, and stop"
 
 
 def main(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
+        print(wrap(HELP, shutil.get_terminal_size().columns))
+        return 0
+    if "--version" in argv:
+        print(versions())
         return 0
     trust_code, argv = take_trust(argv)
     files, name, overrides = split_arguments(argv)

@@ -5,7 +5,6 @@ python -m experiments.generate runs/NAME --prompt "def "
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from experiments.command_line import parse_value, validate
 from experiments.exit import exit_on_bad_input
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
+from experiments.parser import Parser
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.generate", description=__doc__)
+    parser = Parser(prog="python -m experiments.generate", description=__doc__)
     parser.add_argument(
         "run",
         type=Path,

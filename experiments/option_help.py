@@ -1,134 +1,201 @@
-"""`--help`: every option by the path that sets it, its value, and its meaning."""
+"""`--help`: a short page, a section of the options, or every option with its value and its meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from moe_ffn.config import Config, TaggedConfig
-from moe_ffn.errors import ConfigError, explain
+from experiments.option_names import did_you_mean_option
+from experiments.option_tree import Option, first_sentence, members_of, option_tree, show_value
+from experiments.wrapping import wrap
+from moe_ffn.config import Config
+from moe_ffn.errors import ConfigError
 
-USAGE = """\
-usage: {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]
+EVERYTHING = "all"
+"""Stands for every section."""
 
-  --config FILE ...   YAML files, merged left to right over the defaults
-{also}  --print-config      print the resolved YAML and stop
-  --print-schema      print the JSON schema of the YAML, for editors, and stop
-  --help              this page; with other options, for what they choose:
-                      {command} --model.ffn.type swiglu --help
+FLAGS = {
+    "--config FILE ...": "YAML files, merged left to right over the defaults",
+    "--print-config": "print the resolved YAML and stop",
+    "--print-schema": "print the JSON schema of the YAML, for editors, and stop",
+    "--help [SECTION]": "this page; with a section, such as optimizer, or the path of an option, such as "
+    "model.ffn.router, what it takes; --help all has every option",
+    "--version": "print the versions of this package, torch and Python, and stop",
+}
+"""What is typed beside options by path, with its meaning."""
 
+HOW_TO_SET = """\
 Options by path, with their values here. Each is a key of the YAML file and a flag alike:
---model.ffn.num_experts 16 is `model: {{ffn: {{num_experts: 16}}}}`. Values are read as YAML. Choosing
-another `type` drops the options of the old one.
-"""
+--model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are read as YAML. Choosing
+another `type` drops the options of the old one."""
+
+SET_MOST = (
+    "model.ffn.type",
+    "model.ffn.num_experts",
+    "model.ffn.router.type",
+    "model.ffn.router.k",
+    "model.d_model",
+    "model.num_layers",
+    "data.corpus.type",
+    "data.seq_len",
+    "data.batch_size",
+    "optimizer.learning_rate",
+    "trainer.max_steps",
+    "trainer.precision",
+    "run.name",
+    "seed",
+)
+"""The options on the short page, as far as there are with the types that are chosen."""
+
+Line = tuple[str, str]
+"""A text that is not wrapped yet, and its style."""
+
+EMPTY: Line = ("", "")
 
 
 def print_help(
-    root: type[Config], options: Mapping[str, Any], command: str, also: str = ""
+    root: type[Config],
+    options: Mapping[str, Any],
+    command: str,
+    also: Mapping[str, str],
+    section: str = "",
 ) -> None:
-    """Print the usage, then the options of `root` with the values in `options`.
+    """Print the short page or what a section takes, with the values in `options`.
 
     Args:
-        also: lines of the usage about what this command alone takes.
+        also: the flags that this command alone takes, with their meaning.
+        section: a path, `all`, or nothing for the short page.
 
     Raises:
-        ConfigError: a `type` is unknown; nothing is printed then.
+        ConfigError: a `type` is unknown, or the section; nothing is printed then.
     """
+    tree = option_tree(root, options)
+    if not section:
+        lines = [*_usage(command, also), *_overview(tree)]
+    elif section == EVERYTHING:
+        lines = _usage(command, also)
+        for child in tree.children():
+            lines += [*_section(child), EMPTY]
+    else:
+        option = tree.find(section)
+        if option is None:
+            known = ", ".join([*(child.name for child in tree.children()), EVERYTHING])
+            hint = did_you_mean_option(section, tree) or f"; known: {known}"
+            raise ConfigError(f"--help {section}: unknown{hint}")
+        shown = option.switched_on()
+        lines = [*_section(shown), *_further(shown), *_types(shown), *_families_below(shown)]
     console = Console(highlight=False)
-    sections = [
-        (f"{name}: {field.description}", list(_rows(field.annotation, options.get(name), name)))
-        for name, field in root.model_fields.items()
+    for text, style in lines:
+        for part in wrap(text, console.width).split("\n"):
+            console.print(Text(part, style=style), soft_wrap=True)
+
+
+def _usage(command: str, also: Mapping[str, str]) -> list[Line]:
+    first, *others = FLAGS
+    flags = {first: FLAGS[first], **also, **{flag: FLAGS[flag] for flag in others}}
+    return [
+        (f"usage:  {command} [--config FILE ...] [--SECTION.OPTION VALUE ...]", ""),
+        EMPTY,
+        *_columns(flags),
+        EMPTY,
+        (HOW_TO_SET, ""),
+        EMPTY,
     ]
-    print(USAGE.format(command=command, also=also))
-    for title, rows in sections:
-        _print_indented(console, Text(title, style="bold"), 0)
-        for path, value, text in rows:
-            _print_indented(console, Text.assemble((f"--{path} ", "cyan"), str(value)), 2)
-            if text:
-                _print_indented(console, Text(text, style="dim"), 6)
-        console.print()
 
 
-def _print_indented(console: Console, text: Text, indent: int) -> None:
-    """Without the spaces with which rich fills the lines of a text that it wraps."""
-    for line in text.wrap(console, console.width - indent):
-        line.rstrip()
-        console.print(Text(" " * indent).append_text(line))
+def _overview(tree: Option) -> list[Line]:
+    """The sections, what is set most often, and how to read on."""
+    found = [option for path in SET_MOST if (option := tree.find(path)) is not None]
+    return [
+        ("Sections", "bold"),
+        *_columns({option.path: option.meaning for option in tree.children()}),
+        EMPTY,
+        ("Set most often", "bold"),
+        *(line for option in found for line in _option(option)),
+        EMPTY,
+        ("More", "bold"),
+        *_columns(
+            {
+                "--help optimizer": "the options of this section, and so of each",
+                "--help model.ffn": "the types of the feed-forward block, and what each takes",
+                f"--help {EVERYTHING}": "every option",
+            }
+        ),
+    ]
 
 
-def _rows(
-    annotation: Any, value: Any, path: str, meaning: str = ""
-) -> Iterator[tuple[str, str, str]]:
-    """(path, value, meaning) of every option at and below `path`."""
-    if (tag := _outside_tag(annotation, value)) is not None:
-        text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
-        yield f"{path}.type", tag, f"{meaning} {text}".lstrip()
-        return
-    try:
-        config = _config_class(annotation, value)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}.{line}" for line in explain(error))) from error
-    if config is None:
-        yield path, _show(value), meaning
-        return
-    further = [key for key in config.known_keys() if key not in config.model_fields]
-    if further:
-        yield f"{path}.NAME", "VALUE", f"Further names: {', '.join(further)}."
-    for name, field in config.model_fields.items():
-        below = value.get(name) if isinstance(value, Mapping) else None
-        if below is None:
-            below = "(required)" if field.is_required() else field.get_default()
-        below = below.to_dict() if isinstance(below, Config) else below
-        here = f"{path}.{name}"
-        if name == "type" and issubclass(config, TaggedConfig):
-            family = next(base for base in config.__mro__ if _is_root(base))
-            choices = ", ".join([*family.members, "module:ClassName"])
-            yield here, _show(below), f"{_first_line(config)} One of: {choices}."
+def _section(option: Option) -> list[Line]:
+    """A section with every option in it, or one option alone."""
+    lines: list[Line] = [(f"{option.path}: {option.meaning}", "bold")]
+    passed_on: list[str] = []
+    for leaf in option.leaves():
+        if leaf is option:  # whose meaning is the title
+            lines.append(_flag(leaf))
+        elif leaf.is_passed_on:
+            passed_on.append(leaf.name)
         else:
-            meaning = " ".join((field.description or "").split())
-            if get_origin(field.annotation) is Literal:
-                meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
-            yield from _rows(field.annotation, below, here, meaning)
+            lines += _option(leaf)
+    if passed_on:
+        lines.append((f"  --{option.path}.NAME VALUE", "cyan"))
+        lines.append((f"      Further names: {', '.join(passed_on)}.", "dim"))
+    return lines
 
 
-def _outside_tag(annotation: Any, value: Any) -> str | None:
-    """The `type` at a field of a family, where it names a class from outside the package."""
-    tag = value.get("type") if isinstance(value, Mapping) else value
-    families = [
-        family for family in get_args(annotation) or [annotation] if isinstance(family, type)
+def _further(option: Option) -> list[Line]:
+    """What the options mean that a section passes on to something else."""
+    meanings = {leaf.name: leaf.meaning for leaf in option.leaves() if leaf.is_passed_on}
+    return [EMPTY, ("Further names", "bold"), *_columns(meanings)] if len(meanings) > 1 else []
+
+
+def _types(option: Option) -> list[Line]:
+    """The types that a section may be of, and what each takes."""
+    if option.family is None:
+        return []
+    lines = [EMPTY, (f"Types, and what each takes; --{option.path}.type NAME chooses one", "bold")]
+    for member, names in members_of(option.family).items():
+        of_type = replace(option, value={"type": names[0]})
+        takes = [
+            f"{child.name} {_in_short(child)}"
+            for child in of_type.options_of(member)
+            if child.name != "type"
+        ]
+        lines.append((f"  {', '.join(names)}", "cyan"))
+        lines.append((f"      {first_sentence(member)}", "dim"))
+        if takes:
+            lines.append((f"      Takes: {', '.join(takes)}.", "dim"))
+    return lines
+
+
+def _families_below(option: Option) -> list[Line]:
+    """Where to read what the types below this section take."""
+    paths = [below.path for below in option.everything() if below.family is not None]
+    if not paths:
+        return []
+    return [EMPTY, ("Types to choose from, and what each takes", "bold")] + [
+        (f"  --help {path}", "") for path in paths
     ]
-    is_outside = isinstance(tag, str) and ":" in tag and any(map(_is_root, families))
-    return tag if is_outside else None
 
 
-def _is_root(cls: type) -> bool:
-    return issubclass(cls, TaggedConfig) and TaggedConfig in cls.__bases__
+def _in_short(option: Option) -> str:
+    """A value, of a section its type alone."""
+    if isinstance(option.value, Mapping) and option.config is not None:
+        return str(option.value.get("type", "(a section)"))
+    return show_value(option.value)
 
 
-def _config_class(annotation: Any, value: Any) -> type[Config] | None:
-    """The config that describes `value` at a field with this annotation; None for plain values."""
-    if value is None:
-        return None
-    is_union = get_origin(annotation) in (Union, UnionType)
-    for candidate in get_args(annotation) if is_union else [annotation]:
-        if isinstance(candidate, type) and issubclass(candidate, Config):
-            if not _is_root(candidate):
-                return candidate
-            value = {"type": value} if isinstance(value, str) else value
-            return candidate.class_for(value) if isinstance(value, Mapping) else None
-    return None
+def _option(option: Option) -> list[Line]:
+    meaning = [(f"      {option.meaning}", "dim")] if option.meaning else []
+    return [_flag(option), *meaning]
 
 
-def _first_line(config: type[Config]) -> str:
-    return (config.__doc__ or "").strip().splitlines()[0].rstrip(".") + "."
+def _flag(option: Option) -> Line:
+    return f"  --{option.path} {show_value(option.value)}", "cyan"
 
 
-def _show(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _columns(meanings: Mapping[str, str]) -> list[Line]:
+    width = max(map(len, meanings))
+    return [(f"  {name:{width}}   {meaning}", "") for name, meaning in meanings.items()]

@@ -14,7 +14,7 @@ from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits
 from experiments.outside.trust import FLAG, take_trust
 from experiments.ranks import is_first_rank
-from experiments.resuming.request import HELP, find_resume, take_resume
+from experiments.resuming.request import FLAGS, find_resume, take_resume
 from experiments.run_folder import check_run_folder
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import explaining_outside_errors
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 f"{FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
             )
-        resume, config = None, parse_config(options, TrainConfig, COMMAND, HELP)
+        resume, config = None, parse_config(options, TrainConfig, COMMAND, FLAGS)
         if is_first_rank():  # which makes the folder
             check_run_folder(config)
     else:

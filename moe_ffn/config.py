@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from moe_ffn.errors import ConfigError, did_you_mean, is_near, shorten, show
+from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, is_near, shorten, show
 from moe_ffn.import_path import FileTag, import_class, tag_of
 
 MOST = 10**9
@@ -56,10 +56,19 @@ class Config(BaseModel, frozen=True):
         known = set(cls.known_keys())
         unknown = [key for key in data if key not in known]
         if unknown:
-            raise errors_at(
-                cls, {shorten(str(key)): cls.explain_unknown(str(key)) for key in unknown}, data
+            raise ValidationError.from_exception_data(
+                cls.__name__, [cls._unknown_key(str(key), data) for key in unknown]
             )
         return handler(data)
+
+    @classmethod
+    def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
+        if said := cls.explain_unknown(key):
+            return _mistake(shorten(key), said, data)
+        known = list(cls.known_keys())
+        near = did_you_mean(key, known)
+        said = "unknown" + (near or f"; known: {', '.join(known)}")
+        return _mistake(shorten(key), said, data, kind=UNKNOWN_KEY, has_near=bool(near))
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -77,13 +86,17 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def known_keys(cls) -> Iterable[str]:
         """The keys this config takes."""
-        return cls.model_fields
+        return [*cls.model_fields, *cls.further_keys()]
+
+    @classmethod
+    def further_keys(cls) -> Mapping[str, str]:
+        """Keys that are no fields of this config but passed on to something else, each with its meaning."""
+        return {}
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:
-        """What is said of a key that is not known, beginning with a verb or `unknown`."""
-        known = list(cls.known_keys())
-        return "unknown" + (did_you_mean(key, known) or f"; known: {', '.join(known)}")
+        """What this config itself says of a key that it does not take, beginning with a verb."""
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
@@ -191,12 +204,12 @@ def describe_options(config: Config, without: Iterable[str] = ()) -> str:
 
 def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
     """Mistakes of one's own finding, by the keys of `cls`; validators raise it."""
-    details = [
-        InitErrorDetails(
-            type=PydanticCustomError("config", "{message}", {"message": message}),
-            loc=(key,),
-            input=data,
-        )
-        for key, message in messages.items()
-    ]
+    details = [_mistake(key, message, data) for key, message in messages.items()]
     return ValidationError.from_exception_data(cls.__name__, details)
+
+
+def _mistake(
+    key: str, message: str, data: Any, kind: Any = "config", **context: Any
+) -> InitErrorDetails:
+    error = PydanticCustomError(kind, "{message}", {"message": message, **context})
+    return InitErrorDetails(type=error, loc=(key,), input=data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,13 @@ class ConfigError(ValueError):
     """Input that a person can mend: one line per mistake, each naming the key or the file."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`"; did you mean 'num_experts'?"` for a near miss, otherwise the empty string.
+
+    Args:
+        cutoff: from 0 to 1, how alike the two have to be.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
@@ -26,14 +30,29 @@ def is_near(name: str, other: str) -> bool:
     return bool(difflib.get_close_matches(name, [other]))
 
 
-def explain(error: ValidationError) -> list[str]:
-    """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`."""
+UNKNOWN_KEY = "unknown_key"
+"""The type of a pydantic error about a key that a config does not take; its context says `has_near`: whether
+its message names one that looks like it.
+"""
+
+
+def explain(
+    error: ValidationError, unknown: Callable[[str, bool], str] = lambda path, has_near: ""
+) -> list[str]:
+    """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
+
+    Args:
+        unknown: given the path of an unknown key, and whether its message names one that looks like it,
+            returns what is said instead; empty for what the config says.
+    """
     lines: list[str] = []
     for item in error.errors(include_url=False):
         path = ".".join(str(part) or "''" for part in item["loc"])
         rule = _RULES.get(item["type"])
         if rule is None:
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == UNKNOWN_KEY:
+                message = unknown(path, item.get("ctx", {})["has_near"]) or message
         else:
             message = rule.format(**item.get("ctx", {}))
             if item["type"] != "missing":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.benchmark.shapes import Shape, parse_shape
+from experiments.parser import Parser
 from moe_ffn.errors import ConfigError, did_you_mean, expand_path
 from moe_ffn.experts.config import GatedExpertsConfig
 
@@ -81,12 +82,11 @@ def backend_names() -> tuple[str, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     suites = "\n".join(f"  {name:9} {what}" for name, what in SUITES.items())
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.benchmark",
         description="Time this library's layers and training step beside the dense block and every "
         "other library that is installed, in turns, and check what is promised of them.",
         epilog=f"suites:\n{suites}\n\nThe exit code is 0 when everything ran, kept promises or not.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -152,8 +152,3 @@ def _new_folder(given: str | None) -> Path:
     if folder.exists():
         raise ConfigError(f"--output '{folder}' exists already; name a new folder, or remove it")
     return folder
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)

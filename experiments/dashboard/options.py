@@ -8,9 +8,9 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from experiments.parser import Parser
 from moe_ffn.errors import ConfigError, expand_path
 
 DEFAULT_NAME = "Feed-forward blocks"
@@ -58,7 +58,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.dashboard",
         description="Make a workspace in wandb that shows the runs of this project: training, "
         "efficiency and routing, grouped by the type of the feed-forward block.",
@@ -166,8 +166,3 @@ def _output(given: str) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"--json {given}: there is no folder '{path.parent}'")
     return path
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)

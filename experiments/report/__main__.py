@@ -7,21 +7,17 @@ python -m experiments.report --watch runs/NAME      keeps the page current until
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.exit import exit_on_bad_input
+from experiments.parser import Parser
 from moe_ffn.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m experiments.report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--output",

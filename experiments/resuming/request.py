@@ -23,12 +23,13 @@ from experiments.run_folder import (
 from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError
 
-HELP = """\
-  --resume [RUN]      go on with the run in this folder, or with the newest unfinished one, from
-                      its newest good checkpoint and with its own options
-  --trust-code        beside --resume: run the code that the run's folder names, though no run of
-                      yours began with it; read it before
-"""
+FLAGS = {
+    "--resume [RUN]": "go on with the run in this folder, or with the newest unfinished one, from its "
+    "newest good checkpoint and with its own options",
+    "--trust-code": "beside --resume: run the code that the run's folder names, though no run of yours "
+    "began with it; read it before",
+}
+"""The flags of the training program that are taken here, with their meaning."""
 
 NEWEST = ""
 """What `--resume` without a run stands for."""
@@ -73,10 +74,10 @@ def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool
     check_is_run(folder)
     # In one word, or what stands first in `argv` would be another file.
     given = [f"--config={folder / CONFIG_FILE}", *argv]
-    if {"-h", "--help"} & set(argv):
-        parse_config(given, TrainConfig, command, HELP)  # which exits, and runs nobody's code
+    if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
+        parse_config(given, TrainConfig, command, FLAGS)  # which exits, and runs nobody's code
     own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
-    config = parse_config(given, TrainConfig, command, HELP)
+    config = parse_config(given, TrainConfig, command, FLAGS)
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():
         raise ConfigError(

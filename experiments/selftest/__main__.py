@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from experiments.exit import EXIT_FAILED, exit_on_bad_input
+from experiments.parser import Parser
 from experiments.selftest.case import Chapter, Outcome, try_case
 from experiments.selftest.chapters import CHAPTERS
 from moe_ffn.errors import ConfigError, did_you_mean
@@ -33,13 +33,8 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_FAILED if any(o.failure for found in outcomes.values() for o in found) else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m experiments.selftest",
         description="Try what docs/reliability.md promises, on this machine, and count.",
         epilog="Exit code: 0 if every promise was kept, 1 if one was broken.",

@@ -17,6 +17,7 @@ from experiments.announce import announce_import
 from experiments.exit import exit_on_bad_input
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
+from experiments.parser import Parser
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError, reason
 
@@ -89,7 +90,7 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 def _parser() -> argparse.ArgumentParser:
     what = "Shows which experts each token of a text goes to, layer by layer."
-    parser = argparse.ArgumentParser(prog="python -m experiments.trace", description=what)
+    parser = Parser(prog="python -m experiments.trace", description=what)
     parser.add_argument(
         "run",
         type=Path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -63,24 +63,45 @@ class GuardConfig(Config, frozen=True):
     """So many steps skipped one after the other end the run, with exit code 3."""
 
 
-LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "accelerator": (str, "text"),
-    "benchmark": (bool | None, "true, false or null"),
-    "detect_anomaly": (bool, "true or false"),
-    "deterministic": (bool | Literal["warn"] | None, "true, false, null or 'warn'"),
-    "devices": (int | str | list[int], "a whole number, text or a list of whole numbers"),
-    "fast_dev_run": (bool | int, "true, false or a whole number"),
-    "gradient_clip_algorithm": (Literal["norm", "value"] | None, "'norm', 'value' or null"),
-    "inference_mode": (bool, "true or false"),
-    "max_time": (str | dict[str, int] | None, "text, a mapping of whole numbers or null"),
-    "min_steps": (int | None, "a whole number or null"),
-    "model_registry": (str | None, "text or null"),
-    "num_nodes": (int, "a whole number"),
-    "profiler": (str | None, "text or null"),
-    "strategy": (str, "text"),
-    "sync_batchnorm": (bool, "true or false"),
+LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str, str]] = {
+    "accelerator": (str, "text", "cpu, cuda, gpu, mps, tpu; auto by default."),
+    "benchmark": (bool | None, "true, false or null", "Let cuDNN time its algorithms."),
+    "detect_anomaly": (bool, "true or false", "Name the operation that gave a NaN gradient; slow."),
+    "deterministic": (
+        bool | Literal["warn"] | None,
+        "true, false, null or 'warn'",
+        "Refuse operations of torch that do not repeat to the bit; 'warn' warns of them.",
+    ),
+    "devices": (
+        int | str | list[int],
+        "a whole number, text or a list of whole numbers",
+        "How many processes, or which GPUs.",
+    ),
+    "fast_dev_run": (bool | int, "true, false or a whole number", ""),
+    "gradient_clip_algorithm": (
+        Literal["norm", "value"] | None,
+        "'norm', 'value' or null",
+        "What gradient_clip_val limits: the norm of all gradients, or each value.",
+    ),
+    "inference_mode": (
+        bool,
+        "true or false",
+        "Validate under torch.inference_mode; false: torch.no_grad.",
+    ),
+    "max_time": (
+        str | dict[str, int] | None,
+        "text, a mapping of whole numbers or null",
+        "DD:HH:MM:SS",
+    ),
+    "min_steps": (int | None, "a whole number or null", ""),
+    "model_registry": (str | None, "text or null", ""),
+    "num_nodes": (int, "a whole number", "Machines."),
+    "profiler": (str | None, "text or null", ""),
+    "strategy": (str, "text", ""),
+    "sync_batchnorm": (bool, "true or false", ""),
 }
-"""The arguments of `lightning.Trainer` that are passed on: what they take, in types and in words.
+"""The arguments of `lightning.Trainer` that are passed on: what they take, in types and in words, and what
+they mean.
 
 Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies."""
 
@@ -142,7 +163,7 @@ class TrainerConfig(Config, frozen=True):
     def _check_lightning_arguments(self) -> TrainerConfig:
         wrong: dict[str, str] = {}
         for name, value in self.lightning_arguments().items():
-            takes, words = LIGHTNING_ARGUMENTS[name]
+            takes, words, _ = LIGHTNING_ARGUMENTS[name]
             try:
                 TypeAdapter(takes, config=ConfigDict(strict=True)).validate_python(value)
             except ValidationError:
@@ -152,14 +173,14 @@ class TrainerConfig(Config, frozen=True):
         return self
 
     @classmethod
-    def known_keys(cls) -> Iterable[str]:
-        return [*super().known_keys(), *LIGHTNING_ARGUMENTS]
+    def further_keys(cls) -> Mapping[str, str]:
+        return {name: meaning for name, (_, _, meaning) in LIGHTNING_ARGUMENTS.items()}
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:
         if key in OWNED_LIGHTNING_ARGUMENTS:
             return f"is set by the program itself; {OWNED_LIGHTNING_ARGUMENTS[key]}"
-        return super().explain_unknown(key)
+        return ""
 
     def lightning_arguments(self) -> dict[str, Any]:
         """What was given beyond the fields above."""

@@ -46,7 +46,8 @@ REFUSED = {
     ),
     "option of another type": (
         "--model.ffn.type dense --model.ffn.num_experts 4",
-        "model.ffn.num_experts: unknown; known: type, d_ff, activation, bias, dropout",
+        "model.ffn.num_experts: unknown with model.ffn.type 'dense'; it belongs to type 'moe' or "
+        "'soft_moe': add --model.ffn.type moe",
     ),
     "unknown option in ffn_at": (
         "--model.ffn_at {0:&{type:&dense,&dff:&3}}",
@@ -397,7 +398,67 @@ def test_process_answers_within_a_second(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "meant"),
-    [("--resum", "--resume"), ("--confg", "--config"), ("--max_steps", "--trainer.max_steps")],
+    [
+        ("--resum", "--resume"),
+        ("--confg", "--config"),
+        ("--max_steps", "--trainer.max_steps"),
+        ("--lr", "--optimizer.learning_rate"),
+        ("--learning-rate", "--optimizer.learning_rate"),
+        ("--bs", "--data.batch_size"),
+        ("--batchsize", "--data.batch_size"),
+        ("--epochs", "--trainer.max_steps"),
+        ("--steps", "--trainer.max_steps"),
+        ("--wd", "--optimizer.weight_decay"),
+        ("--num_experts", "--model.ffn.num_experts"),
+        ("--k", "--model.ffn.router.k"),
+        ("--seq_len", "--data.seq_len"),
+        ("--precision", "--trainer.precision"),
+        ("--device", "--trainer.accelerator"),
+        ("--ffn", "--model.ffn"),
+        ("--text_column", "--data.corpus.text_column"),  # of a type that is not chosen
+    ],
 )
 def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, meant: str) -> None:
     assert refuse(flag, "3") == f"{flag}: unknown; did you mean '{meant}'?"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--trainer.learning_rate", "optimizer.learning_rate"),
+        ("--optimizer.lr", "optimizer.learning_rate"),
+        ("--model.batch_size", "data.batch_size"),
+        ("--trainer.steps", "trainer.max_steps"),
+        ("--ffn.num_experts", "model.ffn"),
+    ],
+)
+def test_an_option_that_stands_elsewhere(refuse: Callable[..., str], flag: str, meant: str) -> None:
+    unknown = "ffn" if flag.startswith("--ffn") else flag.removeprefix("--")
+
+    assert refuse(flag, "3") == f"{unknown}: unknown; did you mean '{meant}'?"
+
+
+def test_an_option_that_stands_elsewhere_in_a_file(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer: {learning_rate: 1e-3}")
+
+    assert refuse("--config", str(tmp_path / "mine.yaml")) == (
+        "trainer.learning_rate: unknown; did you mean 'optimizer.learning_rate'?"
+    )
+
+
+def test_one_of_several_options_of_that_name(refuse: Callable[..., str]) -> None:
+    assert refuse("--dropout", "0.1") == (
+        "--dropout: unknown; did you mean '--model.dropout' or '--model.attention.dropout' or "
+        "'--model.ffn.experts.dropout'?"
+    )
+
+
+def test_the_paths_of_a_corpus_that_has_none(refuse: Callable[..., str]) -> None:
+    stdlib = ["--data.corpus", "stdlib"]  # the default, which the fixture's file replaces
+
+    assert refuse(*stdlib, "--data.corpus.paths", "books") == (
+        "data.corpus.paths: unknown with data.corpus.type 'stdlib'; it belongs to type 'text': "
+        "add --data.corpus.type text"
+    )
