@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import warnings
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from experiments.config import TrainConfig
 from experiments.kept_files import KeptFiles
 from experiments.outside.contract import check_outside_parts, has_outside_parts
 from experiments.outside.recorded import portable_options
+from experiments.profile_report import ProfileReport
 from experiments.resuming.identity import identity
 from experiments.run_folder import (
     ALARMS_FILE,
@@ -28,6 +30,7 @@ from experiments.run_folder import (
     git_revision,
 )
 from experiments.sample_log import SampleLog
+from experiments.sampling import first_words
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import ConfigError, first_line
@@ -54,7 +57,11 @@ class RunCallbacks:
     kept: KeptFiles
     checkpoints: CheckpointKeeper
     stop: StopOnRequest
+    profile: ProfileReport
 
+
+LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+"""Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 """The backends that run on one kind of device alone."""
@@ -73,6 +80,14 @@ def check_trainer(config: TrainConfig) -> str:
         "enable_model_summary": False,
     }
     arguments = config.trainer.lightning_arguments()
+    num_nodes = arguments.get("num_nodes", 1)
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+        raise ConfigError(
+            f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "
+            f"that it would wait for ever; start it on each with torchrun --nnodes {num_nodes} "
+            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m experiments.train, or "
+            "with srun"
+        )
     try:
         trial = Trainer(**(quiet | arguments))
     except Exception as error:  # of whatever kind: what is wrong is in what was passed on
@@ -138,12 +153,19 @@ def make_callbacks(
         identity(config, data),
     )
     return RunCallbacks(
-        SampleLog(folder / SAMPLES_FILE, data.tokenizer, config.sample, config.seed),
+        SampleLog(
+            folder / SAMPLES_FILE,
+            data.tokenizer,
+            config.sample,
+            first_words(data) if config.sample.prompt is None else config.sample.prompt,
+            config.seed,
+        ),
         StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
         KeptFiles(folder, files or {}),
         checkpoints,
         StopOnRequest(StopRequest(), checkpoints),
+        ProfileReport(),
     )
 
 
@@ -161,6 +183,7 @@ def build_trainer(
         run_callbacks.steps,
         run_callbacks.validation,
         progress_display(run_callbacks.steps, run_callbacks.validation),
+        run_callbacks.profile,
     ]
     if options.early_stopping is not None:
         stopping = options.early_stopping

@@ -14,9 +14,10 @@ from experiments.exit import exit_on_bad_input
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
 from experiments.parser import Parser
-from experiments.run_folder import check_has_weights
+from experiments.run_folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import SampleConfig
+from moe_ffn.training.json_lines import read_lines
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,16 +29,22 @@ def main(argv: Sequence[str]) -> int:
         help="folder of a run, finished or interrupted, with a best checkpoint",
     )
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
     for name, field in SampleConfig.model_fields.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, default=str(field.default), help=field.description)
+        if name != "prompt":
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, default=str(field.default), help=field.description)
     parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
     options = vars(parser.parse_args(argv))
-    folder, seed, trust_code = (options.pop(name) for name in ("run", "seed", "trust_code"))
+    folder, seed, prompt, trust_code = (
+        options.pop(name) for name in ("run", "seed", "prompt", "trust_code")
+    )
+    values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
     # A prompt is text whatever it looks like; the rest are numbers or null.
-    values = {k: v if k == "prompt" else parse_value(v, f"--{k}") for k, v in options.items()}
-    sample = validate(SampleConfig, values)
+    sample = validate(SampleConfig, {**values, "prompt": prompt})
     check_has_weights(folder)
+    if prompt is None:
+        prompt = own_prompt(folder)
     # Only now: a mistake in the options should not wait for torch.
     announce_import("torch")
     from experiments.sampling import sample_text
@@ -49,8 +56,20 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    print(sample.prompt + sample_text(run.decoder, run.tokenizer, sample, seed))
+    print(prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, seed))
     return 0
+
+
+def own_prompt(folder: Path) -> str:
+    """The prompt of a run's own samples.
+
+    Raises:
+        ConfigError: it wrote none.
+    """
+    prompts = [line["prompt"] for line in read_lines(folder / SAMPLES_FILE) if "prompt" in line]
+    if not prompts:
+        raise ConfigError(f"--prompt: is needed, since '{folder}' has no sample of its own")
+    return str(prompts[-1])
 
 
 if __name__ == "__main__":

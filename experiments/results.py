@@ -46,6 +46,8 @@ class Results:
     sample: str
     """What the model made of `sample_prompt`."""
     sample_prompt: str
+    profile: str
+    """Where the time went, of a run with trainer.profiler; empty without."""
 
     def print(self, console: Console) -> None:
         say, warn = _plain_printer(console), _plain_printer(console, style="yellow")
@@ -73,7 +75,8 @@ class Results:
             say(_LEGEND)
         if self.sample:
             say("\nSample:")
-            console.print(Text(self.sample_prompt, style="bold") + Text(_visible(self.sample)))
+            prompt = Text(_visible(self.sample_prompt), style="bold")
+            console.print(prompt + Text(_visible(self.sample)))
         say(f"\nResults in {self.folder}/")
         for pattern, meaning in _FILES.items():
             for path in sorted(self.folder.glob(pattern))[-1:]:
@@ -81,7 +84,7 @@ class Results:
                 say(f"  {name:31} {meaning}")
 
     def write(self) -> None:
-        """Write `sample.txt` and `summary.json`, which says that the run is finished, into its folder.
+        """Write the sample, the profile and `summary.json`, which says that the run is finished.
 
         Raises:
             OSError: they cannot be written.
@@ -104,6 +107,8 @@ class Results:
         }
         if self.sample:
             write_whole(self.folder / "sample.txt", self.sample_prompt + self.sample)
+        if self.profile:
+            write_whole(self.folder / "profile.txt", self.profile)
         text = json.dumps(_without_nan(summary), indent=2)
         write_whole(self.folder / SUMMARY_FILE, text + "\n")
 
@@ -137,6 +142,7 @@ _FILES = {
     "metrics.csv": "every logged value, by step",
     "summary.json": "the numbers above",
     "sample.txt": "the text above",
+    "profile.txt": "where the time went (trainer.profiler)",
     "samples.jsonl": "the texts of every validation",
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",

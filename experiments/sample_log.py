@@ -22,8 +22,11 @@ from moe_ffn.training.module import LanguageModel
 class SampleLog(Callback):
     """Continues the prompt at every validation, always with the same seed, and keeps what came of it."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, options: SampleConfig, seed: int) -> None:
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, options: SampleConfig, prompt: str, seed: int
+    ) -> None:
         """A log that appends to `path`, one JSON object a line."""
+        self.prompt = prompt
         self.tokenizer = tokenizer
         self.options = options
         self.seed = seed
@@ -43,7 +46,9 @@ class SampleLog(Callback):
         try:
             # Of every length there is once: nothing that a compiled model should be compiled for.
             with torch.compiler.set_stance("force_eager"):
-                self.last = sample_text(pl_module.decoder, self.tokenizer, self.options, self.seed)
+                self.last = sample_text(
+                    pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
+                )
         except RuntimeError as error:  # a temperature, or logits, that make no probabilities
             print(
                 f"sample: no text at step {trainer.global_step}: {first_line(error)}",
@@ -52,7 +57,7 @@ class SampleLog(Callback):
             return
         line: dict[str, Any] = {
             "step": trainer.global_step,
-            "prompt": self.options.prompt,
+            "prompt": self.prompt,
             "text": self.last,
         }
         self.file.add([line])

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import torch
 
+from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.model.generate import generate
 from moe_ffn.training.config import SampleConfig
 
+PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40
+"""Of the validation split at most so much is the prompt of a run that names none."""
 
-def sample_text(decoder: Decoder, tokenizer: Tokenizer, options: SampleConfig, seed: int) -> str:
+
+def first_words(data: PreparedData) -> str:
+    """The first words of the validation split, as they stand there."""
+    ids = data.validation[:PROMPT_TOKENS]
+    end = np.flatnonzero(ids == data.tokenizer.end_of_document)[:1]
+    # A character may be cut in two at the end.
+    text = data.tokenizer.decode(ids[: end[0]] if len(end) else ids).rstrip(
+        "\N{REPLACEMENT CHARACTER}"
+    )
+    words = re.match(rf"\s*(\S+\s+){{0,{PROMPT_WORDS - 1}}}\S+", text)
+    return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
+
+
+def sample_text(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
+) -> str:
     """What the model makes of the prompt, without the prompt; the same for the same seed."""
     device = next(decoder.parameters()).device
-    prompt = tokenizer.encode(options.prompt.encode())
+    prompt_ids = tokenizer.encode(prompt.encode())
     token_ids = generate(
         decoder,
-        torch.tensor(prompt, dtype=torch.int64, device=device),
+        torch.tensor(prompt_ids, dtype=torch.int64, device=device),
         options.num_tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -147,6 +147,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                 if is_main and status == "failed":
                     add_report(folder)
         if is_main:
+            if trainer.global_step < config.trainer.max_steps:
+                say(ended_early(config, trainer.global_step))
             results = make_results(config, data, callbacks, folder)
             lost = write_results(results, callbacks, loggers, trainer.global_step)
             results.print(console)
@@ -171,6 +173,16 @@ def go_on(
     for key, (before, now) in resume.changes.items():
         say(f"{key} is {now} now (was {before})")
     return start
+
+
+def ended_early(config: TrainConfig, step: int) -> str:
+    """Why a run that nobody interrupted ended before its last step."""
+    limits = {
+        "trainer.early_stopping": config.trainer.early_stopping,
+        "trainer.max_time": config.trainer.lightning_arguments().get("max_time"),
+    }
+    why = " or ".join(name for name, limit in limits.items() if limit is not None)
+    return f"ended after step {step} of {config.trainer.max_steps} ({why})"
 
 
 @contextmanager
@@ -278,7 +290,8 @@ def make_results(
         num_skipped_steps=callbacks.steps.num_skipped,
         routing=callbacks.validation.routing,
         sample=callbacks.samples.last,
-        sample_prompt=config.sample.prompt,
+        sample_prompt=callbacks.samples.prompt,
+        profile=callbacks.profile.text,
     )
 
 

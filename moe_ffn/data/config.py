@@ -49,7 +49,8 @@ class TextConfig(CorpusConfig, frozen=True):
         BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
     ]
     """Files, folders (searched recursively) or globs (`books/**/*.txt`). Hidden and binary files
-    found in a folder or by a glob are skipped."""
+    found in a folder or by a glob are skipped. What stands in fields (.jsonl, .csv, .parquet) is for
+    type hf_dataset."""
 
     def documents(self) -> Iterator[Document]:
         from moe_ffn.data.corpus import text_documents
@@ -64,7 +65,7 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
 
     path: str = Field(min_length=1)
     """A name on the hub (`roneneldan/TinyStories`), a folder written by `save_to_disk`, or a local
-    folder, .json, .jsonl, .csv, .parquet or .txt file."""
+    folder, .json, .jsonl, .ndjson, .csv, .parquet or .txt file."""
 
     name: str | None = None
     """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
@@ -155,7 +156,8 @@ class DataConfig(Config, frozen=True):
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
-    """Percent of the documents that are kept for validation."""
+    """Percent of the documents that are kept for validation, each whole; a line says where that is
+    another share of the text."""
 
     validation_tokens: int = Field(default=131_072, ge=1, le=MOST)
     """How many tokens each validation looks at, evenly spaced over the validation split."""

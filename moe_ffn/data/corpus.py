@@ -26,6 +26,10 @@ _NOT_SOURCE = frozenset(
 )
 
 
+_RECORDS = frozenset({".json", ".jsonl", ".ndjson", ".csv", ".parquet"})
+_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"})
+
+
 @dataclass(frozen=True)
 class Document:
     """One text of a corpus."""
@@ -66,6 +70,7 @@ def text_documents(paths: Sequence[str]) -> Iterator[Document]:
     sources: dict[Path, _Source] = {}
     for source in chain.from_iterable(map(_sources, paths)):
         sources.setdefault(source.path.resolve(), source)
+    _refuse_records(sources.values())
     if sources and not any(map(_size, sources)):
         what = "is empty" if len(sources) == 1 else f"has only empty files ({len(sources)})"
         raise ConfigError(
@@ -99,6 +104,29 @@ class _Source:
                 "convert it to UTF-8 or leave it out"
             )
         return False
+
+
+def _refuse_records(sources: Iterable[_Source]) -> None:
+    """ConfigError for a file of fields that the user named, or where nothing else was found."""
+    found = [source.path for source in sources]
+    named = [source.path for source in sources if source.explicit]
+    for path in [*named, *found] if all(map(_not_plain_text, found)) else named:
+        if why := _not_plain_text(path):
+            raise ConfigError(f"data.corpus.paths: '{path}' {why}")
+
+
+def _not_plain_text(path: Path) -> str:
+    """Why a file with this name is no text to train on, and what to do; empty where it may be one."""
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSED:
+        return f"is compressed ({suffix}); unpack it first"
+    if suffix in _RECORDS:
+        return (
+            "holds records, whose brackets and names would be trained on; use --data.corpus.type "
+            f"hf_dataset --data.corpus.path {path} --data.corpus.text_column NAME, or write their text "
+            "into a .txt file"
+        )
+    return ""
 
 
 def _sources(given: str) -> Iterator[_Source]:

@@ -15,6 +15,7 @@ from moe_ffn.errors import ConfigError, did_you_mean, expand_path, first_line
 _READERS = {
     ".json": "json",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".csv": "csv",
     ".parquet": "parquet",
     ".txt": "text",

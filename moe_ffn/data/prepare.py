@@ -22,7 +22,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.data.windows import require_window
 from moe_ffn.errors import ConfigError, expand_path
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache key: raise it when the same corpus and config would give other files."""
 
 _TOKENIZER_TRAINING_BYTES = 256 << 20

@@ -17,6 +17,9 @@ from moe_ffn.errors import ConfigError
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
 
+_CLEARLY = 1.5
+"""A share of the text that differs from the one asked for by this factor or more is said."""
+
 _REACH_BYTES = 256
 """How far a cut may move back to a line end: a line is shorter, a text on one line is not lost."""
 
@@ -111,6 +114,8 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
             f"too few documents to split ({kept.sum()}): validation is the last "
             f"{validation_percent}% of the text",
         )
+    elif not named:
+        notes += _note_share(sizes, places, validation_percent)
     return SplitPlan(
         documents=documents_read.finish(corpus.hexdigest()),
         num_bytes=int(sizes.sum()),
@@ -180,6 +185,19 @@ def _note_repeats(count: int) -> tuple[str, ...]:
         return ()
     what = "1 document" if count == 1 else f"{count} documents"
     return (f"{what} left out of training: validation holds the same content",)
+
+
+def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> tuple[str, ...]:
+    """Where documents differ in size or are few, their share of the text is not what was asked for."""
+    train, validation = (int(sizes[places == place].sum()) for place in (_TRAIN, _VALIDATION))
+    percent = 100 * validation / (train + validation)
+    if 1 / _CLEARLY < percent / validation_percent < _CLEARLY:
+        return ()
+    count = int(np.count_nonzero(places != _LEFT_OUT))
+    return (
+        f"validation is {percent:.3g}% of the text ({validation_percent}% asked for): documents are drawn "
+        f"whole, and there are {count:,}",
+    )
 
 
 def _fingerprint(content: hashlib._Hash) -> int:

@@ -64,46 +64,65 @@ class GuardConfig(Config, frozen=True):
 
 
 LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str, str]] = {
-    "accelerator": (str, "text", "cpu, cuda, gpu, mps, tpu; auto by default."),
-    "benchmark": (bool | None, "true, false or null", "Let cuDNN time its algorithms."),
-    "detect_anomaly": (bool, "true or false", "Name the operation that gave a NaN gradient; slow."),
+    "accelerator": (str, "text", "What to train on: auto (the default), cpu, gpu or cuda, mps."),
+    "benchmark": (
+        bool | None,
+        "true, false or null",
+        "Let cuDNN time its algorithms for convolutions and take the fastest.",
+    ),
+    "detect_anomaly": (
+        bool,
+        "true or false",
+        "End with torch's traceback where a backward pass makes a NaN; slow. The guard says where one "
+        "began, and goes on, without it.",
+    ),
     "deterministic": (
         bool | Literal["warn"] | None,
         "true, false, null or 'warn'",
-        "Refuse operations of torch that do not repeat to the bit; 'warn' warns of them.",
+        "Let torch refuse operations that do not repeat to the bit, or warn of them.",
     ),
     "devices": (
         int | str | list[int],
         "a whole number, text or a list of whole numbers",
-        "How many processes, or which GPUs.",
+        "How many processes train, or on which GPUs.",
     ),
-    "fast_dev_run": (bool | int, "true, false or a whole number", ""),
     "gradient_clip_algorithm": (
         Literal["norm", "value"] | None,
         "'norm', 'value' or null",
-        "What gradient_clip_val limits: the norm of all gradients, or each value.",
+        "What gradient_clip_val limits: the norm of the whole gradient (the default), or each value.",
     ),
     "inference_mode": (
         bool,
         "true or false",
-        "Validate under torch.inference_mode; false: torch.no_grad.",
+        "Validate under torch.inference_mode (the default), or under torch.no_grad.",
     ),
     "max_time": (
         str | dict[str, int] | None,
         "text, a mapping of whole numbers or null",
-        "DD:HH:MM:SS",
+        "End after this time, DD:HH:MM:SS or {hours: 2}, with a last validation.",
     ),
-    "min_steps": (int | None, "a whole number or null", ""),
-    "model_registry": (str | None, "text or null", ""),
-    "num_nodes": (int, "a whole number", "Machines."),
-    "profiler": (str | None, "text or null", ""),
-    "strategy": (str, "text", ""),
-    "sync_batchnorm": (bool, "true or false", ""),
+    "num_nodes": (
+        int,
+        "a whole number",
+        "How many machines train; start the program on each with torchrun or srun.",
+    ),
+    "profiler": (
+        Literal["simple", "advanced"] | None,
+        "'simple', 'advanced' or null",
+        "Write where the time went into profile.txt: by callback and hook, or by Python function.",
+    ),
+    "strategy": (
+        Literal["auto", "ddp", "ddp_find_unused_parameters_true"],
+        "'auto', 'ddp' (for several processes) or 'ddp_find_unused_parameters_true'",
+        "How several processes work together: auto (the default) and ddp; "
+        "ddp_find_unused_parameters_true where a block of yours does not use all of its weights.",
+    ),
 }
 """The arguments of `lightning.Trainer` that are passed on: what they take, in types and in words, and what
-they mean.
+they do.
 
-Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies."""
+Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies. Strategies that
+begin processes of their own (`ddp_spawn`, `ddp_fork`) would leave what is measured in them behind."""
 
 OWNED_LIGHTNING_ARGUMENTS = {
     "barebones": "the loggers and checkpoints of a run are its result",
@@ -114,6 +133,7 @@ OWNED_LIGHTNING_ARGUMENTS = {
     "enable_checkpointing": "the best and the last weights are always kept",
     "enable_model_summary": "the model table stands for it",
     "enable_progress_bar": "the progress display stands for it",
+    "fast_dev_run": "use trainer.max_steps 1, which writes its rows and results too",
     "limit_predict_batches": "nothing is predicted",
     "limit_test_batches": "nothing is tested",
     "limit_train_batches": "use trainer.max_steps",
@@ -121,11 +141,14 @@ OWNED_LIGHTNING_ARGUMENTS = {
     "log_every_n_steps": "use logging.every_n_steps",
     "logger": "use logging",
     "max_epochs": "use trainer.max_steps",
-    "min_epochs": "use trainer.min_steps",
+    "min_epochs": "use trainer.max_steps",
+    "min_steps": "only trainer.early_stopping and trainer.max_time end a run before trainer.max_steps",
+    "model_registry": "checkpoints are kept in the run's folder",
     "num_sanity_val_steps": "the first validation comes soon enough",
     "overfit_batches": "give data.corpus a small text",
     "plugins": "they are objects; write a program with experiments.assemble",
     "reload_dataloaders_every_n_epochs": "batches depend on their number alone",
+    "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
     "use_distributed_sampler": "every rank takes its part of each batch already",
     "val_check_interval": "use trainer.validate_every_n_steps",
 }
@@ -265,8 +288,8 @@ class LoggingConfig(Config, frozen=True):
 class SampleConfig(Config, frozen=True):
     """The text that the trained model writes at the end."""
 
-    prompt: str = Field(default="def ", min_length=1)
-    """What it starts from."""
+    prompt: str | None = Field(default=None, min_length=1)
+    """What it starts from; by default the first words of the validation split."""
     num_tokens: int = Field(default=256, ge=0, le=MOST)
     """How many tokens to write; 0 writes none."""
     temperature: float = Field(default=0.7, ge=0)

@@ -153,6 +153,36 @@ class TestText:
         with pytest.raises(ConfigError, match=r"^data\.corpus\.paths: " + message):
             names("link.txt")
 
+    @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".csv", ".parquet"])
+    def test_records_are_refused_with_what_reads_them(self, folder: Path, suffix: str) -> None:
+        path = folder / f"rows{suffix}"
+        path.write_text('{"text": "x"}\n')
+        message = (
+            rf"data\.corpus\.paths: '{path}' holds records, .*; use --data\.corpus\.type hf_dataset "
+            rf"--data\.corpus\.path {path} --data\.corpus\.text_column NAME"
+        )
+        with pytest.raises(ConfigError, match=message):
+            names(path)
+
+    def test_a_folder_or_a_glob_of_records_alone_is_refused(self, folder: Path) -> None:
+        for name in ("a.jsonl", "b.JSONL"):
+            (folder / "deep" / name).write_text("{}\n")
+        with pytest.raises(ConfigError, match="holds records"):
+            names(folder / "deep" / "*.[jJ]*")
+        (folder / "deep" / "c.txt").unlink()
+        with pytest.raises(ConfigError, match=r"a\.jsonl' holds records"):
+            names(folder / "deep")
+
+    def test_records_beside_texts_are_text_too(self, folder: Path) -> None:
+        (folder / "package.json").write_text("{}")
+        assert names(folder) == ["a.md", "b.txt", "deep/c.txt", "package.json"]
+
+    @pytest.mark.parametrize("suffix", [".gz", ".zst", ".zip"])
+    def test_a_compressed_file_is_refused(self, folder: Path, suffix: str) -> None:
+        (folder / f"x.txt{suffix}").write_bytes(b"\x1f\x8b")
+        with pytest.raises(ConfigError, match=rf"is compressed \({suffix}\); unpack it first"):
+            names(folder / f"x.txt{suffix}")
+
     def test_a_pipe_in_a_folder_is_skipped(self, folder: Path) -> None:
         os.mkfifo(folder / "pipe.txt")
         assert names(folder) == ["a.md", "b.txt", "deep/c.txt"]

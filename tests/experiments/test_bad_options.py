@@ -61,6 +61,16 @@ REFUSED = {
         "--trainer.overfit_batches 2",
         "trainer.overfit_batches: is set by the program itself; give data.corpus a small text",
     ),
+    "a run without rows": (
+        "--trainer.fast_dev_run true",
+        "trainer.fast_dev_run: is set by the program itself; use trainer.max_steps 1, which writes its "
+        "rows and results too",
+    ),
+    "least steps": (
+        "--trainer.min_steps 3",
+        "trainer.min_steps: is set by the program itself; only trainer.early_stopping and "
+        "trainer.max_time end a run before trainer.max_steps",
+    ),
     # -- types
     "unknown block": (
         "--model.ffn.type swiglo",
@@ -314,6 +324,17 @@ REFUSED = {
         "--trainer.devices 3",
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
         "all ranks together",
+    ),
+    "machines that nobody has started": (
+        "--trainer.num_nodes 2",
+        re.compile(
+            r"trainer\.num_nodes \(2\): .* would wait for ever; start it .* torchrun --nnodes 2 "
+        ),
+    ),
+    "processes that leave nothing behind": (
+        "--trainer.strategy ddp_spawn --trainer.devices 2",
+        "trainer.strategy: must be 'auto', 'ddp' (for several processes) or "
+        "'ddp_find_unused_parameters_true', got 'ddp_spawn'",
     ),
     # -- data
     "text that does not exist": (

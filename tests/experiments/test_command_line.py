@@ -224,7 +224,7 @@ def test_print_config_reads_back_to_the_same_config(
         "--optimizer.eps", "1e-9",
         "--sample.prompt", "'é \\n#: '",
         "--trainer.early_stopping", "{patience: 2}",
-        "--trainer.min_steps", "1",
+        "--trainer.max_time", "01:00:00:00",
     ]  # fmt: skip
 
     with pytest.raises(SystemExit) as stopped:

@@ -23,6 +23,7 @@ from experiments.wrapping import wrap
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.config import FFNConfig
 from moe_ffn.routing.config import RouterConfig
+from moe_ffn.training.config import LIGHTNING_ARGUMENTS
 
 Show = Callable[..., str]
 
@@ -103,6 +104,15 @@ def test_one_option(show: Show) -> None:
     assert show("--help", "trainer.max_steps") == (
         "trainer.max_steps: Optimizer steps. --trainer.max_steps 400"
     )
+
+
+def test_what_is_passed_on_to_lightning_is_explained(show: Show) -> None:
+    _, _, further = show("--help=trainer").partition(" Further names a")
+
+    for name, (_, _, meaning) in LIGHTNING_ARGUMENTS.items():
+        assert meaning
+        assert f"{name} {meaning}" in f"a{further}"
+    assert LIGHTNING_ARGUMENTS["profiler"][2] in show("--help", "trainer.profiler")
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_summary_json_holds_the_last_validation(moe_run: Any) -> None:
 
 
 def test_sample_txt_starts_with_the_prompt(moe_run: Any) -> None:
-    assert (moe_run.folder / "sample.txt").read_text().startswith("def")
+    assert (moe_run.folder / "sample.txt").read_text().startswith("sat on the cat")
 
 
 @pytest.mark.parametrize("name", ["best", "step_00000006"])
@@ -245,7 +245,7 @@ def test_the_screen_shows_losses_load_sample_and_where_the_results_are(moe_run: 
     for layer, values in enumerate(summary["routing"].values()):
         load = " ".join(f"{100 * share:.1f}" for share in values["load"])
         assert re.search(rf"^ *{layer} +{load.replace(' ', ' +')} ", moe_run.stdout, re.MULTILINE)
-    assert "Sample:\ndef " in moe_run.stdout
+    assert "Sample:\nsat on the cat" in moe_run.stdout
     assert f"Results in runs/{moe_run.folder.name}/" in moe_run.stdout
     assert "wandb: off" in moe_run.stdout
 

@@ -26,7 +26,18 @@ def test_every_argument_of_the_trainer_is_passed_on_or_has_a_reason_not_to_be() 
     [
         ("detect_anomaly", "no", "true or false"),
         ("deterministic", "x", "true, false, null or 'warn'"),
-        ("min_steps", "x", "a whole number or null"),
+        ("num_nodes", "x", "a whole number"),
+        ("profiler", "pytorch", "'simple', 'advanced' or null"),
+        (
+            "strategy",
+            "ddp_spawn",
+            "'auto', 'ddp' (for several processes) or 'ddp_find_unused_parameters_true'",
+        ),
+        (
+            "strategy",
+            "ddp_fork",
+            "'auto', 'ddp' (for several processes) or 'ddp_find_unused_parameters_true'",
+        ),
         ("devices", 1.5, "a whole number, text or a list of whole numbers"),
     ],
 )
