@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from experiments.memory import out_of_memory
 from experiments.standard_streams import keep_printing
 from moe_ffn.errors import ConfigError
 
@@ -54,6 +55,11 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         for line in lines:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not (sentence := out_of_memory(error)):
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,10 +1,14 @@
-"""Whether a model can be made on this machine, asked before anything is."""
+"""Whether a model fits into the memory there is: asked before it is made, and said when it did not."""
 
 from __future__ import annotations
 
-import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from experiments.config import TrainConfig
+from experiments.exit import EXIT_FAILED
+from experiments.memory import gigabytes, memory_limit, out_of_memory
 from moe_ffn.errors import ConfigError
 
 _BYTES_VOCABULARY = 257
@@ -13,19 +17,18 @@ _INT64 = 8
 
 
 def check_fits(config: TrainConfig) -> None:
-    """ConfigError where the weights alone, or the token ids of one batch, exceed this machine's memory.
+    """ConfigError where the weights alone, or the token ids of one batch, exceed what this process may have.
 
     What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
     """
-    if not hasattr(os, "sysconf"):  # Windows
+    memory = memory_limit()
+    if memory is None:
         return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    vocab_size = getattr(config.data.tokenizer, "vocab_size", _BYTES_VOCABULARY)
-    num_params = config.model.num_params(vocab_size, config.data.seq_len)
+    num_params = _num_params(config)
     if num_params * _FLOAT32 > memory:
         raise ConfigError(
-            f"model: {num_params:,} parameters take {_gigabytes(num_params * _FLOAT32)}, and this "
-            f"machine has {_gigabytes(memory)} of memory; lower model.d_model "
+            f"model: {num_params:,} parameters take {gigabytes(num_params * _FLOAT32)}, and this "
+            f"machine has {gigabytes(memory)} of memory; lower model.d_model "
             f"({config.model.d_model}), model.num_layers ({config.model.num_layers}) or what is wide "
             "in model.ffn"
         )
@@ -33,10 +36,33 @@ def check_fits(config: TrainConfig) -> None:
     if num_tokens * _INT64 > memory:
         raise ConfigError(
             f"data: batch_size ({config.data.batch_size}) times seq_len ({config.data.seq_len}) is "
-            f"{_gigabytes(num_tokens * _INT64)} of token ids, and this machine has "
-            f"{_gigabytes(memory)} of memory; lower one of them"
+            f"{gigabytes(num_tokens * _INT64)} of token ids, and this machine has "
+            f"{gigabytes(memory)} of memory; lower one of them"
         )
 
 
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.0f} GB"
+@contextmanager
+def saying_what_it_needs(config: TrainConfig) -> Iterator[None]:
+    """Memory that is not to be had ends the block with what the model needs, and exit code 1."""
+    try:
+        yield
+    except Exception as error:
+        if not (sentence := out_of_memory(error)):
+            raise
+        print(f"error: {sentence}; {_needs(config)}", file=sys.stderr)
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def _needs(config: TrainConfig) -> str:
+    num_params, model, data = _num_params(config), config.model, config.data
+    return (
+        f"the weights of {num_params:,} parameters and their gradients take "
+        f"{gigabytes(2 * num_params * _FLOAT32)}, what AdamW remembers as much again, and a batch comes on "
+        f"top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), model.num_layers "
+        f"({model.num_layers}) or model.d_model ({model.d_model})"
+    )
+
+
+def _num_params(config: TrainConfig) -> int:
+    vocab_size = getattr(config.data.tokenizer, "vocab_size", _BYTES_VOCABULARY)
+    return config.model.num_params(vocab_size, config.data.seq_len)

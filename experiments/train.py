@@ -11,7 +11,7 @@ from experiments.announce import announce_import
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
-from experiments.model_size import check_fits
+from experiments.model_size import check_fits, saying_what_it_needs
 from experiments.outside.trust import FLAG, take_trust
 from experiments.ranks import is_first_rank
 from experiments.resuming.request import FLAGS, find_resume, take_resume
@@ -40,10 +40,11 @@ def main(argv: Sequence[str]) -> int:
         check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.
     announce_import("torch", "lightning")
-    with undisturbed():
-        from experiments.training_run import train
+    with saying_what_it_needs(config):
+        with undisturbed():
+            from experiments.training_run import train
 
-    train(config, resume)
+        train(config, resume)
     return 0
 
 
