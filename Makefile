@@ -12,7 +12,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --c
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
 
-.PHONY: help setup train test test-slow lint format lock clean
+.PHONY: help setup train test test-slow lint format lock clean readme
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ lint: $(DEV)  ## format, lint and types
 format: $(DEV)  ## fix format and lint
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
+
+readme: $(TRAIN)  ## write the numbers of README.md anew, from a run of the default model
+	$(PY) -m experiments.readme
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)

@@ -1,0 +1,179 @@
+"""Write the numbers of the README anew: those of the default run, as it is now.
+
+    python -m experiments.readme            # trains the default run, then writes README.md and docs/default_run.json
+    python -m experiments.readme --check    # says what has changed since; exit code 1 where something has
+
+The default run takes minutes, so whether its numbers are old is told by less: by the options it had, the
+lines it printed, and the losses of the first three steps of the default model on LICENSE, a text that
+never changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from experiments import train
+from experiments.config import TrainConfig
+from experiments.exit import exit_on_bad_input
+from experiments.run_folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import write_whole
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RECORD = ROOT / "docs" / "default_run.json"
+COMMAND = "python -m experiments.train"
+BEGIN, END = "<!-- written by `make readme` -->\n", "<!-- end of what `make readme` writes -->\n"
+
+NUM_FIRST_STEPS = 3
+LOSS_TOLERANCE = 2e-3
+"""In nats: other processors round differently, another model or optimizer differs by more."""
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv not in ([], ["--check"]):
+        print(__doc__)
+        return 0 if {"-h", "--help"} & set(argv) else 2
+    if argv:
+        changes = stale(json.loads(RECORD.read_text(encoding="utf-8")), README.read_text("utf-8"))
+        for change in changes:
+            print(f"README.md is old: {change}; write it anew: make readme", file=sys.stderr)
+        return 1 if changes else 0
+    record = default_run()
+    text = with_block(README.read_text(encoding="utf-8"), readme_block(record))
+    write_whole(RECORD, json.dumps(record, indent=2) + "\n")
+    write_whole(README, text)
+    print(readme_block(record))
+    return 0
+
+
+def default_run() -> dict[str, Any]:
+    """Train it, and what is worth keeping of it."""
+    name = f"readme-{datetime.now():%Y%m%d-%H%M%S}"
+    start = time.monotonic()
+    done = subprocess.run(
+        [*COMMAND.replace("python", sys.executable, 1).split(), "--run.name", name],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    seconds = time.monotonic() - start
+    folder = ROOT / TrainConfig().run.output_dir / name
+    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    losses, _ = first_steps()
+    return {
+        "command": COMMAND,
+        "date": f"{datetime.now():%B %Y}",
+        "git_revision": git_revision(),
+        **{key: facts[key] for key in ("precision", "num_threads", "corpus_sha256", "versions")},
+        "seconds": round(seconds),
+        "tokens_per_second": round(summary["tokens_per_second"]),
+        "validation_loss": summary["validation_loss"],
+        "screen": results_of(done.stdout),
+        "first_losses": losses,
+        "options": options(TrainConfig()),
+    }
+
+
+def stale(record: Mapping[str, Any], readme: str) -> list[str]:
+    """Why the record, or the README, is not what the default run would give now; empty where it is."""
+    changes = []
+    if readme_block(record) not in readme:
+        changes.append(f"its block is not that of {RECORD.relative_to(ROOT)}")
+    now = options(TrainConfig())
+    changes += [
+        f"{path} was {value!r}, and is {now.get(path)!r}"
+        for path, value in record["options"].items()
+        if now.get(path) != value
+    ]
+    losses, screen = first_steps()
+    pairs = zip(record["first_losses"], losses, strict=True)
+    if any(abs(before - after) > LOSS_TOLERANCE for before, after in pairs):
+        changes.append(f"the first losses were {record['first_losses']}, and are {losses}")
+    missing = shapes(record["screen"]) - shapes(results_of(screen))
+    changes += [f"no line like '{line}' is printed any more" for line in sorted(missing)]
+    return changes
+
+
+def first_steps() -> tuple[list[float], str]:
+    """The losses of the default model's first steps on LICENSE, and what the program prints."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        corpus = f"{{type: text, paths: [{ROOT / 'LICENSE'}]}}"
+        arguments = [
+            *("--data.corpus", corpus, "--data.cache_dir", f"{folder}/cache"),
+            *("--data.validation_tokens", "1", "--sample.num_tokens", "0"),
+            *("--trainer.max_steps", str(NUM_FIRST_STEPS), "--logging.every_n_steps", "1"),
+            *("--logging.wandb.mode", "disabled", "--run.output_dir", folder, "--run.name", "run"),
+        ]
+        train.main(arguments)
+        with (Path(folder) / "run" / METRICS_FILE).open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    return [float(row["train/loss"]) for row in rows if row["train/loss"]], out.getvalue()
+
+
+def results_of(screen: str) -> str:
+    """From the losses to the last line before the sample, or before the list of files."""
+    found = re.search(r"^validation loss .*?(?=\n\n(?:Sample:|Results in ))", screen, re.M | re.S)
+    if found is None:
+        raise ConfigError("the run printed no results; run it by hand: " + COMMAND)
+    return "\n".join(line.rstrip() for line in found[0].splitlines())
+
+
+def shapes(screen: str) -> set[str]:
+    """The lines that hold numbers, without them: what every run of the default model prints."""
+    lines = (" ".join(line.split()) for line in screen.splitlines())
+    return {re.sub(r"\d[\d.,]*", "#", line) for line in lines if re.search(r"\d", line)}
+
+
+def options(config: TrainConfig) -> dict[str, Any]:
+    """Every option by its dotted path."""
+
+    def flat(value: Any, path: str) -> Iterable[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                yield from flat(inner, f"{path}.{key}" if path else key)
+        else:
+            yield path, value
+
+    return dict(flat(json.loads(json.dumps(config.to_dict())), ""))
+
+
+def readme_block(record: Mapping[str, Any]) -> str:
+    """What stands between the two comments of the README."""
+    minutes, seconds = divmod(record["seconds"], 60)
+    threads = record["num_threads"]
+    return (
+        f"{BEGIN}```text\n{record['screen']}\n```\n\n"
+        f"That took {minutes} min {seconds} s on {threads} CPU core{'s' * (threads > 1)} "
+        f"({record['tokens_per_second']:,} tokens/s), in {record['precision']}, with torch "
+        f"{record['versions']['torch'].partition('+')[0]}, in {record['date']}.\n{END}"
+    )
+
+
+def with_block(readme: str, block: str) -> str:
+    """The README with this block in the place of the one it has."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ConfigError(f"README.md has no lines '{BEGIN.strip()}' and '{END.strip()}'")
+    return before + block + after
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))
