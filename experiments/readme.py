@@ -1,6 +1,6 @@
 """Write the numbers of the README anew: those of the default run, as it is now.
 
-    python -m experiments.readme            # trains the default run, then writes README.md and docs/default_run.json
+    python -m experiments.readme            # trains the default run; writes README.md, docs/default_run.json
     python -m experiments.readme --check    # says what has changed since; exit code 1 where something has
 
 The default run takes minutes, so whether its numbers are old is told by less: by the options it had, the
