@@ -71,9 +71,7 @@ class Option:
     def children(self) -> list[Option]:
         """The options of a section, in order; none of a plain value."""
         if (tag := self.outside_type) is not None:
-            text = (
-                "Its own options are not listed, since --help runs nobody's code; --print-config has them."
-            )
+            text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
             return [Option(self._below("type"), None, tag, f"{self.meaning} {text}".lstrip())]
         config = self.config
         return [] if config is None else self.options_of(config)
