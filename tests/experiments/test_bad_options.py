@@ -162,7 +162,8 @@ REFUSED = {
     ),
     "option of another optimizer": (
         "--optimizer.momentum 0.9",
-        "optimizer.momentum: unknown; known: type, learning_rate, weight_decay, schedule, betas, eps",
+        "optimizer.momentum: unknown with optimizer.type 'adamw'; it belongs to type 'sgd' or 'muon': add "
+        "--optimizer.type sgd",
     ),
     "nesterov without momentum": (
         "--optimizer.type sgd --optimizer.momentum 0 --optimizer.nesterov true",

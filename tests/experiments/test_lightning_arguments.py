@@ -86,8 +86,9 @@ def test_validation_is_under_inference_mode_or_not(
     run_train: RunTrain, tmp_path: Path, inference_mode: str
 ) -> None:
     (tmp_path / "own.py").write_text(
-        OWN_BLOCK % f"expected = not self.training and {inference_mode.title()}; "
-        "assert torch.is_inference_mode_enabled() == expected; return FFNOutput(x)"
+        OWN_BLOCK
+        % f"expected = not self.training and {inference_mode.title()}; is_run = x.shape[1] == 16; "
+        "assert not is_run or torch.is_inference_mode_enabled() == expected; return FFNOutput(x)"
     )
 
     run = run_train(

@@ -84,7 +84,8 @@ def test_other_errors_are_not(error: Exception) -> None:
     "asks", ["torch.empty(2**58)", "bytearray(2**62)"], ids=["torch", "python"]
 )
 def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path, asks: str) -> None:
-    (tmp_path / "own.py").write_text(OWN_BLOCK % asks)
+    in_training = f"if x.shape[0] == 4: {asks}"  # not where it is tried before
+    (tmp_path / "own.py").write_text(OWN_BLOCK % in_training)
 
     run = run_train(tmp_path, "--model.ffn.type", "own.py:Config")
 

@@ -68,7 +68,8 @@ def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
 def test_a_section_has_its_own_options_alone(show: Show) -> None:
     printed = show("--help", "optimizer")
 
-    assert printed.startswith("optimizer: How it is minimised. --optimizer.learning_rate 0.003 ")
+    assert printed.startswith("optimizer: How it is minimised. --optimizer.type adamw ")
+    assert "--optimizer.learning_rate 0.003 The full rate" in printed
     assert "--optimizer.schedule.type cosine Half a cosine" in printed
     assert "--trainer" not in printed
     assert printed.endswith("Types to choose from, and what each takes --help optimizer.schedule")
