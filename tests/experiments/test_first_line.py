@@ -17,7 +17,7 @@ NO_TORCH = 42
 PROGRAMS = {
     "train": ([], "torch and lightning"),
     "overhead": ([], "torch and lightning"),
-    "generate": (["run"], "torch"),
+    "generate": (["run", "--prompt", "a"], "torch"),
     "trace": (["run", "--text", "a"], "torch"),
     "benchmark": (["--shape", "4,4,4,4,2,fp32"], "torch"),
 }

@@ -27,6 +27,7 @@ def shown(tmp_path: Path, **replaced: Any) -> str:
         "routing": {},
         "sample": "",
         "sample_prompt": "",
+        "profile": "",
     }
     console = Console(width=80, file=io.StringIO(), record=True)
     Results(**(good | replaced)).print(console)
