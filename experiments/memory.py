@@ -28,11 +28,8 @@ def memory_limit() -> int | None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
     own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return min(
-        machine,
-        *(int(text) for text in container if text.isdigit()),  # `max` where there is no limit
-        *([own] if own != resource.RLIM_INFINITY else []),
-    )
+    limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
+    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
 
 
 def out_of_memory(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import resource
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import model_size
+from experiments import memory, model_size
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_FAILED, exit_on_bad_input
 from experiments.memory import gigabytes, memory_limit, out_of_memory
@@ -116,6 +117,21 @@ def test_a_limit_of_the_process_is_what_there_is(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda _: (everything // 2, resource.RLIM_INFINITY))
 
     assert memory_limit() == everything // 2
+
+
+def test_a_machine_without_containers_has_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    assert memory_limit() == machine
+
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit() == machine
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory_limit() == 1000
 
 
 def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
