@@ -1,7 +1,7 @@
 """Write the numbers of the README anew: those of the default run, as it is now.
 
-    python -m experiments.readme            # trains the default run; writes README.md, docs/default_run.json
-    python -m experiments.readme --check    # says what has changed since; exit code 1 where something has
+    python -m experiments.readme            # trains the default run, writes README.md
+    python -m experiments.readme --check    # says what has changed since, with exit code 1
 
 The default run takes minutes, so whether its numbers are old is told by less: by the options it had, the
 lines it printed, and the losses of the first three steps of the default model on LICENSE, a text that
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from typing import Any
 from experiments import train
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
+from experiments.parser import Parser
+from experiments.report.tables import flatten
 from experiments.run_folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import write_whole
@@ -44,10 +46,9 @@ LOSS_TOLERANCE = 2e-3
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv not in ([], ["--check"]):
-        print(__doc__)
-        return 0 if {"-h", "--help"} & set(argv) else 2
-    if argv:
+    parser = Parser(prog="python -m experiments.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="say what is old, and write nothing")
+    if parser.parse_args(argv).check:
         changes = stale(json.loads(RECORD.read_text(encoding="utf-8")), README.read_text("utf-8"))
         for change in changes:
             print(f"README.md is old: {change}; write it anew: make readme", file=sys.stderr)
@@ -87,7 +88,7 @@ def default_run() -> dict[str, Any]:
         "validation_loss": summary["validation_loss"],
         "screen": results_of(done.stdout),
         "first_losses": losses,
-        "options": options(TrainConfig()),
+        "options": flatten(TrainConfig().to_dict()),
     }
 
 
@@ -96,7 +97,7 @@ def stale(record: Mapping[str, Any], readme: str) -> list[str]:
     changes = []
     if readme_block(record) not in readme:
         changes.append(f"its block is not that of {RECORD.relative_to(ROOT)}")
-    now = options(TrainConfig())
+    now = flatten(TrainConfig().to_dict())
     changes += [
         f"{path} was {value!r}, and is {now.get(path)!r}"
         for path, value in record["options"].items()
@@ -139,19 +140,6 @@ def shapes(screen: str) -> set[str]:
     """The lines that hold numbers, without them: what every run of the default model prints."""
     lines = (" ".join(line.split()) for line in screen.splitlines())
     return {re.sub(r"\d[\d.,]*", "#", line) for line in lines if re.search(r"\d", line)}
-
-
-def options(config: TrainConfig) -> dict[str, Any]:
-    """Every option by its dotted path."""
-
-    def flat(value: Any, path: str) -> Iterable[tuple[str, Any]]:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                yield from flat(inner, f"{path}.{key}" if path else key)
-        else:
-            yield path, value
-
-    return dict(flat(json.loads(json.dumps(config.to_dict())), ""))
 
 
 def readme_block(record: Mapping[str, Any]) -> str:
