@@ -27,7 +27,6 @@ ALSO_CALLED = {
     "steps": "max_steps",
     "top_k": "k",
     "warmup": "warmup_fraction",
-    "warmup_steps": "warmup_fraction",
     "wd": "weight_decay",
 }
 """What other programs and papers call an option -> the last part of its path here."""

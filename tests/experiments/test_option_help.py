@@ -136,6 +136,11 @@ def test_what_others_call_an_option_is_an_option() -> None:
     tree = option_tree(TrainConfig, TrainConfig().to_dict())
 
     assert set(ALSO_CALLED.values()) <= {option.name for option in tree.everything()}
+    # `top_k` of a sample is an option, and still another name for the `k` of a router.
+    paths = {option.path for option in tree.leaves()}
+    for path in paths:
+        section, _, name = path.rpartition(".")
+        assert f"{section}.{ALSO_CALLED.get(name)}" not in paths, f"{path} is an option itself"
 
 
 @pytest.mark.parametrize("columns", [60, 80])
