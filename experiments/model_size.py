@@ -28,7 +28,7 @@ def check_fits(config: TrainConfig) -> None:
     if num_params * _FLOAT32 > memory:
         raise ConfigError(
             f"model: {num_params:,} parameters take {gigabytes(num_params * _FLOAT32)}, and this "
-            f"machine has {gigabytes(memory)} of memory; lower model.d_model "
+            f"process may have {gigabytes(memory)} of memory; lower model.d_model "
             f"({config.model.d_model}), model.num_layers ({config.model.num_layers}) or what is wide "
             "in model.ffn"
         )
@@ -36,7 +36,7 @@ def check_fits(config: TrainConfig) -> None:
     if num_tokens * _INT64 > memory:
         raise ConfigError(
             f"data: batch_size ({config.data.batch_size}) times seq_len ({config.data.seq_len}) is "
-            f"{gigabytes(num_tokens * _INT64)} of token ids, and this machine has "
+            f"{gigabytes(num_tokens * _INT64)} of token ids, and this process may have "
             f"{gigabytes(memory)} of memory; lower one of them"
         )
 
@@ -57,7 +57,7 @@ def _needs(config: TrainConfig) -> str:
     num_params, model, data = _num_params(config), config.model, config.data
     return (
         f"the weights of {num_params:,} parameters and their gradients take "
-        f"{gigabytes(2 * num_params * _FLOAT32)}, what AdamW remembers as much again, and a batch comes on "
+        f"{gigabytes(2 * num_params * _FLOAT32)}, and the optimizer states and a batch's activations come on "
         f"top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), model.num_layers "
         f"({model.num_layers}) or model.d_model ({model.d_model})"
     )

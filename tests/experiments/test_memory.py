@@ -95,8 +95,8 @@ def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path,
     # 257 x 16 embeddings, 2 layers of 4 x 16 x 16, 5 norms of 16; twice, of four bytes.
     assert re.fullmatch(
         r"error: out of memory: the program did not get .+, and this process may have [\d.,]+ GB; the "
-        r"weights of 6,240 parameters and their gradients take 0\.05 MB, what AdamW remembers as much again, "
-        r"and a batch comes on top: lower data\.batch_size \(4\), data\.seq_len \(16\), "
+        r"weights of 6,240 parameters and their gradients take 0\.05 MB, and the optimizer "
+        r"states and a batch's activations come on top: lower data\.batch_size \(4\), data\.seq_len \(16\), "
         r"model\.num_layers \(2\) or model\.d_model \(16\)",
         run.stderr.splitlines()[-1],
     )
