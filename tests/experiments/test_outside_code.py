@@ -279,6 +279,7 @@ FAMILIES = {
     "model.positions": "code/evil.py:X",
     "data.corpus": "code/evil.py:X",
     "data.tokenizer": "code/evil.py:X",
+    "optimizer": "code/evil.py:X",
     "optimizer.schedule": "code/evil.py:X",
     "objective.bias_rule": "evil_module_of_a_stranger:X",
 }
