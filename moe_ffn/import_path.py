@@ -7,7 +7,6 @@ no cached bytecode beside it is looked at.
 from __future__ import annotations
 
 import contextlib
-import dis
 import hashlib
 import importlib
 import importlib.machinery
@@ -273,9 +272,9 @@ def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         place = _place(error.__traceback__)
-        if _is_of_a_signal(error) or not (culprit or place):
+        who = culprit or (f"'{place.filename}'" if place else "")
+        if _is_of_a_signal(error) or not who:
             raise
-        who = culprit or f"'{place.filename}'" if place else culprit
         raise ConfigError(f"{who} failed: {_describe(error)}") from error
 
 
@@ -307,15 +306,9 @@ def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a person or a scheduler ended it, and not the code, which may raise the same on purpose."""
-    if isinstance(error, Exception) or error.__traceback__ is None:
+    """Whether a person or a scheduler ended it: Ctrl-C, or an exit out of the handler of a signal."""
+    if isinstance(error, Exception):
         return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     handlers = {getattr(signal.getsignal(s), "__code__", None) for s in signal.valid_signals()}
-    if frame.f_code in handlers:
-        return True
-    last = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    raised = frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return isinstance(error, KeyboardInterrupt) and not raised
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) or any(f.f_code in handlers for f in frames)

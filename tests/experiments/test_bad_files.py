@@ -149,10 +149,6 @@ OWN = {
         "import sys\nsys.exit(0)",
         "importing '{path}' failed: SystemExit: 0 (own.py, line 2)",
     ),
-    "pretends to be Ctrl-C": (
-        "raise KeyboardInterrupt",
-        "importing '{path}' failed: KeyboardInterrupt (own.py, line 1)",
-    ),
     "raises what is no Exception": (
         "class Odd(BaseException): pass\ndef f():\n  raise Odd('two\\nlines')\nf()",
         "importing '{path}' failed: Odd: two (own.py, line 3, in f)",

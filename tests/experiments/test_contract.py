@@ -97,7 +97,7 @@ class ExitsFFN(GoodFFN):
     def mixed(self, x): sys.exit(0)
 
 class BuildExits(Good, frozen=True): pass
-def BuildExitsFFN(d_model, rank): raise KeyboardInterrupt
+def BuildExitsFFN(d_model, rank): sys.exit(3)
 
 class NotRouting(Good, frozen=True): pass
 class NotRoutingFFN(GoodFFN):
@@ -258,7 +258,7 @@ BROKEN = {
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
     "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
-    "BuildExits": "failed: KeyboardInterrupt (own.py, line {p}, in BuildExitsFFN)",
+    "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
     "NotRouting": "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` "
     "makes one",
     "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
