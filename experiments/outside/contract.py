@@ -75,7 +75,7 @@ def check_outside_parts(config: TrainConfig, device: torch.device, *, warn: bool
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad(), explaining_outside_errors(name):
             for family, check in _CHECKS.items():
-                if family in type(part).__mro__:
+                if isinstance(part, family):
                     check(trial, part)
 
 
@@ -176,9 +176,8 @@ class _Trial:
         if not self.config.model.causal or first == 0:
             return
         for parameter in module.parameters():
-            if (
-                parameter.is_floating_point()
-            ):  # a gate that begins at zero would hide what is behind it
+            # A gate that begins at zero would hide what is behind it.
+            if parameter.is_floating_point():
                 parameter.add_(0.03)
         x, ids = self.random(_BATCH, self.length, self.d_model), self.token_ids_BS()
         later_x, later_ids = x.clone(), ids.clone()
