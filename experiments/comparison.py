@@ -13,13 +13,14 @@ from statistics import fmean
 from rich.table import Table
 
 from experiments.config import TrainConfig
-from experiments.report.headline import WORSE_THAN_UNIGRAM
 from experiments.run_folder import (
     FACTS_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
     named_run_folder,
 )
+from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
+from moe_ffn.layer_names import is_inner
 
 TEXT_COLUMNS = ("config", "guesses", "precision")
 COLUMNS = (*TEXT_COLUMNS, "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
@@ -30,8 +31,7 @@ LEGEND = (
     "of the fastest row of training, since other work on the machine only slows"
 )
 
-_DROPPED = re.compile(r"routing/layer_\d+/dropped_fraction")
-"""Of the layers, as MaxVio is: not of the blocks inside their blocks."""
+_DROPPED = re.compile(r"routing/(.+)/dropped_fraction")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_result(name: str, config: TrainConfig) -> Result:
     facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     with (folder / METRICS_FILE).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    layers = [values for layer, values in summary["routing"].items() if "/" not in layer]
+    layers = [values for layer, values in summary["routing"].items() if not is_inner(layer)]
     return Result(
         name=name,
         causal=config.model.causal,
@@ -123,8 +123,13 @@ def in_order(results: Sequence[Result]) -> list[Result]:
 
 
 def _last_dropped_fraction(rows: Sequence[Mapping[str, str]]) -> float | None:
+    """Of the last row that has it, mean of the layers, as MaxVio is."""
     for row in reversed(rows):
-        values = [float(value) for key, value in row.items() if _DROPPED.fullmatch(key) and value]
+        values = [
+            float(value)
+            for key, value in row.items()
+            if value and (match := _DROPPED.fullmatch(key)) and not is_inner(match[1])
+        ]
         if values:
             return fmean(values)
     return None

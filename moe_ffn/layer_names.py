@@ -22,6 +22,11 @@ def parse_layer(name: str) -> tuple[int, bool]:
     return int(match[1]), bool(match[2])
 
 
+def is_inner(layer: str) -> bool:
+    """Whether a name is of a block inside the block of a layer, and not of the whole layer."""
+    return layer.endswith("/inner")
+
+
 def short_name(name: str) -> str:
     """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
     match = _NAME.fullmatch(name)

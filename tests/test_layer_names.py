@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.layer_names import layer_names, parse_layer, short_name
+from moe_ffn.layer_names import is_inner, layer_names, parse_layer, short_name
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,8 @@ def test_names_are_read_as_they_are_given() -> None:
     names = layer_names(7)
     assert parse_layer(names["routing"]) == (7, False)
     assert parse_layer(names["inner_routing"]) == (7, True)
+    assert not is_inner(names["routing"])
+    assert is_inner(names["inner_routing"])
 
 
 def test_what_is_no_layer_is_refused() -> None:

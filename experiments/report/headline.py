@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from experiments.report.markup import number, short, text
 from experiments.report.record import Alarm, Run
+from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import short_name
 from moe_ffn.training.config import AlarmsConfig
 
@@ -64,9 +65,6 @@ def alarms(runs: Sequence[Run]) -> str:
     count = f"{number_of_alarms} alarm{'s' if number_of_alarms > 1 else ''}"
     section = f'<section class="alarms" aria-label="alarms"><h2>{count}</h2>\n<ul>{items}</ul></section>\n'
     return drawn + section
-
-
-WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
 
 
 def _concerns(run: Run) -> Iterator[tuple[str, str]]:

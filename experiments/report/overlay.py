@@ -14,6 +14,7 @@ from experiments.report.figures import DASHES, STEP, Plot, Unit, line, line_figu
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
 from experiments.report.routing import MEASURES, measured
+from moe_ffn.layer_names import is_inner
 
 MOST_POINTS = 400
 
@@ -59,7 +60,7 @@ def overlay_measures(runs: Sequence[Run]) -> list[Plot]:
 
 
 def _whole_layers(found: Mapping[str, Series]) -> dict[str, Series]:
-    return {layer: series for layer, series in found.items() if "/" not in layer}
+    return {layer: series for layer, series in found.items() if not is_inner(layer)}
 
 
 def mean_over_layers(layers: Mapping[str, Series]) -> Series:

@@ -17,7 +17,7 @@ from experiments.report.headline import (
 )
 from experiments.report.markup import NONE, number, short, table, text
 from experiments.report.record import Run
-from moe_ffn.layer_names import short_name
+from moe_ffn.layer_names import is_inner, short_name
 from moe_ffn.load_summary import percent, percent_digits, summarize_load
 
 MOST_COLUMNS = 16
@@ -157,7 +157,7 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def layer_mean(run: Run, key: str) -> float | None:
     """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
-    layers = [values for layer, values in run.validated.items() if "/" not in layer]
+    layers = [values for layer, values in run.validated.items() if not is_inner(layer)]
     found = [value for values in layers if (value := _finite(values.get(key))) is not None]
     return fmean(found) if found else None
 

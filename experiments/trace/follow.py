@@ -17,7 +17,7 @@ from experiments.trace.way import Choice, Layer, Prediction, TokenTrace, Visit, 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.config import FFNConfig, MixtureOfDepthsConfig, MoEConfig
-from moe_ffn.layer_names import parse_layer
+from moe_ffn.layer_names import is_inner, parse_layer
 from moe_ffn.outputs import Routing
 
 
@@ -163,7 +163,7 @@ def _chosen(
 def _layer(name: str, routing: Routing, run: SavedRun) -> Layer:
     ffn = run.config.model.layer_ffns()[parse_layer(name)[0]]
     if isinstance(ffn, MixtureOfDepthsConfig):
-        if not name.endswith("/inner"):
+        if not is_inner(name):
             return Layer(name, ("through",), _capacity(routing, ffn), is_gate=True)
         ffn = ffn.ffn
     shared = ffn.shared_expert if isinstance(ffn, MoEConfig) else None

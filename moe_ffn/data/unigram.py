@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
+"""What is said of a run whose validation loss is above it."""
+
 _CHUNK = 1 << 20
 
 
