@@ -97,11 +97,11 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -
     from experiments.assemble import build_module
     from moe_ffn.data.batches import TrainBatches
     from moe_ffn.training.objective import objective
-    from moe_ffn.training.optimizer import build_optimizer, build_schedule
+    from moe_ffn.training.optimizer import build_schedule
 
     module = build_module(config, data)
     model = module.decoder
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = config.optimizer.build(model)
     schedule = build_schedule(optimizer, config.optimizer, config.trainer.max_steps)
     batches = TrainBatches(
         data.train,

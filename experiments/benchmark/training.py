@@ -24,7 +24,6 @@ from moe_ffn.ffn.sparse_config import MoEConfig
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.config import ObjectiveConfig, TrainerConfig
 from moe_ffn.training.objective import objective
-from moe_ffn.training.optimizer import build_optimizer
 from moe_ffn.training.optimizer_config import AdamWConfig
 from moe_ffn.training.precision import resolve_precision
 
@@ -48,7 +47,7 @@ class Training:
         self.clip = TrainerConfig().gradient_clip_val
         self.objective = ObjectiveConfig()
         self.model = config.build(NUM_VALUES, self.data.seq_len).to(device)
-        self.optimizer = build_optimizer(self.model, AdamWConfig())
+        self.optimizer = AdamWConfig().build(self.model)
         self.batches = batches(text, self.data, device)
         self.device, self.bf16 = device, bf16
 

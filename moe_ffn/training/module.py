@@ -29,7 +29,7 @@ from moe_ffn.training.config import GuardConfig, ObjectiveConfig
 from moe_ffn.training.guard import SkippedStep, StepGuard
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
 from moe_ffn.training.objective import Objective, objective
-from moe_ffn.training.optimizer import build_optimizer, build_schedule, restate_options
+from moe_ffn.training.optimizer import build_schedule, restate_options
 from moe_ffn.training.optimizer_config import OptimizerConfig
 from moe_ffn.training.steering import RouterSteering
 from moe_ffn.training.step_totals import StepTotals, count_step
@@ -245,7 +245,7 @@ class LanguageModel(LightningModule):
         restate_options(checkpoint, self.decoder, self.optimizer_config, self.max_steps)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = build_optimizer(self.decoder, self.optimizer_config)
+        optimizer = self.optimizer_config.build(self.decoder)
         schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

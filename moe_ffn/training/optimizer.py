@@ -11,11 +11,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from moe_ffn.training.optimizer_config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """One optimizer of all parameters, each in one group."""
-    return config.build(model)
-
-
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
     """The learning rate as a function of the optimizer step alone, so that resuming needs no state."""
     return LambdaLR(optimizer, lambda step: config.schedule.multiplier(step, max_steps))
@@ -30,7 +25,7 @@ def restate_options(
     """
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     multiplier = config.schedule.multiplier(schedule["last_epoch"], max_steps)
-    fresh = build_optimizer(model, config).state_dict()["param_groups"]
+    fresh = config.build(model).state_dict()["param_groups"]
     optimizer["param_groups"] = [
         {**group, "initial_lr": group["lr"], "lr": group["lr"] * multiplier} for group in fresh
     ]

@@ -22,8 +22,19 @@ if TYPE_CHECKING:
 
 _Betas = Annotated[tuple[float, float], Field(strict=False)]
 
-_RATE: Any = {"gt": 0, "le": 1e9}
-"""Bounds of a learning rate: what float32 holds, with room for what it is multiplied by."""
+_Rate = Annotated[float, Field(gt=0, le=1e9)]
+"""What float32 holds, with room for what it is multiplied by."""
+
+_FullRate = Annotated[_Rate, Field(description="The full rate, before the schedule.")]
+
+_DecoupledDecay = Annotated[
+    float,
+    Field(
+        ge=0,
+        description="Decoupled decay of every matrix, an untied output matrix among them; norms, biases "
+        "and embeddings have none.",
+    ),
+]
 
 
 class OptimizerConfig(TaggedConfig, frozen=True):
@@ -33,8 +44,7 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     and never norms, biases and embeddings.
     """
 
-    learning_rate: float = Field(**_RATE)
-    """The full rate, before the schedule."""
+    learning_rate: _FullRate
     weight_decay: float = Field(default=0.0, ge=0)
     """Decay of every matrix; norms, biases and embeddings have none."""
     schedule: ScheduleConfig = CosineConfig()
@@ -92,9 +102,7 @@ class _AdamConfig(_TorchOptimizerConfig, frozen=True):
 
 
 class _DecoupledAdamConfig(_AdamConfig, frozen=True):
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of every matrix, an untied output matrix among them; norms, biases and embeddings
-    have none."""
+    weight_decay: _DecoupledDecay = 0.1
 
 
 class _CoupledConfig(_TorchOptimizerConfig, frozen=True):
@@ -107,8 +115,7 @@ class AdamWConfig(_DecoupledAdamConfig, frozen=True):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2017)."""
 
     type: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(default=3e-3, **_RATE)
-    """The full rate, before the schedule; 0.003 by default."""
+    learning_rate: _FullRate = 3e-3
     in_torch = "AdamW"
 
 
@@ -116,8 +123,7 @@ class NAdamConfig(_DecoupledAdamConfig, frozen=True):
     """Adam with Nesterov momentum (Dozat 2016); the decay is decoupled."""
 
     type: Literal["nadam"] = "nadam"
-    learning_rate: float = Field(default=3e-3, **_RATE)
-    """The full rate, before the schedule; 0.003 by default."""
+    learning_rate: _FullRate = 3e-3
     momentum_decay: float = Field(default=4e-3, ge=0)
     """How fast the momentum reaches its full value."""
     in_torch = "NAdam"
@@ -128,8 +134,7 @@ class RAdamConfig(_DecoupledAdamConfig, frozen=True):
     """Adam with a rectified first phase (Liu et al. 2019); the decay is decoupled."""
 
     type: Literal["radam"] = "radam"
-    learning_rate: float = Field(default=3e-3, **_RATE)
-    """The full rate, before the schedule; 0.003 by default."""
+    learning_rate: _FullRate = 3e-3
     in_torch = "RAdam"
     always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
 
@@ -138,8 +143,7 @@ class AdamConfig(_CoupledConfig, _AdamConfig, frozen=True):
     """Adam (Kingma & Ba 2014); weight decay goes through its moments."""
 
     type: Literal["adam"] = "adam"
-    learning_rate: float = Field(default=3e-3, **_RATE)
-    """The full rate, before the schedule; 0.003 by default."""
+    learning_rate: _FullRate = 3e-3
     in_torch = "Adam"
 
 
@@ -147,8 +151,7 @@ class AdamaxConfig(_CoupledConfig, _AdamConfig, frozen=True):
     """Adam by the largest gradient instead of the mean square (Kingma & Ba 2014)."""
 
     type: Literal["adamax"] = "adamax"
-    learning_rate: float = Field(default=3e-3, **_RATE)
-    """The full rate, before the schedule; 0.003 by default."""
+    learning_rate: _FullRate = 3e-3
     in_torch = "Adamax"
 
 
@@ -156,8 +159,7 @@ class AdagradConfig(_CoupledConfig, frozen=True):
     """Rates by the sum of all squared gradients so far (Duchi et al. 2011)."""
 
     type: Literal["adagrad"] = "adagrad"
-    learning_rate: float = Field(default=1e-2, **_RATE)
-    """The full rate, before the schedule; 0.01 by default."""
+    learning_rate: _FullRate = 1e-2
     eps: float = Field(default=1e-10, gt=0)
     """Added to the denominator."""
     in_torch = "Adagrad"
@@ -167,8 +169,8 @@ class AdadeltaConfig(_CoupledConfig, frozen=True):
     """Steps in the units of the weights (Zeiler 2012)."""
 
     type: Literal["adadelta"] = "adadelta"
-    learning_rate: float = Field(default=1.0, **_RATE)
-    """The full rate, before the schedule; 1 by default, as in the paper."""
+    learning_rate: _Rate = 1.0
+    """The full rate, before the schedule; the paper has 1 too."""
     rho: float = Field(default=0.9, ge=0, lt=1)
     """Decay of both running squares."""
     eps: float = Field(default=1e-6, gt=0)
@@ -180,8 +182,7 @@ class RMSpropConfig(_CoupledConfig, frozen=True):
     """Gradients over their running root mean square (Hinton 2012)."""
 
     type: Literal["rmsprop"] = "rmsprop"
-    learning_rate: float = Field(default=1e-3, **_RATE)
-    """The full rate, before the schedule; 0.001 by default."""
+    learning_rate: _FullRate = 1e-3
     alpha: float = Field(default=0.99, ge=0, lt=1)
     """Decay of the running square."""
     eps: float = Field(default=1e-8, gt=0)
@@ -193,8 +194,7 @@ class SGDConfig(_CoupledConfig, frozen=True):
     """Stochastic gradient descent with momentum."""
 
     type: Literal["sgd"] = "sgd"
-    learning_rate: float = Field(default=0.3, **_RATE)
-    """The full rate, before the schedule; 0.3 by default."""
+    learning_rate: _FullRate = 0.3
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the running sum of gradients; 0 is without momentum."""
     nesterov: bool = False
@@ -212,12 +212,9 @@ class AdafactorConfig(_TorchOptimizerConfig, frozen=True):
     """Squares by row and column alone, so hardly any memory (Shazeer & Stern 2018)."""
 
     type: Literal["adafactor"] = "adafactor"
-    learning_rate: float = Field(default=3e-2, **_RATE)
-    """Largest step relative to the size of the weights, before the schedule; 0.03 by default (the
-    paper has 0.01)."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled decay of every matrix, an untied output matrix among them; norms, biases and embeddings
-    have none."""
+    learning_rate: _Rate = 3e-2
+    """Largest step relative to the size of the weights, before the schedule; the paper has 0.01."""
+    weight_decay: _DecoupledDecay = 0.0
     beta2_decay: float = Field(default=-0.8, le=0)
     """The running square decays by 1 - step ** beta2_decay."""
     d: float = Field(default=1.0, ge=1)
@@ -233,11 +230,9 @@ class MuonConfig(OptimizerConfig, frozen=True):
     """
 
     type: Literal["muon"] = "muon"
-    learning_rate: float = Field(default=1e-2, **_RATE)
-    """The full rate, before the schedule; 0.01 by default, and for AdamW's part too."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of every matrix, an untied output matrix among them; norms, biases and embeddings
-    have none."""
+    learning_rate: _Rate = 1e-2
+    """The full rate, before the schedule, and for AdamW's part too."""
+    weight_decay: _DecoupledDecay = 0.1
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the running mean of the gradients."""
     nesterov: bool = True
@@ -247,7 +242,7 @@ class MuonConfig(OptimizerConfig, frozen=True):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """The rate of a matrix (out, in): times 0.2 sqrt(max(out, in)), as large as a step of AdamW (Moonlight,
     arXiv:2502.16982), or times sqrt(max(1, out / in)), for rates such as 0.02."""
-    adamw_learning_rate: float | None = Field(default=None, **_RATE)
+    adamw_learning_rate: _Rate | None = None
     """The full rate of what AdamW moves; null: learning_rate."""
     adamw_betas: _Betas = (0.9, 0.95)
     """AdamW's decay of the running mean and of the running square."""

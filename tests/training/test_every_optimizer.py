@@ -22,7 +22,6 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import explain
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.optimizer import (
-    build_optimizer,
     build_schedule,
     restate_options,
     split_by_decay,
@@ -85,7 +84,7 @@ class Learner:
     def __init__(self, config: OptimizerConfig, max_steps: int = MAX_STEPS, seed: int = 0) -> None:
         self.model = build(seed)
         self.config, self.max_steps = config, max_steps
-        self.optimizer: Optimizer = build_optimizer(self.model, config)
+        self.optimizer: Optimizer = config.build(self.model)
         self.schedule: LambdaLR = build_schedule(self.optimizer, config, max_steps)
         ids = torch.randint(8, (4, 17), generator=torch.Generator().manual_seed(1))
         self.input_ids, self.target_ids = ids[:, :-1], ids[:, 1:]
@@ -247,7 +246,7 @@ def test_whoever_goes_on_obeys_the_options_given_now(tag: str) -> None:
 def test_options_reach_the_optimizer(tag: str) -> None:
     config = make(tag, learning_rate=0.5, weight_decay=0.25, **CHANGED[tag])
 
-    groups = build_optimizer(build(), config).param_groups
+    groups = config.build(build()).param_groups
 
     assert {group["weight_decay"] for group in groups} == {0.25, 0.0}
     assert groups[0]["lr"] == 0.5

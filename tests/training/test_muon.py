@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.muon import orthogonalize
-from moe_ffn.training.optimizer import build_optimizer
 from moe_ffn.training.optimizer_config import MuonConfig
 
 NUM_EXPERTS, D_MODEL, D_FF = 3, 8, 12
@@ -68,7 +67,7 @@ def test_it_is_torchs_muon_of_each_matrix_and_torchs_adamw_of_the_rest(
         }
     )
     ours, theirs = build(), build()
-    optimizer = build_optimizer(ours, config)
+    optimizer = config.build(ours)
     hidden = {
         name: [nn.Parameter(m.clone()) for m in matrices(name, p.detach())]
         for name, p in theirs.named_parameters()
@@ -131,7 +130,7 @@ def test_a_bfloat16_buffer_is_not_made_orthogonal_itself() -> None:
     model = nn.ModuleDict({"layers": nn.ParameterDict({"0": parameter})})
     parameter.grad = torch.ones_like(parameter)
 
-    optimizer = build_optimizer(model, config)
+    optimizer = config.build(model)
     optimizer.step()
 
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], parameter.grad * 0.5)
@@ -143,7 +142,7 @@ def test_an_expert_without_a_gradient_is_left_where_it_is() -> None:
     parameter.grad = torch.ones_like(parameter)
     parameter.grad[1] = 0
 
-    build_optimizer(model, MuonConfig(weight_decay=0.0)).step()
+    MuonConfig(weight_decay=0.0).build(model).step()
 
     assert not torch.equal(parameter[0], torch.ones(4, 3))
     assert torch.equal(parameter[1], torch.ones(4, 3))
@@ -151,6 +150,6 @@ def test_an_expert_without_a_gradient_is_left_where_it_is() -> None:
 
 def test_the_first_group_is_muons_whose_rate_is_logged() -> None:
     config = MuonConfig(learning_rate=0.5, adamw_learning_rate=0.25)
-    groups = build_optimizer(build(), config).param_groups
+    groups = config.build(build()).param_groups
     assert [group["lr"] for group in groups] == [0.5, 0.5, 0.25, 0.25]
     assert [group.get("num_fused") for group in groups] == [1, 2, None, None]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moe_ffn.model.config import DecoderConfig
-from moe_ffn.training.optimizer import build_optimizer, build_schedule, split_by_decay
+from moe_ffn.training.optimizer import build_schedule, split_by_decay
 from moe_ffn.training.optimizer_config import AdamWConfig
 from moe_ffn.training.schedule_config import CosineConfig, ScheduleConfig, WSDConfig
 
@@ -84,7 +84,7 @@ def test_convolution_kernels_decay() -> None:
 @pytest.mark.parametrize("block", ["identity", "dense", "swiglu", "conv", "moe"])
 def test_every_parameter_is_in_one_group(block: str) -> None:
     model = build(ffn=block)
-    optimizer = build_optimizer(model, AdamWConfig())
+    optimizer = AdamWConfig().build(model)
 
     stepped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(stepped) == sorted(id(p) for p in model.parameters())
@@ -93,7 +93,7 @@ def test_every_parameter_is_in_one_group(block: str) -> None:
 def test_options_reach_adamw() -> None:
     config = AdamWConfig(learning_rate=0.25, betas=(0.5, 0.75), eps=1e-3, weight_decay=0.125)
 
-    decayed, kept = build_optimizer(build(), config).param_groups
+    decayed, kept = config.build(build()).param_groups
 
     for group in (decayed, kept):
         assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
@@ -102,7 +102,7 @@ def test_options_reach_adamw() -> None:
 
 def test_a_step_without_gradient_moves_what_decays_and_nothing_else() -> None:
     model = build(ffn={"type": "moe", "num_experts": 2, "experts": {"type": "mlp", "bias": True}})
-    optimizer = build_optimizer(model, AdamWConfig(learning_rate=0.5, weight_decay=0.5))
+    optimizer = AdamWConfig(learning_rate=0.5, weight_decay=0.5).build(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -170,7 +170,7 @@ def test_multiplier_never_leaves_its_range(schedule: ScheduleConfig, max_steps: 
 
 def test_the_optimizer_follows_the_schedule_in_every_group() -> None:
     config = AdamWConfig(learning_rate=2.0, schedule=COSINE)
-    optimizer = build_optimizer(build(), config)
+    optimizer = config.build(build())
     schedule = build_schedule(optimizer, config, max_steps=100)
 
     seen = []
