@@ -29,7 +29,7 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
             "seq_len": config.data.seq_len,
             "batch_size": config.data.batch_size,
         },
-        "optimizer": {"type": config.optimizer.type},
+        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
         "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
     }
 

@@ -445,6 +445,39 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert Path("ran").exists()
 
 
+OWN_OPTIMIZER = """
+from torch.optim import SGD
+from moe_ffn.training.optimizer_config import OptimizerConfig
+
+class Plain(OptimizerConfig, frozen=True):
+    learning_rate: float = 0.1
+    def build(self, model): return SGD(model.parameters(), lr=self.learning_rate)
+"""
+
+
+def test_a_run_with_an_optimizer_of_one_s_own_goes_on(
+    run_train: Callable[..., Any],
+    program: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(OWN_OPTIMIZER)
+    result = run_train(tmp_path, "--optimizer.type", "own.py:Plain", "--run.name", "mine")
+    assert result.code == 0, result.stderr
+    path.write_text(OWN_OPTIMIZER.replace("0.1", "0.2"))
+
+    more = ("train", "--resume", "runs/mine", "--trainer.max_steps", "8")
+    code, stdout, stderr = program(*more)
+    assert code == 0, stderr
+    assert "resuming runs/mine after step 6" in stdout
+
+    code, _, stderr = program(*more[:-1], "9", "--optimizer.type", "own.py:Plain")
+    assert code == 2
+    assert "optimizer.type: is Plain (code " in stderr
+
+
 def test_trust_code_goes_with_resume(refuse: Callable[..., str]) -> None:
     said = refuse("--trust-code")
     assert (
