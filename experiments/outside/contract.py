@@ -47,6 +47,8 @@ Kind = TypeVar("Kind")
 Module = TypeVar("Module", bound=nn.Module)
 
 _BATCH, _LENGTH = 2, 8
+_MAX_LENGTH = 512
+"""Of the sequences by which it is seen whether a part looks ahead: some look far, or in chunks."""
 
 
 def has_outside_parts(config: TrainConfig) -> bool:
@@ -167,31 +169,35 @@ class _Trial:
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """In a causal model: change the later half of the tokens, and nothing before it may move.
+        """In a causal model: change the later half of the tokens, then the last one, and nothing before
+        them may move.
 
         Args:
             call: x (B, S, D) and token ids (B, S) -> (B, S, ...).
         """
-        first = self.length // 2
-        if not self.config.model.causal or first == 0:
+        length = min(self.config.data.seq_len, _MAX_LENGTH)
+        if not self.config.model.causal or length == 1:
             return
         for parameter in module.parameters():
             # A gate that begins at zero would hide what is behind it.
             if parameter.is_floating_point():
                 parameter.add_(0.03)
-        x, ids = self.random(_BATCH, self.length, self.d_model), self.token_ids_BS()
-        later_x, later_ids = x.clone(), ids.clone()
-        later_x[:, first:] = 10 - 10 * x[:, first:]
-        later_ids[:, first:] = 1
+        x = self.random(_BATCH, length, self.d_model)
+        ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
         for training in (False, True):
             module.train(training)
             torch.manual_seed(0)
-            once = call(x, ids)[:, :first]
-            again = call(x, ids)[:, :first]
-            if not torch.equal(once, again):
+            once = call(x, ids)
+            if not torch.equal(once, call(x, ids)):
                 continue  # dropout or noise: two outputs cannot be compared
-            moved = (call(later_x, later_ids)[:, :first] - once).abs()
-            if moved.max() > 1e-3 * once.abs().max() + 1e-6:
+            for first in (length // 2, length - 1):
+                later_x, later_ids = x.clone(), ids.clone()
+                later_x[:, first:] = 10 - 10 * x[:, first:]
+                later_ids[:, first:] = 1
+                before = once[:, :first]
+                moved = (call(later_x, later_ids)[:, :first] - before).abs()
+                if moved.max() <= 1e-3 * before.abs().max() + 1e-6:
+                    continue
                 at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
                 raise self.refuse(
                     f"its output at position {at} changes when tokens from position {first} on do"
@@ -235,7 +241,7 @@ class _Trial:
         router = self.require_module(config.build(self.d_model, num_experts), Router)
 
         def route(x: Tensor, ids: Tensor) -> Routing:
-            context = TokenContext(token_ids=ids.flatten(), sequence_length=self.length)
+            context = TokenContext(token_ids=ids.flatten(), sequence_length=ids.shape[1])
             return router(x.flatten(0, 1), context)
 
         def weights(x: Tensor, ids: Tensor) -> Tensor:
@@ -243,7 +249,7 @@ class _Trial:
             weights_TE = torch.zeros_like(routing.scores_TE)
             weights_N = routing.weights_N.masked_fill(~routing.real_N, 0).to(weights_TE.dtype)
             weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
-            return weights_TE.unflatten(0, (_BATCH, self.length))
+            return weights_TE.unflatten(0, ids.shape)
 
         x = self.random(_BATCH, self.length, self.d_model)
         context = TokenContext(token_ids=self.token_ids_BS().flatten(), sequence_length=self.length)
@@ -297,7 +303,8 @@ class _Trial:
         self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
 
     def optimizer(self, config: OptimizerConfig) -> None:
-        model = nn.Sequential(nn.Linear(self.d_model, 2), nn.LayerNorm(2)).to(self.device)
+        one_layer = self.config.model.model_copy(update={"num_layers": 1, "ffn_at": {}})
+        model = one_layer.build(vocab_size=_LENGTH, max_seq_len=_LENGTH).to(self.device)
         optimizer = self.require(config.build(model), Optimizer, "build")
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if sorted(held) != sorted(map(id, model.parameters())):
@@ -305,6 +312,16 @@ class _Trial:
                 f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
                 "each has to be in one group, and in one alone"
             )
+        for parameter in model.parameters():
+            parameter.grad = self.random(*parameter.shape)
+        optimizer.step()
+        config.build(model).load_state_dict(optimizer.state_dict())
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise self.refuse(
+                    f"its first step makes NaN or infinity of '{name}', though its gradient is random of "
+                    "size 1"
+                )
 
     def schedule(self, config: ScheduleConfig) -> None:
         max_steps = self.config.trainer.max_steps

@@ -50,6 +50,16 @@ class Wide(Good, frozen=True): pass
 class WideFFN(GoodFFN):
     def mixed(self, x): return torch.cat([x, x], -1)
 
+class Ahead(Good, frozen=True): pass
+class AheadFFN(GoodFFN):
+    def mixed(self, x): return self.y(x.roll(-20, 1))
+
+class Chunks(Good, frozen=True): pass
+class ChunksFFN(GoodFFN):
+    def mixed(self, x):
+        size = min(16, x.shape[1])
+        return self.y(x.unflatten(1, (-1, size)).mean(2).repeat_interleave(size, 1))
+
 class Double(Good, frozen=True): pass
 class DoubleFFN(GoodFFN):
     def mixed(self, x): return x.double()
@@ -197,8 +207,17 @@ class Moves(OptimizerConfig, frozen=True):
     learning_rate: float = 0.1
     how: str = "well"
     def build(self, model):
+        if self.how == "by layer":
+            groups = [{"params": layer.parameters()} for layer in model.layers]
+            rest = [p for name, p in model.named_parameters() if "layers." not in name]
+            return torch.optim.SGD([*groups, {"params": rest}], lr=self.learning_rate)
         kept = [p for p in model.parameters() if p.ndim > 1 or self.how != "matrices"]
-        return kept if self.how == "bare" else torch.optim.SGD(kept, lr=self.learning_rate)
+        if self.how == "bare": return kept
+        rate = math.inf if self.how == "inf" else self.learning_rate
+        return (Breaks if self.how == "breaks" else torch.optim.SGD)(kept, lr=rate)
+
+class Breaks(torch.optim.SGD):
+    def step(self, closure=None): return 1 // 0
 
 class Rule(BiasRuleConfig, frozen=True):
     def build(self): return 3
@@ -248,12 +267,14 @@ BROKEN = {
     "of shape "
     "(2, 8, 16) and torch.float32",
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
-    "Mixer": "its output at position {p} changes when tokens from position 4 on do, so a causal model "
+    "Mixer": "its output at position {p} changes when tokens from position 128 on do, so a causal model "
     "would see "
     "what it has to guess; look at earlier tokens alone, or set model.causal: false",
-    "Batch": "its output at position {p} changes when tokens from position 4 on do, so ",
-    "Closed": "its output at position {p} changes when tokens from position 4 on do, so ",
-    "Training": "its output at position {p} changes when tokens from position 4 on do (in training), so ",
+    "Ahead": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
+    "Batch": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Closed": "its output at position {p} changes when tokens from position 128 on do, so ",
+    "Training": "its output at position {p} changes when tokens from position 128 on do (in training), so ",
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
@@ -319,8 +340,8 @@ PLACES = {
     ("model.ffn.router", "Routes", "bare"): "model.ffn.router ('own.py:Routes'): forward returned a "
     "tensor of "
     "shape (16, 8) and torch.float32, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one",
-    ("model.ffn.router", "Routes", "ahead"): "model.ffn.router ('own.py:Routes'): its output at position 3 "
-    "changes when tokens from position 4 on do, so ",
+    ("model.ffn.router", "Routes", "ahead"): "model.ffn.router ('own.py:Routes'): its output at position 127 "
+    "changes when tokens from position 128 on do, so ",
     ("model.ffn.router", "Routes", "few"): "model.ffn.router ('own.py:Routes'): its routing has logits_TE of "
     "shape (16, 2), expected (16, 8)",
     ("model.ffn.router", "Routes", "beyond"): "model.ffn.router ('own.py:Routes'): its routing has "
@@ -345,8 +366,12 @@ PLACES = {
     "but has to be a finite number",
     ("optimizer", "Moves", "bare"): "optimizer ('own.py:Moves'): build returned a list, but has to return "
     "an Optimizer",
-    ("optimizer", "Moves", "matrices"): "optimizer ('own.py:Moves'): its groups hold 1 parameters of a "
-    "model with 4; each has to be in one group, and in one alone",
+    ("optimizer", "Moves", "matrices"): "optimizer ('own.py:Moves'): its groups hold {p} parameters of a "
+    "model with {p}; each has to be in one group, and in one alone",
+    ("optimizer", "Moves", "breaks"): "optimizer ('own.py:Moves') failed: ZeroDivisionError: {any} (own.py, "
+    "line {p}, in step)",
+    ("optimizer", "Moves", "inf"): "optimizer ('own.py:Moves'): its first step makes NaN or infinity of "
+    "'embedding.weight', though its gradient is random of size 1",
     ("objective.bias_rule", "Rule", ""): "objective.bias_rule ('own.py:Rule'): build returned 3, but has to "
     "return a BiasRule",
     ("data.corpus", "Texts", ""): "data.corpus ('own.py:Texts'): documents returned 'text', but has to "
@@ -367,11 +392,18 @@ def test_other_parts_are_held_to_theirs(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"),
-    [("model.ffn.router", "Routes"), ("model.ffn.experts", "Work"), ("optimizer", "Moves")],
+    ("place", "part"),
+    [
+        ("model.ffn.router", {"type": "Routes"}),
+        ("model.ffn.experts", {"type": "Work"}),
+        ("optimizer", {"type": "Moves"}),
+        ("optimizer", {"type": "Moves", "how": "by layer"}),
+    ],
 )
-def test_parts_that_keep_theirs_pass(check: Callable[..., None], place: str, name: str) -> None:
-    check(place, {"type": name})
+def test_parts_that_keep_theirs_pass(
+    check: Callable[..., None], place: str, part: dict[str, Any]
+) -> None:
+    check(place, part)
 
 
 def test_the_check_leaves_the_random_state_alone(check: Callable[..., None]) -> None:
