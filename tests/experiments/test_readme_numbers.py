@@ -62,7 +62,7 @@ def test_a_new_option_by_itself_does_not(record: dict[str, Any], text: str) -> N
     assert stale(record, text) == []
 
 
-@pytest.mark.parametrize(("shift", "old"), [(0.001, False), (0.01, True), (-0.01, True)])
+@pytest.mark.parametrize(("shift", "old"), [(1e-4, False), (1e-3, True), (-1e-3, True)])
 def test_other_first_losses_make_them_old(
     record: dict[str, Any],
     text: str,
