@@ -256,34 +256,42 @@ def hasattr_in(source: str, part: dict[str, Any]) -> bool:
 
 
 BROKEN = {
-    "Bare": "forward returned a tensor of shape (2, 8, 16) and torch.float32, but has to return an "
-    "FFNOutput, as "
-    "in FFNOutput(hidden)",
+    "Bare": (
+        "forward returned a tensor of shape (2, 8, 16) and torch.float32, "
+        "but has to return an FFNOutput, as in FFNOutput(hidden)"
+    ),
     "NoContext": "forward has to be forward(self, x, context=None): too many positional arguments",
-    "Wide": "hidden is a tensor of shape (2, 8, 32) and torch.float32, but has to be like x, a tensor "
-    "of shape "
-    "(2, 8, 16) and torch.float32",
-    "Double": "hidden is a tensor of shape (2, 8, 16) and torch.float64, but has to be like x, a tensor "
-    "of shape "
-    "(2, 8, 16) and torch.float32",
+    "Wide": (
+        "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
+        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+    ),
+    "Double": (
+        "hidden is a tensor of shape (2, 8, 16) and torch.float64, "
+        "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
+    ),
     "NaN": "hidden holds NaN or infinity, though x is random of size 1",
-    "Mixer": "its output at position {p} changes when tokens from position 128 on do, so a causal model "
-    "would see "
-    "what it has to guess; look at earlier tokens alone, or set model.causal: false",
+    "Mixer": (
+        "its output at position {p} changes when tokens from position 128 on do, "
+        "so a causal model would see what it has to guess; "
+        "look at earlier tokens alone, or set model.causal: false"
+    ),
     "Ahead": "its output at position {p} changes when tokens from position 128 on do, so ",
     "Chunks": "its output at position {p} changes when tokens from position 255 on do, so ",
     "Batch": "its output at position {p} changes when tokens from position 128 on do, so ",
     "Closed": "its output at position {p} changes when tokens from position 128 on do, so ",
-    "Training": "its output at position {p} changes when tokens from position 128 on do (in training), so ",
+    "Training": (
+        "its output at position {p} changes when tokens from position 128 on do (in training), so "
+    ),
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
     "Exits": "failed: SystemExit: 0 (own.py, line {p}, in mixed)",
     "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
-    "NotRouting": "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` "
-    "makes one",
+    "NotRouting": (
+        "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+    ),
     "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -330,54 +338,75 @@ def test_a_wrong_number_of_parameters_is_said(
     check("model.ffn", {"type": "Miscounts"})
 
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "model.ffn ('own.py:Miscounts'): num_params says 7, but there are 96 parameters; tables and "
-        "facts.json "
-        "go by the first"
+        "model.ffn ('own.py:Miscounts'): num_params says 7, but there are 96 parameters; "
+        "tables and facts.json go by the first"
     )
 
 
 PLACES = {
-    ("model.ffn.router", "Routes", "bare"): "model.ffn.router ('own.py:Routes'): forward returned a "
-    "tensor of "
-    "shape (16, 8) and torch.float32, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one",
-    ("model.ffn.router", "Routes", "ahead"): "model.ffn.router ('own.py:Routes'): its output at position 127 "
-    "changes when tokens from position 128 on do, so ",
-    ("model.ffn.router", "Routes", "few"): "model.ffn.router ('own.py:Routes'): its routing has logits_TE of "
-    "shape (16, 2), expected (16, 8)",
-    ("model.ffn.router", "Routes", "beyond"): "model.ffn.router ('own.py:Routes'): its routing has "
-    "expert_ids_N "
-    "that are not int64 from 0 to 7",
-    ("model.ffn.experts", "Work", "few"): "model.ffn ('moe' with 'own.py:Work'): what its experts "
-    "return is a "
-    "tensor of shape (3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)",
-    ("model.ffn.experts", "Work", "plain"): "model.ffn ('moe' with 'own.py:Work'): build returned a "
-    "Linear, but "
-    "has to return an Experts",
-    ("model.ffn.combine", "Join", ""): "model.ffn.combine ('own.py:Join'): forward returned a tensor of "
-    "shape "
-    "(2, 8, 16) and torch.float32, but has to return a tuple",
-    ("model.norm", "Norm", "sequence"): "model.norm ('own.py:Norm'): its output at position {p} changes "
-    "when ",
-    ("model.norm", "Norm", "first"): "model.norm ('own.py:Norm'): what forward returns is a tensor of shape "
-    "(8, 16) and torch.float32, but has to be like x, ",
-    ("model.positions", "Where", ""): "model.positions ('own.py:Where'): what rotate returns is a tensor of ",
-    ("optimizer.schedule", "Rate", ""): "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 "
-    "is nan, "
-    "but has to be a finite number",
-    ("optimizer", "Moves", "bare"): "optimizer ('own.py:Moves'): build returned a list, but has to return "
-    "an Optimizer",
-    ("optimizer", "Moves", "matrices"): "optimizer ('own.py:Moves'): its groups hold {p} parameters of a "
-    "model with {p}; each has to be in one group, and in one alone",
-    ("optimizer", "Moves", "breaks"): "optimizer ('own.py:Moves') failed: ZeroDivisionError: {any} (own.py, "
-    "line {p}, in step)",
-    ("optimizer", "Moves", "inf"): "optimizer ('own.py:Moves'): its first step makes NaN or infinity of "
-    "'embedding.weight', though its gradient is random of size 1",
-    ("objective.bias_rule", "Rule", ""): "objective.bias_rule ('own.py:Rule'): build returned 3, but has to "
-    "return a BiasRule",
-    ("data.corpus", "Texts", ""): "data.corpus ('own.py:Texts'): documents returned 'text', but has to "
-    "return a "
-    "Document",
-}  # fmt: skip
+    ("model.ffn.router", "Routes", "bare"): (
+        "model.ffn.router ('own.py:Routes'): forward returned a tensor of shape (16, 8) and "
+        "torch.float32, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+    ),
+    ("model.ffn.router", "Routes", "ahead"): (
+        "model.ffn.router ('own.py:Routes'): its output at position 127 changes when tokens from "
+        "position 128 on do, so "
+    ),
+    ("model.ffn.router", "Routes", "few"): (
+        "model.ffn.router ('own.py:Routes'): its routing has logits_TE of shape (16, 2), "
+        "expected (16, 8)"
+    ),
+    ("model.ffn.router", "Routes", "beyond"): (
+        "model.ffn.router ('own.py:Routes'): its routing has expert_ids_N that are not int64 "
+        "from 0 to 7"
+    ),
+    ("model.ffn.experts", "Work", "few"): (
+        "model.ffn ('moe' with 'own.py:Work'): what its experts return is a tensor of shape "
+        "(3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)"
+    ),
+    ("model.ffn.experts", "Work", "plain"): (
+        "model.ffn ('moe' with 'own.py:Work'): build returned a Linear, "
+        "but has to return an Experts"
+    ),
+    ("model.ffn.combine", "Join", ""): (
+        "model.ffn.combine ('own.py:Join'): forward returned a tensor of shape (2, 8, 16) and "
+        "torch.float32, but has to return a tuple"
+    ),
+    ("model.norm", "Norm", "sequence"): (
+        "model.norm ('own.py:Norm'): its output at position {p} changes when "
+    ),
+    ("model.norm", "Norm", "first"): (
+        "model.norm ('own.py:Norm'): what forward returns is a tensor of shape (8, 16) and "
+        "torch.float32, but has to be like x, "
+    ),
+    ("model.positions", "Where", ""): (
+        "model.positions ('own.py:Where'): what rotate returns is a tensor of "
+    ),
+    ("optimizer.schedule", "Rate", ""): (
+        "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
+        "but has to be a finite number"
+    ),
+    ("optimizer", "Moves", "bare"): (
+        "optimizer ('own.py:Moves'): build returned a list, but has to return an Optimizer"
+    ),
+    ("optimizer", "Moves", "matrices"): (
+        "optimizer ('own.py:Moves'): its groups hold {p} parameters of a model with {p}; "
+        "each has to be in one group, and in one alone"
+    ),
+    ("optimizer", "Moves", "breaks"): (
+        "optimizer ('own.py:Moves') failed: ZeroDivisionError: {any} (own.py, line {p}, in step)"
+    ),
+    ("optimizer", "Moves", "inf"): (
+        "optimizer ('own.py:Moves'): its first step makes NaN or infinity of 'embedding.weight', "
+        "though its gradient is random of size 1"
+    ),
+    ("objective.bias_rule", "Rule", ""): (
+        "objective.bias_rule ('own.py:Rule'): build returned 3, but has to return a BiasRule"
+    ),
+    ("data.corpus", "Texts", ""): (
+        "data.corpus ('own.py:Texts'): documents returned 'text', but has to return a Document"
+    ),
+}
 
 
 @pytest.mark.parametrize(("place", "name", "how"), PLACES)

@@ -9,24 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from own_block import OWN_BLOCK
 
 from experiments.assemble import LAUNCHED, check_trainer
 from experiments.config import TrainConfig
 from moe_ffn.errors import ConfigError
 
 RunTrain = Callable[..., Any]
-
-OWN_BLOCK = """
-import torch
-from moe_ffn import FFNBlock, FFNConfig, FFNOutput
-class Config(FFNConfig, frozen=True):
-    def build(self, d_model): return Block()
-    def num_params(self, d_model): return 0
-    def flops_per_token(self, d_model, seq_len): return 0
-class Block(FFNBlock):
-    def forward(self, x, context=None):
-        %s
-"""
 
 
 @pytest.fixture
@@ -88,7 +77,7 @@ def test_validation_is_under_inference_mode_or_not(
     (tmp_path / "own.py").write_text(
         OWN_BLOCK
         % f"expected = not self.training and {inference_mode.title()}; is_run = x.shape[1] == 16; "
-        "assert not is_run or torch.is_inference_mode_enabled() == expected; return FFNOutput(x)"
+        "assert not is_run or torch.is_inference_mode_enabled() == expected"
     )
 
     run = run_train(
@@ -126,7 +115,7 @@ def test_switches_of_torch_are_set_while_it_trains(
 ) -> None:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(False)
-    (tmp_path / "own.py").write_text(OWN_BLOCK % f"assert {asked}; return FFNOutput(x)")
+    (tmp_path / "own.py").write_text(OWN_BLOCK % f"assert {asked}")
 
     run = run_train(
         tmp_path,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_block import OWN_BLOCK
 
 from experiments import memory, model_size
 from experiments.config import TrainConfig
@@ -22,19 +23,6 @@ from experiments.model_size import check_fits
 from moe_ffn.errors import ConfigError
 
 RunTrain = Callable[..., Any]
-
-OWN_BLOCK = """
-import torch
-from moe_ffn import FFNBlock, FFNConfig, FFNOutput
-class Config(FFNConfig, frozen=True):
-    def build(self, d_model): return Block()
-    def num_params(self, d_model): return 0
-    def flops_per_token(self, d_model, seq_len): return 0
-class Block(FFNBlock):
-    def forward(self, x, context=None):
-        %s
-        return FFNOutput(x)
-"""
 
 
 def _error(ask: Callable[[], object]) -> BaseException:

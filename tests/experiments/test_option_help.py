@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 import pytest
-from test_standard_streams import PROGRAMS
+from programs import PROGRAMS
 
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
+from programs import PROGRAMS
 
 from experiments.exit import EXIT_FAILED, exit_on_bad_input
 from experiments.standard_streams import OutputFile
@@ -21,18 +22,6 @@ from experiments.train import main as train
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")
-
-PROGRAMS = (
-    "train",
-    "generate",
-    "compare",
-    "overhead",
-    "report.__main__",
-    "trace.__main__",
-    "dashboard.__main__",
-    "benchmark.__main__",
-    "selftest.__main__",
-)
 
 Own = Callable[[str, TextIO | None], None]
 

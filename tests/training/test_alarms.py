@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from alarm_rules import RATE, make_rules
 from torch import Tensor
 
-from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.alarm_bell import AlarmBell
-from moe_ffn.training.alarms import Advice, Alarm, AlarmRules
-from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, TrainerConfig
-from moe_ffn.training.optimizer_config import AdamWConfig
+from moe_ffn.training.alarms import Alarm, AlarmRules
 
 
 @pytest.fixture
 def rules() -> AlarmRules:
     return make_rules()
-
-
-def make_rules(model: dict[str, Any] | None = None, **trainer: Any) -> AlarmRules:
-    """The rules of a run with these options."""
-    decoder = DecoderConfig.model_validate(model or {"ffn": "moe"})
-    advice = Advice(decoder, ObjectiveConfig(), AdamWConfig(), TrainerConfig(**trainer))
-    return AlarmRules(AlarmsConfig(after_steps=20), advice)
 
 
 def values(**replaced: Any) -> dict[str, Tensor]:
@@ -60,7 +51,6 @@ BALANCE = (
     "raise objective.load_balance (now 0.01), or take model.ffn.router.type 'sigmoid_top_k', whose bias a "
     "rule balances"
 )
-RATE = "lower optimizer.learning_rate (now 0.003) or lower trainer.gradient_clip_val (now 1)"
 
 SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "nonfinite_logits": (

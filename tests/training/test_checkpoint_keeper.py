@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import Fitted
-from test_resume import assert_same
+from resumed import assert_same
 from torch import nn
 
 from moe_ffn.training import checkpoint_keeper

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fitted import Fitted
 from pydantic import ValidationError
-from test_resume import Killed, Recorder, assert_same, run
+from resumed import Killed, Recorder, assert_same, run
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from test_alarms import RATE, make_rules
+from alarm_rules import RATE, make_rules
 
 from moe_ffn.training.config import GuardConfig
 from moe_ffn.training.guard import Diverged, SkippedStep, StepGuard

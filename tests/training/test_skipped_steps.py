@@ -17,7 +17,7 @@ from fitted import Fitted
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
-from test_resume import Killed, Recorder, assert_same, run
+from resumed import Killed, Recorder, assert_same, run
 from torch import Tensor
 
 from experiments.config import TrainConfig
