@@ -10,6 +10,7 @@ measured inside the program: the time its parts take, as a share of the steps.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from pydantic import Field
 from experiments.announce import announce_import
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
+from experiments.exit import EXIT_SIGNAL, exit_on_bad_input
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import TrainerConfig
 
@@ -144,6 +145,7 @@ def time_program(
     )
     from moe_ffn.ffn import moe
     from moe_ffn.training.loggers import close
+    from moe_ffn.training.stopping import Interrupted
 
     starts: list[float] = []
 
@@ -173,7 +175,11 @@ def time_program(
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     # The share of a shared expert is measured inside the forward pass.
     with patch.object(moe, "share_of_norms", timed(moe.share_of_norms)):
-        trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
+        try:
+            trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
+        except Interrupted as interrupted:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None
     close(loggers)
     # From the first row on, which imports what draws histograms, to the last start of a batch.
     begin, end = starts[min(config.logging.every_n_steps, config.steps // 2)], starts[-1]

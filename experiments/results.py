@@ -133,12 +133,12 @@ def _rounded(value: Tensor) -> Any:
     return [[round(share, 4) for share in row] for row in value.tolist()]
 
 
-_LEGEND = "MaxVio: the busiest expert over the even share, minus 1; entropy in nats per token"
+_LEGEND = "MaxVio: the busiest expert over the even share, minus 1; entropy in nats"
 
 _FILES = {
     "report.html": "all of this as a page; open it in a browser",
     "config.yaml": "the resolved options; --config takes it again",
-    "facts.json": "corpus, code revision, sizes, precision, versions",
+    "facts.json": "corpus, code revision, sizes, precision",
     "metrics.csv": "every logged value, by step",
     "summary.json": "the numbers above",
     "sample.txt": "the text above",
@@ -146,9 +146,9 @@ _FILES = {
     "samples.jsonl": "the texts of every validation",
     "alarms.jsonl": "what went wrong, and what to try",
     "tokenizer.json": "how text became tokens",
-    "documents.json": "what it was trained on: each document and its sha256",
+    "documents.json": "the documents it read, with their sha256",
     "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
-    "checkpoints/step_*.ckpt": "the last weights, and the optimizer; --resume goes on from them",
+    "checkpoints/step_*.ckpt": "what --resume goes on from",
     "wandb": "the run for wandb",
 }
 

@@ -5,14 +5,47 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import torch
 from torch import Tensor
 
-from moe_ffn.outputs import Routing, takes_routing
+from moe_ffn.outputs import FFNOutput, Routing, takes_routing
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _takes_tensors(of_a_routing: str) -> Callable[[Function], Function]:
+    """A function of tensors, which says so where it is given a Routing.
+
+    Args:
+        of_a_routing: where its tensors come from.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for value in args:
+                if isinstance(value, Routing | FFNOutput):
+                    raise TypeError(
+                        f"{function.__name__} takes tensors, but got a value of type "
+                        f"{type(value).__name__}; {of_a_routing}"
+                    )
+            return function(*args, **kwargs)
+
+        return cast("Function", checked)
+
+    return decorate
+
 
 # -- of a load
 
+_LOAD = "LoadMetrics measures the load of a Routing, over many batches"
 
+
+@_takes_tensors(_LOAD)
 def max_violation(load_E: Tensor) -> Tensor:
     """MaxVio = (max - mean) / mean of the load: 0 at balance, E - 1 when one expert has everything.
 
@@ -24,12 +57,14 @@ def max_violation(load_E: Tensor) -> Tensor:
     return (load_E.amax(dim=-1) - mean) / mean.clamp(min=tiny)
 
 
+@_takes_tensors(_LOAD)
 def load_cv(load_E: Tensor) -> Tensor:
     """The coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
 
 
+@_takes_tensors(_LOAD)
 def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
     """MaxVio of what each rank would compute if the experts were split over the ranks in order.
 
@@ -44,6 +79,7 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 # -- of tokens
 
 
+@_takes_tensors("use routing.scores_TE, normalised to sum to 1")
 def top1_margin(scores_TE: Tensor) -> Tensor:
     """(T,): the best normalised score minus the second best: how sure the router is of its first choice.
 
@@ -99,6 +135,7 @@ def coactivation_counts(routing: Routing) -> Tensor:
         return (chosen_TE.t() @ chosen_TE).long()
 
 
+@_takes_tensors("use coactivation_counts(routing)")
 def coactivation(counts_EE: Tensor) -> Tensor:
     """(E, E): the share of expert i's tokens that also went to expert j; 1 on the diagonal of used ones.
 
@@ -107,6 +144,7 @@ def coactivation(counts_EE: Tensor) -> Tensor:
     return counts_EE / counts_EE.diagonal().clamp(min=1).unsqueeze(-1)
 
 
+@_takes_tensors("use chosen_experts(routing)")
 def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
     """The share of tokens whose experts differ between two looks at the same tokens.
 

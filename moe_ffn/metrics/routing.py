@@ -30,6 +30,15 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.outputs import Routing, check_routing
 
 
+def _check(metric: Metric, routing: Routing, num_experts: int) -> None:
+    name = type(metric).__name__
+    check_routing(routing, f"{name}.update")
+    if routing.num_experts != num_experts:
+        raise ValueError(
+            f"{name} was made for num_experts {num_experts}, but the routing has {routing.num_experts}"
+        )
+
+
 class LoadMetrics(Metric):
     """What is counted of a routing: cheap enough for every batch.
 
@@ -51,7 +60,7 @@ class LoadMetrics(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
 
     def update(self, routing: Routing) -> None:
-        check_routing(routing, f"{type(self).__name__}.update")
+        _check(self, routing, len(self.pairs_E))
         self.pairs_E += pairs_per_expert(routing)
         self.num_dropped += (routing.dropped_N & routing.real_N).sum()
         if routing.capacity is not None:
@@ -109,7 +118,7 @@ class TokenMetrics(Metric):
         self.add_state("logit_max", torch.zeros(()), "max")
 
     def update(self, routing: Routing) -> None:
-        check_routing(routing, f"{type(self).__name__}.update")
+        _check(self, routing, len(self.scores_E))
         routing = routing.detach()
         num_tokens = routing.num_real_tokens
         self.num_tokens += num_tokens
@@ -165,7 +174,7 @@ class CoactivationMetrics(Metric):
         self.add_state("counts_EE", torch.zeros(shape, dtype=torch.int64), "sum")
 
     def update(self, routing: Routing) -> None:
-        check_routing(routing, f"{type(self).__name__}.update")
+        _check(self, routing, len(self.counts_EE))
         self.counts_EE += coactivation_counts(routing)
 
     def compute(self) -> dict[str, Tensor]:

@@ -180,10 +180,9 @@ class LanguageModel(LightningModule):
         self, optimizer: Optimizer, limit: int | float | None, algorithm: str | None
     ) -> Tensor:
         """Clip the gradients; returns the norm they had, which is wanted also where nothing is clipped."""
-        if algorithm in (None, "norm"):
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), limit or torch.inf).detach()
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).detach()
+        if limit and algorithm in (None, "norm"):
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), limit).detach()
+        norm = torch.nn.utils.get_total_norm(self._gradients()).detach()
         super().configure_gradient_clipping(optimizer, limit, algorithm)
         return norm
 
@@ -203,11 +202,20 @@ class LanguageModel(LightningModule):
             return False  # float16's scaler is looking for its scale: it halves it, and nothing is wrong
         step = self.trainer.global_step + 1
         looks = not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None
+        # Clipped by an infinite norm, what was finite is 0 now, and what was not is NaN.
+        overflows = looks and all(gradient.isfinite().all() for gradient in self._gradients())
         began_in = self._where_it_began(scale) if looks else None
         if looks and began_in is None:
-            reason += ", but not when the step was repeated"
+            reason += (
+                ", though every gradient is finite: the sum of their squares overflows"
+                if overflows
+                else ", but not when the step was repeated"
+            )
         self.skipped_step = self.guard.skip(step, reason, began_in)
         return False
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters() if p.grad is not None]
 
     def _where_it_began(self, scale: float) -> str | None:
         """Repeat the step, and name the first thing in it that is not finite; on any rank."""

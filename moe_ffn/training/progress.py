@@ -166,9 +166,13 @@ class ProgressLines(Callback):
         done = max(trainer.global_step - self._first_step, 1)
         spent = time.monotonic() - self._started_at
         left = spent / done * (trainer.max_steps - trainer.global_step)
-        line = f"step {trainer.global_step}/{trainer.max_steps}  {status(self.steps)}"
         # The last validation is still to come, and takes who knows how long.
-        self._print(line if last else f"{line}  {left:.0f} s left")
+        parts = (
+            f"step {trainer.global_step}/{trainer.max_steps}",
+            status(self.steps),
+            "" if last else f"{left:.0f} s left",
+        )
+        self._print("  ".join(filter(None, parts)))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation_began_at = self._printed_at = time.monotonic()

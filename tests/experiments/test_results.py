@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from experiments import results
 from experiments.results import Results
 
 
@@ -66,3 +67,15 @@ def test_every_expert_is_used_only_where_that_was_measured(tmp_path: Path) -> No
     )
     assert said not in one_of_two
     assert "\n  layer 1: 1 of 2 (1)\n" in one_of_two
+
+
+def test_every_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    for pattern in results._FILES:
+        path = tmp_path / pattern.replace("*", "00000400")
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+    lines = shown(tmp_path, routing={"layer_00": routing(*[0.125] * 8)}).splitlines()
+
+    assert len(lines) > len(results._FILES)
+    assert max(map(len, [line for line in lines if str(tmp_path) not in line])) <= 80

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from moe_ffn.metrics.functional import (
     rank_max_violation,
     top1_margin,
 )
+from moe_ffn.outputs import Routing
 
 # -- of a load
 
@@ -163,3 +165,25 @@ def test_detach_cuts_every_tensor_from_the_graph(route_logits: Any) -> None:
 def test_what_is_no_routing_is_refused_by_name(function: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{function.__name__} takes a Routing, but got None, "):
         function(None)
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (max_violation, "LoadMetrics measures the load of a Routing, over many batches"),
+        (load_cv, "LoadMetrics measures the load of a Routing, over many batches"),
+        (rank_max_violation, "LoadMetrics measures the load of a Routing, over many batches"),
+        (top1_margin, "use routing.scores_TE, normalised to sum to 1"),
+        (coactivation, "use coactivation_counts(routing)"),
+        (churn, "use chosen_experts(routing)"),
+    ],
+)
+def test_a_routing_where_tensors_are_taken_is_refused_by_name(
+    make_routing: Callable[..., Routing], function: Any, advice: str
+) -> None:
+    routing = make_routing([[0]], 2)
+    with pytest.raises(TypeError) as refused:
+        function(routing, routing)
+    assert str(refused.value) == (
+        f"{function.__name__} takes tensors, but got a value of type Routing; {advice}"
+    )

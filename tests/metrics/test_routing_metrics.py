@@ -216,3 +216,14 @@ def test_ranks_together_measure_what_one_would_of_all_batches(
 def test_the_routing_of_a_dense_block_is_refused_by_name(kind: Any) -> None:
     with pytest.raises(TypeError, match=rf"^{kind.__name__}\.update takes a Routing, but got None"):
         kind(2).update(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_routing_over_other_experts_is_refused_with_both_numbers(
+    kind: Any, make_routing: Callable[..., Routing]
+) -> None:
+    routing = make_routing([[0]], 3)
+    with pytest.raises(
+        ValueError, match=rf"^{kind.__name__} was made for num_experts 2, .* has 3$"
+    ):
+        kind(2).update(routing)

@@ -311,3 +311,24 @@ def test_a_resumed_run_knows_what_was_skipped_and_what_a_loss_was(
     assert second.guard == unbroken.guard
     assert_same(resumed, weights, "weights")
     assert_same(resumed_optimizer, optimizer, "optimizer")
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_a_norm_that_overflows_is_told_from_a_gradient_that_is_not_finite(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str], limit: float
+) -> None:
+    class Large(Callback):
+        def on_before_optimizer_step(
+            self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        ) -> None:
+            if trainer.global_step == 2:
+                for parameter in pl_module.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.fill_(1e20)
+
+    fitted = fit(Large(), trainer={"gradient_clip_val": limit})
+
+    assert fitted.module.guard.num_skipped == 1
+    said = capsys.readouterr().err
+    assert "its gradient norm is inf, though every gradient is finite: the sum of their " in said
+    assert "when the step was repeated" not in said
