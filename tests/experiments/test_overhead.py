@@ -42,9 +42,9 @@ def test_ctrl_c_in_the_program_ends_the_measurement_with_a_line(
 
     monkeypatch.setattr(Trainer, "fit", interrupted)
 
+    options = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache")]
     with pytest.raises(SystemExit) as stop:
-        cache = ["--data.cache_dir", str(tmp_path / "cache")]
-        main(["--config", str(tiny_yaml), *cache, "--rounds", "1", "--steps", "2"])
+        main([*options, "--rounds", "1", "--steps", "2"])
 
     assert stop.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
