@@ -162,7 +162,7 @@ def _types(config: type[TaggedConfig]) -> list[str]:
     root = next(
         base for base in config.__mro__ if issubclass(base, TaggedConfig) and base.is_family_root()
     )
-    return [*root.members, "module:ClassName"]
+    return [*root.members, "my_file.py:ClassName"]
 
 
 def _declared_config(annotation: Any) -> type[Config] | None:

@@ -115,7 +115,8 @@ class TaggedConfig(Config, frozen=True):
     """
 
     type: str
-    """Which member of the family: a known name, or `module:ClassName` for a class of your own."""
+    """Which member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
+    of your own."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
     """The named classes of this family, by tag."""
@@ -171,14 +172,16 @@ class TaggedConfig(Config, frozen=True):
         if tag is None:
             near = [key for key in map(str, data) if key != "type" and is_near("type", key)]
             slip = f", but there is '{near[0]}'" if near else ""
-            message = f"missing{slip}; one of: {known}, or module:ClassName"
+            message = f"missing{slip}; one of: {known}, or my_file.py:ClassName"
             raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:
             try:
                 return import_class(tag, family=cls)
             except ConfigError as error:
                 raise errors_at(cls, {"type": str(error)}, data) from error
-        if not isinstance(tag, str):
+        if isinstance(tag, str) and tag.endswith(".py"):
+            message = f"{show(tag)} is a file; name a class in it, as in {tag}:ClassName"
+        elif not isinstance(tag, str):
             message = f"must be a name, got {show(tag)}; known: {known}"
         else:
             message = f"unknown {show(tag)}{did_you_mean(tag, cls.members)}; known: {known}"

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "braces_in_a_key": ({"{x}": 1}, "{x}: unknown; known: title, shape, shapes, options"),
     "missing_type": (
         {"shape": {"side": 3.0}},
-        "shape.type: missing; one of: square, circle, ellipse, or module:ClassName",
+        "shape.type: missing; one of: square, circle, ellipse, or my_file.py:ClassName",
     ),
     "unknown_type": (
         {"shape": {"type": "sqare"}},
@@ -48,11 +48,15 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "null_type": (
         {"shape": {"type": None}},
-        "shape.type: missing; one of: square, circle, ellipse, or module:ClassName",
+        "shape.type: missing; one of: square, circle, ellipse, or my_file.py:ClassName",
     ),
     "empty_type": (
         {"shape": {"type": ""}},
         "shape.type: unknown ''; known: square, circle, ellipse",
+    ),
+    "a_file_without_a_class": (
+        {"shape": "own.py"},
+        "shape.type: 'own.py' is a file; name a class in it, as in own.py:ClassName",
     ),
     "a_number_for_a_family": ({"shape": 3}, "shape: must be a mapping of options, got 3"),
     "null_for_a_family": ({"shape": None}, "shape: must be a mapping of options, got None"),

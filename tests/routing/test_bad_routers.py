@@ -266,7 +266,7 @@ def test_an_unknown_router_is_met_with_the_nearest_known_one(name: str, nearest:
 
 def test_a_router_like_no_other_and_one_without_a_name() -> None:
     assert refusal("xyzzy") == f"router.type: unknown 'xyzzy'; known: {KNOWN}"
-    missing = f"router.type: missing; one of: {KNOWN}, or module:ClassName"
+    missing = f"router.type: missing; one of: {KNOWN}, or my_file.py:ClassName"
     assert refusal({"k": 2}) == missing
 
 
