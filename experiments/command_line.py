@@ -142,6 +142,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not flag.startswith("--") or flag == "--":
             is_file = flag.endswith((".yaml", ".yml"))
             hint = f"--config {flag}" if is_file else "an option such as --model.ffn.type swiglu"
+            if overrides and not is_file and not flag.startswith("-"):
+                hint += "; a list is one value, as in --data.corpus.paths '[README.md, docs]'"
             raise ConfigError(f"'{flag}': expected {hint}")
         path, has_value, value = flag.removeprefix("--").partition("=")
         if not has_value:

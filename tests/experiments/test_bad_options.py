@@ -248,7 +248,8 @@ REFUSED = {
     # -- the command line itself
     "stray word": (
         "--seed 1 swiglu",
-        "'swiglu': expected an option such as --model.ffn.type swiglu",
+        "'swiglu': expected an option such as --model.ffn.type swiglu; a list is one value, as in "
+        "--data.corpus.paths '[README.md, docs]'",
     ),
     "one dash": (
         "-seed 1",
