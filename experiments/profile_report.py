@@ -12,5 +12,11 @@ class ProfileReport(Callback):
     text = ""
     """Empty without a profiler."""
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step + 1
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.text = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
+        found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
+        # Of a resumed run it is the steps since then alone.
+        steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
+        self.text = steps + found if found else ""

@@ -109,6 +109,8 @@ class Results:
             write_whole(self.folder / "sample.txt", self.sample_prompt + self.sample)
         if self.profile:
             write_whole(self.folder / "profile.txt", self.profile)
+        else:  # one that was resumed may have had it before
+            (self.folder / "profile.txt").unlink(missing_ok=True)
         text = json.dumps(_without_nan(summary), indent=2)
         write_whole(self.folder / SUMMARY_FILE, text + "\n")
 

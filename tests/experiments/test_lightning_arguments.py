@@ -38,6 +38,14 @@ def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path, pro
     text = (run.folder / "profile.txt").read_text()
     assert "LanguageModel.optimizer_step" in text
     assert "  profile.txt  " in run.stdout
+    assert text.startswith("optimizer steps 1 to 2\n")
+
+    more = ("--resume", str(run.folder), "--trainer.max_steps")
+    assert run_train(tmp_path, *more, "3").code == 0
+    text = (run.folder / "profile.txt").read_text()
+    assert text.startswith("optimizer steps 3 to 3\n")
+    assert run_train(tmp_path, *more, "4", "--trainer.profiler", "null").code == 0
+    assert not (run.folder / "profile.txt").exists(), "what is there is of this run's last part"
 
 
 def test_a_run_without_a_profiler_has_none(moe_run: Any) -> None:
@@ -76,7 +84,7 @@ def test_validation_is_under_inference_mode_or_not(
 ) -> None:
     (tmp_path / "own.py").write_text(
         OWN_BLOCK
-        % f"expected = not self.training and {inference_mode.title()}; is_run = x.shape[1] == 16; "
+        % f"expected = not self.training and {inference_mode.title()}; is_run = len(x) != 2; "
         "assert not is_run or torch.is_inference_mode_enabled() == expected"
     )
 
