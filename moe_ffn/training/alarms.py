@@ -215,7 +215,7 @@ class AlarmRules:
         # Of a window that was interrupted tokens have not been measured.
         size = values["logit_max"].item() if "logit_max" in values else 0
         if size > limit:
-            yield "exploding_logits", f"a router logit of {size:.4g} (limit {limit:g})"
+            yield "exploding_logits", f"a router logit of {size:.3g} (limit {limit:g})"
         if dead := int(values["dead_experts"]):
             yield (
                 "dead_experts",

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 _Betas = Annotated[tuple[float, float], Field(strict=False)]
 
-_Rate = Annotated[float, Field(gt=0, le=1e9)]
+MAX_RATE = 1e9
 """What float32 holds, with room for what it is multiplied by."""
 
+_Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
 _FullRate = Annotated[_Rate, Field(description="The full rate, before the schedule.")]
 
 _DecoupledDecay = Annotated[
@@ -242,7 +243,7 @@ class MuonConfig(OptimizerConfig, frozen=True):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """The rate of a matrix (out, in): times 0.2 sqrt(max(out, in)), as large as a step of AdamW (Moonlight,
     arXiv:2502.16982), or times sqrt(max(1, out / in)), for rates such as 0.02."""
-    adamw_learning_rate: _Rate | None = None
+    adamw_learning_rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
     """The full rate of what AdamW moves; null: learning_rate."""
     adamw_betas: _Betas = (0.9, 0.95)
     """AdamW's decay of the running mean and of the running square."""
