@@ -12,10 +12,10 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --c
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
 
-.PHONY: help setup train test test-slow lint format lock clean readme
+.PHONY: help setup train test test-slow test-reliability lint format lock clean readme
 
 help:  ## say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 setup: $(DEV)  ## make .venv with the locked versions of everything
 
@@ -27,6 +27,9 @@ test: lint  ## lint, types and tests, in two processes
 
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
+
+test-reliability: $(DEV)  ## what an attack tried, all of it, counted for docs/reliability.md
+	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 lint: $(DEV)  ## format, lint and types
 	$(VENV)/bin/ruff format --check $(CODE)

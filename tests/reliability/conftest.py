@@ -1,0 +1,58 @@
+"""Counts what is tried here: after `make test-reliability`, a table for docs/reliability.md."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+COUNTED = ("passed", "failed", "error", "skipped")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each file, where nothing but these files was run."""
+    reports = [
+        (outcome, report)
+        for outcome in COUNTED
+        for report in terminalreporter.getreports(outcome)
+        if outcome != "passed" or report.when == "call"
+    ]
+    files = {_file(report) for _, report in reports}
+    if not files or any(file.parent != HERE for file in files):
+        return
+    terminalreporter.write_line("")
+    terminalreporter.write_line(
+        "| chapter | what is promised | kept | broken | not tried | seconds |"
+    )
+    terminalreporter.write_line("|---|---|---|---|---|---|")
+    for file in sorted(files):
+        mine = [(outcome, report) for outcome, report in reports if _file(report) == file]
+        terminalreporter.write_line(_line(file, mine))
+
+
+def _file(report: pytest.TestReport) -> Path:
+    return HERE.parents[1] / report.nodeid.partition("::")[0]
+
+
+def _line(file: Path, reports: Iterable[tuple[str, pytest.TestReport]]) -> str:
+    counts: Counter[str] = Counter()
+    seconds = 0.0
+    for outcome, report in reports:
+        counts[outcome] += 1
+        seconds += report.duration
+    broken = counts["failed"] + counts["error"]
+    name = file.stem.removeprefix("test_")
+    return (
+        f"| `{name}` | {_promise(file)} | {counts['passed']} | {broken} | {counts['skipped']} "
+        f"| {seconds:.0f} |"
+    )
+
+
+def _promise(file: Path) -> str:
+    """The first paragraph of a file's docstring, on one line."""
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.partition("\n\n")[0].split())
