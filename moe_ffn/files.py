@@ -1,20 +1,90 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, and never anything else that stands in their place."""
 
 from __future__ import annotations
 
 import errno
 import os
-import tempfile
-from collections.abc import Iterator
+import secrets
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, overload
 
 UNFINISHED = ".unfinished"
 """How the name of a file ends that is being written, or was when its process died."""
 
+DAMAGED = ".damaged"
+"""How the name of a file ends that keeps what another was before it was mended."""
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+# Windows lacks both, and has neither pipes nor links where anybody could put one.
+_NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+
 _NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that cannot sync a folder."""
+
+
+def kind_of(path: Path) -> str | None:
+    """What stands at `path`: `a file`, `a folder`, `a symbolic link`, `a pipe`, `a socket` or `a device`.
+
+    None where nothing does.
+
+    Raises:
+        OSError: that cannot be told.
+    """
+    try:
+        return _kind(path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+@overload
+def open_file(path: Path) -> BufferedReader: ...
+@overload
+def open_file(path: Path, mode: Literal["ab", "r+b"]) -> BinaryIO: ...
+def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
+    """Open a file that is one: no link is followed, and no other end of a pipe waited for.
+
+    Raises:
+        OSError: something else stands there, or it cannot be opened.
+    """
+    return open(path, mode, opener=_open_a_file)
+
+
+def read_bytes(path: Path) -> bytes:
+    """What is in a file that is one; see `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The same as UTF-8, its line ends as they are."""
+    return read_bytes(path).decode("utf-8", errors)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those around it, where there is none.
+
+    Raises:
+        OSError: it cannot be made, or something else stands there, such as a link to a folder.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    require_folder(path)
+
+
+def require_folder(path: Path) -> None:
+    """OSError where this is not a folder itself; a link to one may lead to what is nobody's business."""
+    if (kind := _kind(path.lstat())) != "a folder":
+        raise OSError(errno.ENOTDIR, f"no folder, but {kind}", str(path))
 
 
 @contextmanager
@@ -22,19 +92,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write and to read, beside `path`; it takes the place of `path` when the block ends.
 
     Until then, and after an error or the death of the process, `path` is what it was before. When this
-    returns the content is on the disk.
+    returns the content is on the disk. A link there is replaced itself; a pipe or a device is an OSError.
     """
-    handle, temporary = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
+    _require_file(path, but={"a symbolic link"})
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        with os.fdopen(handle, "w+b") as file:
+        with temporary.open("x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp keeps others out, who may want to read it
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise
     sync_folder(path.parent)
 
@@ -47,8 +117,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def set_aside(path: Path) -> Path:
     """Keep what is in a damaged file, which is about to be mended, beside it; returns where."""
-    kept = path.with_name(f"{path.name}.damaged")
-    write_whole(kept, path.read_bytes())
+    kept = path.with_name(f"{path.name}{DAMAGED}")
+    write_whole(kept, read_bytes(path))
     return kept
 
 
@@ -71,3 +141,25 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _open_a_file(path: str, flags: int) -> int:
+    """An `opener` of `open`."""
+    _require_file(Path(path))  # before it is opened, which some devices answer by doing something
+    descriptor = os.open(path, flags | _NO_LINK | _NO_WAIT, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # put there in between
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no file", path)
+    return descriptor
+
+
+def _require_file(path: Path, but: Collection[str] = ()) -> None:
+    """OSError where something else stands there than a file, or than `but`."""
+    kind = kind_of(path)
+    if kind not in (None, "a file", *but):
+        number = errno.EISDIR if kind == "a folder" else errno.EINVAL
+        raise OSError(number, f"no file, but {kind}", str(path))
+
+
+def _kind(found: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")

@@ -23,7 +23,17 @@ def test_content_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
 
     assert path.read_bytes() == "wörter".encode()
     assert names(tmp_path) == ["file"]
-    assert path.stat().st_mode & 0o777 == 0o644, "others may read it"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_a_file_is_said_by_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "file", "content")
+    finally:
+        os.umask(before)
+
+    assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=str)
@@ -64,7 +74,7 @@ def test_what_fails_at_the_end_leaves_what_was_there(
 def test_a_folder_in_the_place_of_the_file_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
 
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(OSError, match="no file, but a folder"):
         write_whole(tmp_path / "file", "content")
 
     assert names(tmp_path) == ["file"]

@@ -6,15 +6,15 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import UNFINISHED, sync_folder
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_bytes, require_folder, sync_folder
 
 _META = "meta.json"
 
@@ -33,7 +33,8 @@ def building(folder: Path) -> Iterator[Path]:
     with writing_to(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
-        built = Path(tempfile.mkdtemp(UNFINISHED, f".{folder.name}.", folder.parent))
+        built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
+        built.mkdir()
     try:
         yield built
         with writing_to(folder.parent):
@@ -51,7 +52,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """What `seal` wrote; None where the folder is missing or a file in it has changed since."""
     try:
-        meta = json.loads((folder / _META).read_bytes())
+        meta = json.loads(read_bytes(folder / _META))
         intact = all(_sha256(folder / name) == digest for name, digest in meta["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -87,13 +88,13 @@ def _remove_abandoned(cache_dir: Path) -> None:
 
 
 def _publish(built: Path, folder: Path) -> None:
-    built.chmod(0o755)  # mkdtemp keeps others out, who may share the cache
     sync_folder(built)
     try:
         built.replace(folder)
     except OSError:
-        if not folder.is_dir():
+        if kind_of(folder) is None:
             raise
+        require_folder(folder)
         # Another process was faster, or what stands there is damaged. Replacing file by file leaves
         # no moment without the folder, and two processes may do it at once: both built the same.
         if read_meta(folder) is None:
@@ -104,5 +105,5 @@ def _publish(built: Path, folder: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,6 +21,7 @@ from moe_ffn.data.split import Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.data.windows import require_window
 from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.files import read_bytes
 
 _FORMAT = 2
 """Part of the cache key: raise it when the same corpus and config would give other files."""
@@ -90,7 +91,7 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
     sizes = {split: SplitSize(**meta["splits"][split]) for split in ("train", "validation")}
     for split, size in sizes.items():
         require_window(config.seq_len, size.num_tokens, f"the {split} split")
-    tokenizer = config.tokenizer.restore(json.loads((folder / "tokenizer.json").read_bytes()))
+    tokenizer = config.tokenizer.restore(json.loads(read_bytes(folder / "tokenizer.json")))
     return PreparedData(
         train=np.memmap(folder / "train.bin", dtype=tokenizer.dtype, mode="r"),
         validation=np.memmap(folder / "validation.bin", dtype=tokenizer.dtype, mode="r"),
