@@ -6,11 +6,11 @@ import os
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from moe_ffn.errors import ConfigError
+from moe_ffn.files import open_file
 
 try:
     import fcntl
@@ -28,53 +28,72 @@ _PATIENCE_SECONDS = 1.0
 def locked(folder: Path) -> Iterator[None]:
     """Hold the run in `folder`, until the block or the process ends, however it ends.
 
-    Where the file system has no locks, or cannot be written, nothing is held.
+    What is locked is the folder, which nobody removes by mistake, and a file in it, since NFS locks files
+    alone. Where the file system has no locks nothing is held.
 
     Raises:
         ConfigError: another process holds it.
     """
-    try:
-        file = (folder / LOCK_FILE).open("a+")
-    except OSError:
-        yield
-        return
-    with file:
-        if not _take(file):
-            raise ConfigError(
-                f"'{folder}' is being trained by another process; stop that one, or start a new run"
-            )
-        with suppress(OSError):  # of a full disk; the lock is held all the same
-            os.truncate(file.fileno(), 0)
-            os.write(file.fileno(), platform.node().encode())  # nothing is left to write at the end
+    with ExitStack() as stack:
+        with suppress(OSError):
+            _hold(stack.enter_context(_opened(folder)), folder)
+        with suppress(OSError):  # it cannot be written, or is no file of ours
+            file = stack.enter_context(open_file(folder / LOCK_FILE, "ab")).fileno()
+            _hold(file, folder)
+            if os.fstat(file).st_nlink == 1:  # else what it holds belongs to another name too
+                os.truncate(file, 0)
+                os.write(file, platform.node().encode())  # nothing is left to write at the end
         yield
 
 
 def is_trained_here(folder: Path) -> bool | None:
-    """Whether a process of this machine trains the run now; None where that cannot be told."""
-    try:
-        with (folder / LOCK_FILE).open() as file:
-            if fcntl is None or file.read() != platform.node():
-                return None
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    """Whether a process trains the run now; None where that cannot be told from this machine."""
+    with suppress(OSError), _opened(folder) as descriptor:
+        if _is_held(descriptor):
+            return True
+    with suppress(OSError), open_file(folder / LOCK_FILE) as file:
+        if _is_held(file.fileno()):
+            return True
+        if fcntl is not None and file.read() == platform.node().encode():
             return False
-    except BlockingIOError:
-        return True
-    except (OSError, ValueError):  # a file of somebody else's
-        return None
+    return None
 
 
-def _take(file: TextIO) -> bool:
-    """Whether the lock is ours now, or there are no locks here."""
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int, folder: Path) -> None:
+    """ConfigError where another process holds it; nothing where there are no locks."""
     if fcntl is None:
-        return True
+        return
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                return False
+                raise ConfigError(
+                    f"'{folder}' is being trained by another process; stop that one, or start a new run"
+                ) from None
             time.sleep(0.05)
         except OSError:
-            return True
+            return
+
+
+def _is_held(descriptor: int) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,8 +89,48 @@ def test_of_another_machine_nothing_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with locked(tmp_path):
-        monkeypatch.setattr("platform.node", lambda: "another")
-        assert is_trained_here(tmp_path) is None
+        pass
+    monkeypatch.setattr("platform.node", lambda: "another")
+
+    assert is_trained_here(tmp_path) is None
+
+
+def test_a_run_stays_held_when_its_lock_file_is_removed(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        (tmp_path / LOCK_FILE).unlink()
+        with pytest.raises(ConfigError, match=r"is being trained by another process"):
+            locked(tmp_path).__enter__()
+        assert is_trained_here(tmp_path)
+
+
+def test_a_file_system_that_locks_no_folders_has_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS takes an exclusive lock only where one may write."""
+    flock = fcntl.flock
+
+    def of_files(descriptor: int, operation: int) -> None:
+        if os.path.isdir(descriptor):  # noqa: PTH112 - of a descriptor
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_files)
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match=r"is being trained by another process"):
+            locked(tmp_path).__enter__()
+        assert is_trained_here(tmp_path)
+    assert is_trained_here(tmp_path) is False
+
+
+def test_a_lock_with_a_second_name_is_not_written(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).hardlink_to(mine)
+
+    with locked(tmp_path / "run"):
+        assert is_trained_here(tmp_path / "run")
+    assert mine.read_text() == "mine"
 
 
 def test_the_name_of_the_machine_replaces_that_of_another(tmp_path: Path) -> None:
