@@ -10,7 +10,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from moe_ffn.files import write_whole
+from experiments.run_folder import write_file
 from moe_ffn.training.outage import Outage
 
 
@@ -37,8 +37,7 @@ class KeptFiles(Callback):
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
             for name in missing:
-                (self.folder / name).parent.mkdir(exist_ok=True)
-                write_whole(self.folder / name, self.files[name])
+                write_file(self.folder, name, self.files[name])
             names = ", ".join(missing)
             print(
                 f"disk: '{self.folder}' had lost {names}; written again",

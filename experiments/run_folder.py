@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from experiments.config import TrainConfig
+from experiments.run_lock import LOCK_FILE
 from moe_ffn.errors import ConfigError, expand_path, reason
-from moe_ffn.files import write_whole
+from moe_ffn.files import DAMAGED, kind_of, make_folder, open_file, write_whole
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
@@ -22,7 +23,27 @@ SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FILE = "tokenizer.json"
 DOCUMENTS_FILE = "documents.json"
 RESUMES_FILE = "resumes.jsonl"
+CODE_FILE = "code.json"
+CODE_FOLDER = "code"
 CHECKPOINTS_FOLDER = "checkpoints"
+
+_LOGS = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE)
+FILES = (
+    *(
+        CONFIG_FILE,
+        FACTS_FILE,
+        SUMMARY_FILE,
+        TOKENIZER_FILE,
+        DOCUMENTS_FILE,
+        RESUMES_FILE,
+        CODE_FILE,
+    ),
+    *_LOGS,
+    *(f"{name}{DAMAGED}" for name in _LOGS),
+    *(LOCK_FILE, "sample.txt", "profile.txt", "report.html"),
+)
+FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, "wandb")
+"""With the files above all that a run makes; what else is in its folder nobody opens."""
 
 
 def named_run_folder(config: TrainConfig) -> Path:
@@ -43,8 +64,8 @@ def check_run_folder(config: TrainConfig) -> None:
     """
     folder = parent = output_dir(config)
     with _writing_to(parent):
-        if config.run.name is not None and (taken := parent / config.run.name).exists():
-            raise _taken(taken)
+        if config.run.name is not None and kind_of(parent / config.run.name):
+            raise _taken(parent / config.run.name)
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
@@ -69,8 +90,7 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
             built = Path(temporary) / "run"
             built.mkdir()
             for name, text in files.items():
-                (built / name).parent.mkdir(exist_ok=True)
-                write_whole(built / name, text)
+                write_file(built, name, text)
             if config.run.name is not None:
                 folder = parent / config.run.name
                 if not _take(built, folder):
@@ -82,12 +102,12 @@ def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
 
 def _take(built: Path, folder: Path) -> bool:
     """Put `built` in the place of `folder`; whether nobody else was there."""
-    if folder.exists():
+    if kind_of(folder):
         return False
     try:
         built.rename(folder)
     except OSError:
-        if folder.exists():  # another process was faster
+        if kind_of(folder):  # another process was faster
             return False
         raise
     return True
@@ -106,12 +126,14 @@ def _writing_to(parent: Path) -> Iterator[None]:
 
 def check_is_run(folder: Path) -> None:
     """ConfigError where this is no folder of a run, with a hint of what it is."""
-    if not folder.is_dir():
-        what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
-        raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
-    if _is_run(folder):
-        return
-    inside = sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_run(path))
+    with _reading(folder):
+        if not folder.is_dir():
+            what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
+            raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
+        check_entries(folder)
+        if _is_run(folder):
+            return
+        inside = sorted(path.name for path in folder.iterdir() if is_run(path))
     raise ConfigError(
         f"'{folder}' is no run: it has no {CONFIG_FILE}; "
         + (
@@ -122,10 +144,51 @@ def check_is_run(folder: Path) -> None:
     )
 
 
+def check_entries(folder: Path) -> None:
+    """ConfigError where something else stands in the place of a file of a run, or of a folder.
+
+    A link leads to what is not the run's, and at a pipe one waits. What is in `checkpoints` is judged when it
+    is read.
+    """
+    wanted = {
+        **dict.fromkeys((folder / name for name in FOLDERS), "a folder"),
+        **dict.fromkeys((folder / name for name in FILES), "a file"),
+    }
+    with _reading(folder):
+        for path, kind in wanted.items():
+            if (found := kind_of(path)) not in (None, kind):
+                raise ConfigError(
+                    f"'{path}' is {found}, and has to be {kind} of the run's own; put back what it was, or "
+                    "remove it"
+                )
+
+
+def check_can_be_read(folder: Path, names: Iterable[str] = (*FILES, *FOLDERS)) -> None:
+    """ConfigError where the permission lacks to read one of these files and folders of a run."""
+    for path in (folder, *(folder / name for name in names)):
+        with _reading(path):
+            if path.is_dir():
+                next(path.iterdir(), None)
+            elif path.exists():
+                open_file(path).close()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be read ({reason(error)}); mend its permissions"
+        ) from error
+
+
 def check_has_weights(folder: Path) -> None:
     """ConfigError where no trained model can be read from this folder."""
     check_is_run(folder)
-    for name in (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER):
+    needed = (CONFIG_FILE, TOKENIZER_FILE, CHECKPOINTS_FOLDER)
+    check_can_be_read(folder, needed)
+    for name in needed:
         if not (folder / name).exists():
             raise ConfigError(
                 f"'{folder}' has no {name}, so no model to load; give a run that has come to its "
@@ -147,6 +210,21 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None
+
+
+def write_file(folder: Path, name: str, text: str) -> None:
+    """Put a file into a run's folder, whole; its `name` may begin with that of a folder in it."""
+    path = folder / name
+    if path.parent != folder:
+        make_folder(path.parent)
+    write_whole(path, text)
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, and no link to one; False where that cannot be told."""
+    with suppress(OSError):
+        return kind_of(path) == "a folder" and _is_run(path)
+    return False
 
 
 def _is_run(folder: Path) -> bool:

@@ -28,6 +28,7 @@ from experiments.run_folder import (
 )
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.checkpoint_file import CheckpointError
@@ -101,7 +102,7 @@ def _of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         return config.data.tokenizer.restore(values)
     except Exception as error:  # of whatever kind: what is wrong is in the file
         raise ConfigError(

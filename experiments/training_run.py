@@ -56,6 +56,7 @@ from experiments.run_folder import (
     DOCUMENTS_FILE,
     FACTS_FILE,
     TOKENIZER_FILE,
+    check_entries,
     check_run_folder,
     make_run_folder,
 )
@@ -106,6 +107,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if resume is not None:
             folder = resume.folder
             stack.enter_context(locked(folder) if is_main else nullcontext())
+            check_entries(folder)  # again, now that nobody else trains it
             start = go_on(resume, data, module, say)
             checkpoint = start.checkpoint
             if config.trainer.precision == "auto":

@@ -18,12 +18,11 @@ from typing import Any
 
 from experiments.outside.tags import named_code, rewritten
 from experiments.ranks import is_first_rank
+from experiments.run_folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.config import Config
 from moe_ffn.errors import ConfigError
+from moe_ffn.files import read_text
 from moe_ffn.import_path import Code, file_of_module
-
-CODE_FOLDER = "code"
-CODE_FILE = "code.json"
 
 _OURS = {"moe_ffn", "experiments"}
 _MAX_BYTES = 10_000_000
@@ -79,7 +78,7 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
 def say_changed_code(folder: Path) -> None:
     """A line on stderr for each file that is not what it was when the run in `folder` began."""
     try:
-        known = (folder / CODE_FILE).read_text(encoding="utf-8", errors="replace")
+        known = read_text(folder / CODE_FILE, errors="replace")
     except OSError:
         return
     for name, entry in read_entries(known).items():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from moe_ffn.files import kind_of, open_file
 
 STEP_COLUMNS = ("step", "trainer/global_step")
 
@@ -41,10 +44,10 @@ def read_metrics(path: Path) -> dict[str, Series]:
     is another number. The header may come again, with more columns, further down.
     """
     series: dict[str, Series] = {}
-    if not path.is_file():
+    if kind_of(path) is None:
         return series
     columns: list[str] = []
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with io.TextIOWrapper(open_file(path), "utf-8", errors="replace", newline="") as file:
         for row in csv.reader(line for line in file if line.endswith("\n")):
             if STEP_COLUMNS[0] in row:
                 columns = row

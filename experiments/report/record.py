@@ -25,6 +25,7 @@ from experiments.run_folder import (
 )
 from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError, reason
+from moe_ffn.files import read_text
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -220,7 +221,7 @@ def _experts(found: Mapping[str, Series]) -> list[Series]:
 def _text(path: Path) -> str:
     """Empty where the file is absent or cannot be read: the rest of the page does not need it."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, errors="replace")
     except OSError:
         return ""
 

@@ -81,7 +81,10 @@ def _wait_for_runs(
 
 def _has_begun(folder: Path) -> bool:
     """Whether there is something to judge: a run's folder is made before the files in it."""
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    try:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:  # which is judged as well, and said
+        return True
 
 
 def _wait_for_change(
@@ -100,7 +103,7 @@ def stamp_of(folders: Sequence[Path]) -> Stamp:
 
 def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size

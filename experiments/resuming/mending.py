@@ -11,20 +11,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.outside.recorded import CODE_FILE, code_files, read_entries
+from experiments.outside.recorded import code_files, read_entries
 from experiments.resuming.identity import differences
 from experiments.resuming.request import Resume
 from experiments.run_folder import (
     ALARMS_FILE,
+    CODE_FILE,
     CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     TOKENIZER_FILE,
+    write_file,
 )
 from experiments.sample_log import SampleLog
-from moe_ffn.files import set_aside, write_whole
+from moe_ffn.files import read_text, set_aside
 from moe_ffn.training import json_lines, metrics_file
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.config import PRECISIONS
@@ -107,15 +109,15 @@ def mend_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
         ):
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
-        write_whole(path, text)
+        write_file(resume.folder, name, text)
     return mended
 
 
 def _text(path: Path) -> str:
-    if not path.exists():
+    try:
+        return read_text(path, errors="replace")
+    except FileNotFoundError:
         return ""
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:  # line ends as they are
-        return file.read()
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:
@@ -140,7 +142,7 @@ def _facts_now(resume: Resume, fresh: str) -> str:
 def read_facts(path: Path) -> dict[str, Any]:
     """Empty where they are no facts of a run."""
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) and facts.get("precision") in PRECISIONS else {}

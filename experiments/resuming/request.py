@@ -16,12 +16,14 @@ from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     SUMMARY_FILE,
+    check_can_be_read,
     check_is_run,
+    is_run,
     named_run_folder,
     output_dir,
 )
 from experiments.run_lock import is_trained_here
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, reason
 
 FLAGS = {
     "--resume [RUN]": "go on with the run in this folder, or with the newest unfinished one, from its "
@@ -72,6 +74,7 @@ def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool
     """
     folder = Path(run).expanduser() if run else _newest(parse_config(argv, TrainConfig, command))
     check_is_run(folder)
+    check_can_be_read(folder)
     # In one word, or what stands first in `argv` would be another file.
     given = [f"--config={folder / CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
@@ -125,7 +128,10 @@ def _newest(config: TrainConfig) -> Path:
     parent = output_dir(config)
     if config.run.name is not None:
         return named_run_folder(config)
-    runs = [path for path in parent.glob("*") if (path / CONFIG_FILE).is_file()]
+    try:
+        runs = [path for path in parent.iterdir() if is_run(path)] if parent.exists() else []
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: '{parent}' cannot be read ({reason(error)})") from error
     unfinished = [p for p in runs if not is_finished(p) and not is_trained_here(p)]
     if not unfinished:
         what = "has no unfinished run that nobody trains" if runs else "has no run"
@@ -134,9 +140,8 @@ def _newest(config: TrainConfig) -> Path:
 
 
 def _last_written(folder: Path) -> tuple[float, str]:
-    places = [folder, folder / CHECKPOINTS_FOLDER]
     times = [0.0]
-    for path in (path for place in places if place.is_dir() for path in place.iterdir()):
-        with suppress(OSError):  # gone by now, or a link to nothing
-            times.append(path.stat().st_mtime)
+    for place in (folder, folder / CHECKPOINTS_FOLDER):
+        with suppress(OSError):  # gone by now, or not to be read
+            times += [path.lstat().st_mtime for path in place.iterdir()]
     return max(times), folder.name

@@ -29,7 +29,7 @@ from experiments.run_folder import (
 )
 from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import remove_unfinished
+from moe_ffn.files import read_text, remove_unfinished, write_whole
 from moe_ffn.training.checkpoint_folder import step_checkpoints, step_name, step_of
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.metrics_file import STEP, VALIDATION_LOSS, read_rows
@@ -70,7 +70,7 @@ def check_documents(folder: Path, now: Documents) -> None:
     Where the run's list is lost, the checkpoint still knows that the corpus is another.
     """
     try:
-        text = (folder / DOCUMENTS_FILE).read_text(encoding="utf-8")
+        text = read_text(folder / DOCUMENTS_FILE)
         change = changed(Documents.from_dict(json.loads(text)), now)
     except (OSError, ValueError):
         return
@@ -160,8 +160,8 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
         _pass_over_newer(folder / CHECKPOINTS_FOLDER, start.step)
         cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        with (folder / RESUMES_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        resumes = read_text(path, "replace") if (path := folder / RESUMES_FILE).exists() else ""
+        write_whole(path, f"{resumes}{json.dumps(line)}\n")
         files = mend_files(resume, files)
     except OSError as error:
         raise ConfigError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import stat
 import struct
 import warnings
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from moe_ffn.errors import reason
-from moe_ffn.files import replacing
+from moe_ffn.files import kind_of, make_folder, open_file, replacing
 
 IDENTITY = "identity"
 """The key under which is what a run has to agree in to go on from a checkpoint."""
@@ -44,7 +43,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: they cannot be written; `path` is what it was before.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with replacing(path) as file:
         try:
             torch.save(values, file)
@@ -100,9 +99,9 @@ def _why(error: Exception) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe is to wait for its other end
-        raise CheckpointError("is no file, but a folder or a device")
-    return path.open("rb")
+    if (kind := kind_of(path)) not in (None, "a file"):
+        raise CheckpointError(f"is no file, but {kind}")
+    return open_file(path)
 
 
 def _seal(file: BinaryIO) -> None:

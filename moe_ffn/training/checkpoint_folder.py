@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from moe_ffn.files import kind_of, require_folder
+
 BEST_NAME = "best.ckpt"
 """The weights of the lowest validation loss, without what a run needs to go on."""
 
@@ -23,6 +25,13 @@ def step_of(path: Path) -> int:
 
 
 def step_checkpoints(folder: Path) -> list[Path]:
-    """Those of steps, the newest first, good or not."""
-    found = [path for path in folder.glob("*.ckpt") if _STEP_NAME.fullmatch(path.name)]
+    """Those of steps, the newest first, good or not; none where there is no folder.
+
+    Raises:
+        OSError: it cannot be read, or is a link.
+    """
+    if kind_of(folder) is None:
+        return []
+    require_folder(folder)
+    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.errors import reason
-from moe_ffn.files import remove_unfinished
+from moe_ffn.files import remove_unfinished, require_folder
 from moe_ffn.training.checkpoint_file import (
     IDENTITY,
     CheckpointError,
@@ -108,6 +108,7 @@ class CheckpointKeeper(Callback):
         trainer.should_stop = trainer.should_stop or self._had_stopped
         if trainer.is_global_zero:
             with suppress(OSError):
+                require_folder(self.folder)
                 remove_unfinished(self.folder)
 
     def on_train_batch_end(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.files import write_whole
+from moe_ffn.files import read_text, write_whole
 from moe_ffn.training.outage import Outage
 
 
@@ -59,7 +59,7 @@ def num_damaged(path: Path) -> int:
 def _whole_lines(path: Path) -> list[str]:
     """None where there is no file; without a last line that has no end, whose writer died."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except FileNotFoundError:
         return []
     return [f"{line}\n" for line in text.split("\n")[:-1]]

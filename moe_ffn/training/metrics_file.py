@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from moe_ffn.files import write_whole
+from moe_ffn.files import open_file, read_text, write_whole
 from moe_ffn.training.outage import Outage
 
 STEP = "step"
@@ -65,7 +65,7 @@ class MetricsFile(Logger):
         with self._outage.expected():
             self._write_pending()
             if self.path.exists():
-                with self.path.open("rb") as file:
+                with open_file(self.path) as file:
                     os.fsync(file.fileno())
 
     @rank_zero_only
@@ -83,7 +83,12 @@ class MetricsFile(Logger):
         self._pending.clear()
 
     def _is_as_it_was_left(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size == self._size
+        """Whether it can be appended to; one with a second name, as `cp -l` makes, is not ours alone."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return found.st_size == self._size and found.st_nlink == 1
 
     def _write_anew(self) -> None:
         names, text = _table([*read_rows(self.path), *self._pending])
@@ -94,10 +99,11 @@ class MetricsFile(Logger):
     def _append(self) -> None:
         lines = _lines(self._pending, self._columns).encode()
         try:
-            with self.path.open("ab") as file:
+            with open_file(self.path, "ab") as file:
                 file.write(lines)
         except OSError:
-            os.truncate(self.path, self._size)  # half a line is no row
+            with open_file(self.path, "r+b") as file:
+                file.truncate(self._size)  # half a line is no row
             raise
         self._size += len(lines)
 
@@ -153,7 +159,7 @@ def cut_rows(path: Path, step: int, validated_step: int) -> None:
 def _read(path: Path) -> tuple[list[str], list[str]]:
     """The columns, and the whole lines below them."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except FileNotFoundError:
         return [], []
     header, *lines = text.split("\n")[:-1] or [""]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
+from moe_ffn.training import metrics_file
 from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, num_damaged, read_rows
 
 
@@ -96,9 +97,12 @@ def test_what_a_full_disk_does_not_take_is_written_later(
             self.file.flush()
             raise OSError(28, "No space left on device")
 
-    opening = Path.open
+        def truncate(self, size: int) -> None:
+            self.file.truncate(size)
+
+    opening = metrics_file.open_file
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda *given: FullDisk(opening(*given)))
+        patch.setattr(metrics_file, "open_file", lambda *given: FullDisk(opening(*given)))
         logger.log_metrics({"loss": 2.0}, step=4)
         logger.log_metrics({"loss": 3.0}, step=6)
     assert path.read_text() == whole, "half a line is no row"

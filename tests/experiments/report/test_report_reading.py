@@ -152,12 +152,18 @@ def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
     assert run.samples == [Sample(1, "a", "b"), Sample(2, "", ""), Sample(0, "", "")]
 
 
-def test_what_cannot_be_read_is_as_good_as_absent(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_as_good_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_run(tmp_path / "a", experts=0)
-    for name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).mkdir()  # is no FileNotFoundError
+    reading = record.read_text
 
+    def refuse(path: Path, errors: str) -> str:
+        if path.name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
+            raise PermissionError(13, "Permission denied")
+        return reading(path, errors)
+
+    monkeypatch.setattr(record, "read_text", refuse)
     run = read_run(folder)
 
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], {}, "finished")
