@@ -31,6 +31,7 @@ from experiments.ranks import is_first_rank
 from moe_ffn.config import Config
 from moe_ffn.config_schema import json_schema
 from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason, shorten
+from moe_ffn.files import read_given
 from moe_ffn.import_path import (
     Code,
     FileTag,
@@ -189,8 +190,7 @@ def _as_options(value: Any) -> Mapping[str, Any] | None:
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
     """The mapping in a YAML file, or a ConfigError that begins with `where`."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
+        content = read_given(path, _MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{where}: {reason(error)}") from error
     if len(content) > _MAX_BYTES:

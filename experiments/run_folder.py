@@ -155,6 +155,9 @@ def check_entries(folder: Path) -> None:
         **dict.fromkeys((folder / name for name in FILES), "a file"),
     }
     with _reading(folder):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            code = (folder / CODE_FOLDER).glob("*.py")
+            wanted |= dict.fromkeys(code, "a file")
         for path, kind in wanted.items():
             if (found := kind_of(path)) not in (None, kind):
                 raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import select
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,9 @@ _KINDS = {
 
 # Windows lacks both, and has neither pipes nor links where anybody could put one.
 _NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+
+WRITER_SECONDS = 5.0
+"""How long a pipe may be without anybody who writes to it."""
 
 _NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that cannot sync a folder."""
@@ -69,6 +73,33 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path, errors: str = "strict") -> str:
     """The same as UTF-8, its line ends as they are."""
     return read_bytes(path).decode("utf-8", errors)
+
+
+def read_given(path: Path, most_bytes: int) -> bytes:
+    """The beginning of what a person named: a file, a link to one, or a pipe, as `<(command)` makes.
+
+    A pipe is read as long as somebody writes to it, and the first one is waited for a few seconds.
+
+    Raises:
+        OSError: it cannot be read, or nobody came.
+    """
+    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)
+    parts: list[bytes] = []
+    has_waited = False
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        while (left := most_bytes - sum(map(len, parts))) > 0:
+            part = file.read(left)
+            if part is None:  # a writer who is not done yet
+                select.select([file], [], [])
+            elif part:
+                parts.append(part)
+            elif parts or has_waited or stat.S_ISREG(os.fstat(descriptor).st_mode):
+                break
+            elif not select.select([file], [], [], WRITER_SECONDS)[0]:
+                raise OSError(errno.EPIPE, f"a pipe that nobody writes to in {WRITER_SECONDS:g} s")
+            else:
+                has_waited = True
+    return b"".join(parts)
 
 
 def make_folder(path: Path) -> None:

@@ -8,15 +8,19 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import yaml
 
-from experiments.command_line import to_yaml
+from experiments.command_line import read_yaml, to_yaml
 from experiments.config import TrainConfig
+from experiments.kept_files import KeptFiles
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -26,9 +30,20 @@ from experiments.run_folder import (
     FOLDERS,
     METRICS_FILE,
     TOKENIZER_FILE,
+    check_is_run,
+    write_file,
 )
-from experiments.run_lock import LOCK_FILE
-from experiments.selftest.scene import run_here
+from experiments.run_lock import LOCK_FILE, is_trained_here, locked
+from experiments.selftest.finished_run import finished_run
+from experiments.selftest.scene import run_here, write_corpus
+from moe_ffn.data.config import DataConfig
+from moe_ffn.data.prepare import prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import set_aside, write_whole
+from moe_ffn.training.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint
+from moe_ffn.training.checkpoint_folder import step_checkpoints
+from moe_ffn.training.json_lines import JsonLines, cut_lines
+from moe_ffn.training.metrics_file import MetricsFile
 
 # -- what is planted
 
@@ -159,15 +174,22 @@ def _refused(program: str, run: Path) -> str:
 
 # -- files and folders of a run
 
-CASES = [
-    *[(name, what) for name, what in product(FILES, IN_THE_PLACE_OF_A_FILE)],
-    *[(name, what) for name, what in product(FOLDERS, IN_THE_PLACE_OF_A_FOLDER)],
-]
-OFTEN = {("report.html", "a folder"), (LOCK_FILE, "a symbolic link"), (CONFIG_FILE, "a pipe")}
+
+IN_PLACES = [*product(FILES, IN_THE_PLACE_OF_A_FILE), *product(FOLDERS, IN_THE_PLACE_OF_A_FOLDER)]
+OFTEN = {"train": ("a symbolic link", "a pipe"), "generate": (), "trace": (), "report": ()}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(("name", "what"), CASES)
+@pytest.mark.parametrize(
+    ("program", "name", "what"),
+    [
+        pytest.param(
+            program,
+            *place,
+            marks=() if place[1] in OFTEN[program] or place[0] == LOCK_FILE else pytest.mark.slow,
+        )
+        for program, place in product(PROGRAMS, IN_PLACES)
+    ],
+)
 def test_what_stands_in_the_place_of_a_file_is_refused_by_its_name(
     folder: Path, mine: Path, program: str, name: str, what: str
 ) -> None:
@@ -183,3 +205,297 @@ def test_what_stands_in_the_place_of_a_file_is_refused_by_its_name(
         "remove it"
     )
     assert (_state(mine.parent), _state(folder)) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FILE)
+def test_so_is_what_stands_in_the_place_of_the_code_of_a_run(
+    folder: Path, mine: Path, program: str, what: str
+) -> None:
+    (folder / "code").mkdir()
+    IN_THE_PLACE_OF_A_FILE[what](folder / "code" / "own.py", mine)
+
+    said = _refused(program, folder)
+
+    assert said.startswith(
+        f"'{folder}/code/own.py' is {what}, and has to be a file of the run's own; "
+    )
+
+
+@pytest.mark.slow
+def test_all_that_a_run_makes_is_looked_at() -> None:
+    made = {path.name for path in finished_run().iterdir()}
+
+    assert made <= {*FILES, *FOLDERS}
+
+
+def test_a_run_that_is_named_by_a_link_is_that_run(folder: Path) -> None:
+    """Its user named it; the run's own files are behind it."""
+    latest = folder.with_name("latest")
+    latest.symlink_to(folder.name)
+
+    check_is_run(latest)
+    write_file(latest, "code/own.py", "code")
+
+    assert (folder / "code" / "own.py").read_text() == "code"
+
+
+def test_the_newest_run_is_looked_for_among_folders_alone(folder: Path, tmp_path: Path) -> None:
+    """What stands in `run.output_dir` nobody has named."""
+    outside = tmp_path / "outside"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+
+    with within(20):
+        done = run_here("--resume", "--run.output_dir", str(folder.parent))
+
+    assert (done.code, done.own_lines) == (
+        2,
+        [f"error: --resume: '{folder.parent}' has no run; name one, as in --resume runs/my-run"],
+    )
+
+
+# -- checkpoints
+
+OF_CHECKPOINTS = {**IN_THE_PLACE_OF_A_FILE, "a symbolic link": _link}
+
+
+@pytest.mark.parametrize("what", OF_CHECKPOINTS)
+def test_a_checkpoint_that_is_no_file_is_none(folder: Path, mine: Path, what: str) -> None:
+    path = folder / CHECKPOINTS_FOLDER / "step_00000004.ckpt"
+    OF_CHECKPOINTS[what](path, mine)
+
+    with within(5), pytest.raises(CheckpointError, match=f"^is no file, but {what}$"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
+def test_checkpoints_are_looked_for_in_a_folder_alone(folder: Path, mine: Path, what: str) -> None:
+    _plant(folder / CHECKPOINTS_FOLDER, IN_THE_PLACE_OF_A_FOLDER[what], mine)
+
+    with pytest.raises(OSError, match=f"no folder, but {what}"):
+        step_checkpoints(folder / CHECKPOINTS_FOLDER)
+
+
+# -- what is planted while a run trains
+
+
+def _row(path: Path) -> None:
+    MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
+
+
+def _alarm(path: Path) -> None:
+    JsonLines(path).add([{"step": 2}])
+
+
+def _mended(path: Path) -> None:
+    cut_lines(path, step=1)
+
+
+def _checkpoint(path: Path) -> None:
+    write_checkpoint({}, path / "step_00000008.ckpt")
+
+
+def _put_back(path: Path) -> None:
+    KeptFiles(path.parent, {f"{path.name}/own.py": "code"}).put_back()
+
+
+def _whole(path: Path) -> None:
+    write_whole(path, "whole")
+
+
+def _held(path: Path) -> None:
+    with locked(path.parent):
+        is_trained_here(path.parent)
+
+
+def _aside(path: Path) -> None:
+    set_aside(path.with_suffix(""))
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "metrics.csv": _row,
+    "alarms.jsonl": _alarm,
+    "samples.jsonl": _mended,
+    "checkpoints": _checkpoint,
+    "code": _put_back,
+    "summary.json": _whole,
+    ".lock": _held,
+    "metrics.csv.damaged": _aside,
+}
+PLANTS = {
+    "a link": _link,
+    "a link to a folder": _link_to_a_folder,
+    "a link to nothing": _link_to_nothing,
+    "a pipe": _pipe,
+    "a socket": _socket,
+}
+
+
+@pytest.mark.parametrize("what", PLANTS)
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_planted_while_a_run_trains_is_not_written_through(
+    folder: Path, mine: Path, name: str, what: str
+) -> None:
+    _plant(folder / name, PLANTS[what], mine)
+    before = _state(mine.parent)
+
+    with within(5), suppress(OSError):
+        WRITERS[name](folder / name)
+
+    assert _state(mine.parent) == before
+
+
+@pytest.mark.parametrize("what", PLANTS)
+def test_rows_wait_until_what_stands_in_their_place_is_gone(
+    folder: Path, mine: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / METRICS_FILE
+    path.unlink()
+    metrics = MetricsFile(path)
+    metrics.log_metrics({"loss": 1.0}, step=2)
+    kept = path.rename(folder / "kept")
+    PLANTS[what](path, mine)
+
+    with within(5):
+        for step in (4, 6):
+            metrics.log_metrics({"loss": 1.0}, step=step)
+        metrics.save()
+    assert not metrics.is_complete
+    kept.replace(path)
+    metrics.log_metrics({"loss": 1.0}, step=8)
+
+    assert path.read_text().splitlines() == ["step,loss", "2,1.0", "4,1.0", "6,1.0", "8,1.0"]
+    kind = what.replace("a link", "a symbolic link").removesuffix(" to a folder")
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{path}' cannot be written (no file, but {kind.removesuffix(' to nothing')}); training goes "
+        "on and tries again",
+        f"disk: '{path}' is written again",
+    ]
+
+
+def test_a_file_that_has_another_name_too_is_made_anew_and_not_appended_to(folder: Path) -> None:
+    """As `cp -l` makes them, to keep what a run was."""
+    metrics = MetricsFile(folder / METRICS_FILE)
+    metrics.log_metrics({"loss": 2.0}, step=4)
+    kept = folder / "kept"
+    kept.hardlink_to(folder / METRICS_FILE)
+
+    metrics.log_metrics({"loss": 3.0}, step=6)
+
+    assert kept.read_text() == "step,loss\n2,1.0\n4,2.0\n"
+    assert (folder / METRICS_FILE).read_text() == "step,loss\n2,1.0\n4,2.0\n6,3.0\n"
+
+
+# -- the cache
+
+CACHED = ("meta.json", "tokenizer.json", "train.bin", "validation.bin")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    corpus = {"type": "text", "paths": [str(write_corpus(tmp_path / "corpus"))]}
+    return DataConfig.model_validate(
+        {"corpus": corpus, "cache_dir": str(tmp_path / "cache"), "seq_len": 16}
+    )
+
+
+@pytest.mark.parametrize("what", ["a link", "a link to nothing", "a pipe", "a socket"])
+@pytest.mark.parametrize("name", CACHED)
+def test_what_stands_in_a_cache_is_made_anew(
+    data: DataConfig, mine: Path, name: str, what: str
+) -> None:
+    path = prepare(data, progress=False).folder / name
+    whole = path.read_bytes()
+    _plant(path, PLANTS[what], mine)
+    before = _state(mine.parent)
+
+    with within(10):
+        prepare(data, progress=False)
+
+    assert path.read_bytes() == whole
+    assert not path.is_symlink()
+    assert _state(mine.parent) == before
+
+
+@pytest.mark.parametrize("what", IN_THE_PLACE_OF_A_FOLDER)
+def test_a_cache_that_is_no_folder_is_refused(data: DataConfig, mine: Path, what: str) -> None:
+    path = prepare(data, progress=False).folder
+    _plant(path, IN_THE_PLACE_OF_A_FOLDER[what], mine)
+    before = _state(mine.parent)
+
+    with within(10), pytest.raises(ConfigError, match=f"written .no folder, but {what}"):
+        prepare(data, progress=False)
+    assert _state(mine.parent) == before
+
+
+# -- what a person names
+
+
+def test_a_config_in_a_pipe_is_read(folder: Path) -> None:
+    """As `--config <(command)` gives it."""
+    end, start = os.pipe()
+    os.write(start, b"seed: 7\n")
+    os.close(start)
+    try:
+        assert read_yaml(Path(f"/dev/fd/{end}"), "--config") == {"seed": 7}
+    finally:
+        os.close(end)
+
+
+def test_a_config_in_a_pipe_is_waited_for_while_somebody_writes(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.yaml"
+    os.mkfifo(path)
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for part in (b"seed:", b" 7\n"):
+                time.sleep(0.1)
+                file.write(part)
+
+    writer = Thread(target=write)
+    writer.start()
+    with within(10):
+        assert read_yaml(path, "--config") == {"seed": 7}
+    writer.join()
+
+
+def test_a_config_in_a_pipe_that_nobody_writes_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_ffn.files.WRITER_SECONDS", 0.1)
+    path = tmp_path / "pipe.yaml"
+    os.mkfifo(path)
+
+    with within(5):
+        done = run_here("--config", str(path))
+
+    said = f"error: --config {path}: a pipe that nobody writes to in 0.1 s"
+    assert (done.code, done.own_lines) == (2, [said])
+
+
+@pytest.mark.parametrize(
+    "corpus",
+    [
+        "{type: text, paths: ['%s']}",
+        pytest.param("{type: hf_dataset, path: '%s'}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_corpus_that_is_a_pipe_is_refused(tmp_path: Path, corpus: str) -> None:
+    if "hf_dataset" in corpus:
+        pytest.importorskip("datasets")
+    path = tmp_path / "pipe.txt"
+    os.mkfifo(path)
+
+    with within(10), pytest.raises(ConfigError, match=r"data\.corpus\.path.*pipe\.txt"):
+        prepare(
+            DataConfig.model_validate({"corpus": yaml.safe_load(corpus % path)}), progress=False
+        )
+
+
+def test_a_pipe_among_the_files_of_a_corpus_is_left_out(data: DataConfig, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "corpus" / "pipe.txt")
+
+    with within(10):
+        assert prepare(data, progress=False).documents.count == 12
