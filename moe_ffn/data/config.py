@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from moe_ffn.config import MOST, Config, TaggedConfig
 
@@ -38,6 +38,12 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in paths:
+        raise ValueError("holds an empty path; leave it out (the current folder is '.')")
+    return paths
+
+
 class TextConfig(CorpusConfig, frozen=True):
     """Your own UTF-8 text files; each file is one document."""
 
@@ -46,6 +52,7 @@ class TextConfig(CorpusConfig, frozen=True):
     paths: Annotated[
         tuple[str, ...],
         Field(strict=False, min_length=1),
+        AfterValidator(_none_empty),
         BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
     ]
     """Files, folders (searched recursively) or globs (`books/**/*.txt`). Hidden and binary files

@@ -133,6 +133,10 @@ def _sources(given: str) -> Iterator[_Source]:
     path = expand_path(given, "data.corpus.paths")
     if _is_file(path):
         yield _Source(path, path.name, explicit=True)
+    elif path.is_dir() and path.resolve() == Path(path.resolve().anchor):
+        raise ConfigError(
+            f"data.corpus.paths: '{given}' is the whole file system; give the folder with the text"
+        )
     elif path.is_dir():
         for name, file in sorted(
             (file.relative_to(path).as_posix(), file) for file in _files_below(path)
