@@ -25,6 +25,7 @@ DOCUMENTS_FILE = "documents.json"
 RESUMES_FILE = "resumes.jsonl"
 CODE_FILE = "code.json"
 CODE_FOLDER = "code"
+REPORT_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 _LOGS = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE)
@@ -40,7 +41,7 @@ FILES = (
     ),
     *_LOGS,
     *(f"{name}{DAMAGED}" for name in _LOGS),
-    *(LOCK_FILE, "sample.txt", "profile.txt", "report.html"),
+    *(LOCK_FILE, "sample.txt", "profile.txt", REPORT_FILE),
 )
 FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, "wandb")
 """With the files above all that a run makes; what else is in its folder nobody opens."""

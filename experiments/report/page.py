@@ -19,8 +19,6 @@ from moe_ffn.errors import ConfigError, reason
 if TYPE_CHECKING:
     from experiments.report.plots import PlotBook
 
-REPORT_FILE = "report.html"
-
 HERE = Path(__file__).parent
 
 

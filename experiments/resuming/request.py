@@ -15,6 +15,7 @@ from experiments.resuming.identity import differences, fixed_options
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    REPORT_FILE,
     SUMMARY_FILE,
     check_can_be_read,
     check_is_run,
@@ -93,8 +94,8 @@ def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool
     config = config.model_copy(update={"run": own.run})
     if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
         raise ConfigError(
-            f"'{folder}' is finished; raise trainer.max_steps (now {own.trainer.max_steps}) to train on, or "
-            "leave --resume out to start a new run"
+            f"'{folder}' is finished{_without_page(folder)}; raise trainer.max_steps (now "
+            f"{own.trainer.max_steps}) to train on, or leave --resume out to start a new run"
         )
     changes = differences(comparable_options(own), comparable_options(config))
     return Resume(folder, config, changes)
@@ -118,6 +119,13 @@ def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:
             "what it was"
         )
     return config
+
+
+def _without_page(folder: Path) -> str:
+    """What is said of a run that died between its summary and its page; empty of others."""
+    if (folder / REPORT_FILE).is_file():
+        return ""
+    return f", but its page was not written: python -m experiments.report {folder}"
 
 
 def is_finished(folder: Path) -> bool:

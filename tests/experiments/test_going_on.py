@@ -109,6 +109,12 @@ def test_where_there_is_nothing_to_go_on_with_that_is_said(make_run: Callable[..
 def test_a_finished_run_goes_on_to_more_steps_alone(make_run: Callable[..., Path]) -> None:
     folder = str(make_run("done", written=1, finished=True))
 
+    with pytest.raises(
+        ConfigError,
+        match=r"is finished, but its page was not written: python -m experiments.report .*runs/done; raise",
+    ):
+        find(folder)
+    (Path(folder) / "report.html").touch()
     with pytest.raises(ConfigError, match=r"is finished; raise trainer.max_steps \(now 400\)"):
         find(folder)
     with pytest.raises(ConfigError, match="is finished"):
