@@ -32,7 +32,10 @@ from experiments.wrapping import wrap
 from moe_ffn.errors import ConfigError, show
 
 COMMAND = "python -m experiments.compare"
-HELP = f"{__doc__}\nFlags\n  --version   print the versions of this package, torch and Python, and stop"
+HELP = (
+    f"{(__doc__ or COMMAND).rstrip()}\n\nFlags\n"
+    "  --version   print the versions of this package, torch and Python, and stop"
+)
 
 
 def main(argv: Sequence[str]) -> int:

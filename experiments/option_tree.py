@@ -86,7 +86,7 @@ class Option:
             value = value.to_dict() if isinstance(value, Config) else value
             meaning = " ".join((field.description or "").split())
             if name == "type" and issubclass(config, TaggedConfig):
-                meaning = f"{first_sentence(config)} One of: {', '.join(_types(config))}."
+                meaning = f"{first_sentence(config)} One of: {', '.join(_types(config))}.".lstrip()
             elif get_origin(field.annotation) is Literal:
                 meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
             fields.append(Option(self._below(name), field.annotation, value, meaning))
@@ -147,8 +147,9 @@ def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]
 
 
 def first_sentence(config: type[Config]) -> str:
-    """What a config says of itself in the first line of its docstring."""
-    return (config.__doc__ or "").strip().splitlines()[0].rstrip(".") + "."
+    """What a config says of itself in the first line of its docstring; empty without (`python -OO`)."""
+    lines = (config.__doc__ or "").strip().splitlines()
+    return f"{lines[0].rstrip('.')}." if lines else ""
 
 
 def show_value(value: Any) -> str:
