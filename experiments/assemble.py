@@ -21,6 +21,7 @@ from experiments.kept_files import KeptFiles
 from experiments.outside.contract import check_outside_parts, has_outside_parts
 from experiments.outside.recorded import portable_options
 from experiments.profile_report import ProfileReport
+from experiments.ranks import check_number_of_processes
 from experiments.resuming.identity import identity
 from experiments.run_folder import (
     ALARMS_FILE,
@@ -91,10 +92,11 @@ def check_trainer(config: TrainConfig) -> str:
     try:
         trial = Trainer(**(quiet | arguments))
     except Exception as error:  # of whatever kind: what is wrong is in what was passed on
-        given = ", ".join(f"{name}: {value}" for name, value in arguments.items())
+        given = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
         raise ConfigError(
-            f"trainer: lightning.Trainer refuses {given}: {first_line(error)}"
+            f"trainer: lightning.Trainer refuses{given}: {first_line(error)}"
         ) from error
+    check_number_of_processes(trial.num_devices, trial.num_nodes)
     require_equal_shares(config.data.batch_size, trial.world_size)
     device = trial.strategy.root_device.type
     precision = resolve_precision(config.trainer.precision, device)

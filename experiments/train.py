@@ -13,7 +13,7 @@ from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input, undisturbed
 from experiments.model_size import check_fits, saying_what_it_needs
 from experiments.outside.trust import FLAG, take_trust
-from experiments.ranks import is_first_rank
+from experiments.ranks import check_environment, is_first_rank
 from experiments.resuming.request import FLAGS, find_resume, take_resume
 from experiments.run_folder import check_run_folder
 from moe_ffn.errors import ConfigError
@@ -31,11 +31,12 @@ def main(argv: Sequence[str]) -> int:
                 f"{FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
             )
         resume, config = None, parse_config(options, TrainConfig, COMMAND, FLAGS)
-        if is_first_rank():  # which makes the folder
-            check_run_folder(config)
     else:
         resume = find_resume(run, options, command=COMMAND, trust_code=trust_code)
         config = resume.config
+    check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
+    if resume is None and is_first_rank():  # which makes the folder
+        check_run_folder(config)
     with explaining_outside_errors():
         check_fits(config)
     # Only now: a mistake in the options should not wait for torch and lightning.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning import Trainer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from experiments.assemble import (
@@ -38,7 +37,8 @@ from experiments.outside.recorded import (
 )
 from experiments.outside.tags import named_code
 from experiments.outside.trust import trust
-from experiments.report.page import REPORT_FILE, write_report
+from experiments.ranks import is_first_rank
+from experiments.report.page import write_report
 from experiments.results import Results, say_diverged
 from experiments.resuming.identity import identity
 from experiments.resuming.request import Resume
@@ -55,6 +55,7 @@ from experiments.run_folder import (
     CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
+    REPORT_FILE,
     TOKENIZER_FILE,
     check_entries,
     check_run_folder,
@@ -88,7 +89,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         SystemExit: the run did not come to its end; the code says why.
     """
     quiet_libraries()
-    is_main = getattr(rank_zero_only, "rank", 0) == 0
+    is_main = is_first_rank()
     console = Console(quiet=not is_main)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
