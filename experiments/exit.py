@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from experiments.memory import out_of_memory
 from experiments.standard_streams import keep_printing
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, printable
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -53,7 +53,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
             rest = len(lines) - (MOST_LINES - 1)
             lines[MOST_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
         for line in lines:
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {printable(line)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (MemoryError, OSError, RuntimeError) as error:
         if not (sentence := out_of_memory(error)):

@@ -1,10 +1,13 @@
 """Continue a prompt with a trained run's best weights.
 
 python -m experiments.generate runs/NAME --prompt "def "
+
+A terminal is shown control characters of the text as escapes; a file or a pipe gets the text as it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
 from experiments.parser import Parser
 from experiments.run_folder import SAMPLES_FILE, check_has_weights
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, printable
 from moe_ffn.training.config import SampleConfig
 from moe_ffn.training.json_lines import read_lines
 
@@ -56,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    print(prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, seed))
+    text = prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, seed)
+    print(printable(text, also="\n\t") if sys.stdout.isatty() else text)
     return 0
 
 

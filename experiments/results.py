@@ -18,6 +18,7 @@ from experiments.config import TrainConfig
 from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import expert_use, load_table
 from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
+from moe_ffn.errors import printable
 from moe_ffn.files import write_whole
 from moe_ffn.training.alarms import Advice
 from moe_ffn.training.checkpoint_folder import step_checkpoints
@@ -75,8 +76,8 @@ class Results:
             say(_LEGEND)
         if self.sample:
             say("\nSample:")
-            prompt = Text(_visible(self.sample_prompt), style="bold")
-            console.print(prompt + Text(_visible(self.sample)))
+            prompt = Text(printable(self.sample_prompt, also="\n\t"), style="bold")
+            console.print(prompt + Text(printable(self.sample, also="\n\t")))
         say(f"\nResults in {self.folder}/")
         for pattern, meaning in _FILES.items():
             for path in sorted(self.folder.glob(pattern))[-1:]:
@@ -153,13 +154,6 @@ _FILES = {
     "checkpoints/step_*.ckpt": "what --resume goes on from",
     "wandb": "the run for wandb",
 }
-
-
-def _visible(text: str) -> str:
-    """Without control characters: what an untrained model writes could reprogram the terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 def _plain_printer(console: Console, style: str = "") -> Callable[[str], None]:

@@ -67,13 +67,18 @@ class StandardStreams:
 
 
 def keep_printing() -> StandardStreams:
-    """Put streams in the place of this process's own that never fail, until its very end.
+    r"""Put streams in the place of this process's own that never fail, until its very end.
 
     Those of a test or of a calling program stay as they are. A stream that was closed (`>&-`) goes nowhere.
+    What the encoding of a stream lacks is printed as an escape, `\u2423`.
     """
     sys.stdout, output = _unfailing(sys.stdout, sys.__stdout__)
     sys.stderr, error = _unfailing(sys.stderr, sys.__stderr__)
     return StandardStreams(output, error)
+
+
+_FOR_ANY_CHARACTER = ("replace", "ignore", "xmlcharrefreplace", "namereplace")
+"""What else a person may have chosen for the characters that an encoding lacks (`PYTHONIOENCODING`)."""
 
 
 def _unfailing(stream: TextIO | None, own: TextIO | None) -> tuple[TextIO, OutputFile | None]:
@@ -88,7 +93,7 @@ def _unfailing(stream: TextIO | None, own: TextIO | None) -> tuple[TextIO, Outpu
     replaced = io.TextIOWrapper(
         below,
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors=stream.errors if stream.errors in _FOR_ANY_CHARACTER else "backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

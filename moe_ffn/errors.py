@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def explain(
             if item["type"] != "missing":
                 message += f", got {show(item['input'])}"
         line = f"{path}: {message}" if path else message
-        lines.append(shorten(_on_one_line(line), _LONGEST_LINE))
+        lines.append(shorten(printable(line), _LONGEST_LINE))
     return lines
 
 
@@ -70,6 +71,19 @@ def show(value: Any) -> str:
 def shorten(text: str, limit: int = 60) -> str:
     """`text`, its end replaced by dots where it is longer than `limit`."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def printable(text: str, also: str = "") -> str:
+    r"""`text` with an escape, such as `\x1b`, for all that is not seen, since it could reprogram a terminal.
+
+    Spaces of any width, and the characters in `also`, stay as they are.
+    """
+    return "".join(
+        c
+        if c.isprintable() or c in also or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode("ascii")
+        for c in text
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -84,13 +98,12 @@ def reason(error: OSError) -> str:
 
 def expand_path(path: str, key: str) -> Path:
     """`path` with `~` replaced, or a ConfigError that names the key."""
-    try:
-        expanded = Path(path).expanduser()
-    except RuntimeError as error:  # `~somebody` who does not exist
-        raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} holds a NUL character, which no path can")
-    return expanded
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # `~somebody` who does not exist
+        raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
 
 
 _RULES = {
@@ -118,8 +131,3 @@ _LONGEST_LINE = 480
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 200
-
-
-def _on_one_line(text: str) -> str:
-    """`text` without line breaks and control characters, which a key or a value may have brought in."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -6,7 +6,6 @@ python -m experiments.trace runs/NAME --text "import os" [--html FILE]
 from __future__ import annotations
 
 import argparse
-import io
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -44,8 +43,6 @@ def main(argv: Sequence[str]) -> int:
             write_page(given.html, page(way))
         except OSError as error:
             raise _cannot_write(given.html, error) from error
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
     console = Console(highlight=False)
     console.print(render(way, console.width))
     if given.html is not None:
