@@ -72,9 +72,17 @@ def keep_printing() -> StandardStreams:
     Those of a test or of a calling program stay as they are. A stream that was closed (`>&-`) goes nowhere.
     What the encoding of a stream lacks is printed as an escape, `\u2423`.
     """
+    _occupy_standard_descriptors()
     sys.stdout, output = _unfailing(sys.stdout, sys.__stdout__)
     sys.stderr, error = _unfailing(sys.stderr, sys.__stderr__)
     return StandardStreams(output, error)
+
+
+def _occupy_standard_descriptors() -> None:
+    """Open what was closed (`2>&-`), or a file of the run would get that number, and what C code says."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 _FOR_ANY_CHARACTER = ("replace", "ignore", "xmlcharrefreplace", "namereplace")

@@ -63,10 +63,17 @@ def parse_layers(text: str) -> list[int]:
 def read_text(given: str) -> bytes:
     """The bytes of `--text`; `-` stands for standard input."""
     # What is not UTF-8 in an argument comes as surrogates.
-    text = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
+    text = _standard_input() if given == "-" else given.encode("utf-8", "surrogateescape")
     if not text:
         raise ConfigError("--text: is empty; give some text, as in --text 'import os'")
     return text
+
+
+def _standard_input() -> bytes:
+    try:
+        return sys.stdin.buffer.read() if sys.stdin is not None else b""
+    except OSError as error:
+        raise ConfigError(f"--text: standard input cannot be read ({reason(error)})") from error
 
 
 def check_writable(path: Path) -> None:

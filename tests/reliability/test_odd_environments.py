@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import csv
+import fcntl
 import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
+import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from experiments import ranks
+from experiments.selftest.finished_run import finished_copy
 from experiments.selftest.scene import (
+    REPOSITORY,
+    Finished,
+    environment,
+    finish,
+    lasting_folder,
     options,
+    run,
     run_here,
+    start_command,
 )
 from experiments.standard_streams import keep_printing
 from moe_ffn.errors import ConfigError, printable
 
-ROOT = Path(__file__).parents[2]
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 JOB = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train"}
 TASK = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
-TINY = {
+SHORT = {
     "trainer__max_steps": "3",
     "trainer__validate_every_n_steps": "2",
     "logging__every_n_steps": "1",
@@ -215,3 +231,307 @@ def test_a_mistake_quotes_no_control_character(tmp_path: Path) -> None:
     assert done.code == 2
     assert r"a\x1b[2Jb' does not exist" in done.stderr
     assert "\x1b" not in done.stderr
+
+
+OWN_FILE = """
+import os
+from experiments.exit import exit_on_bad_input
+
+def main(argv):
+    with open(argv[0], "w") as file:
+        os.write(1, b"of C code\\n")
+        os.write(2, b"of C code\\n")
+        file.write("rows\\n")
+    return 0
+
+raise SystemExit(exit_on_bad_input(main))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "<&- >&-", "<&- 2>&-", ">&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    script = f'exec {sys.executable} "$@" {closed}'
+
+    done = finish(
+        start_command(
+            ["sh", "-c", script, "sh", str(tmp_path / "own.py"), str(tmp_path / "file")],
+            PYTHONPATH=str(REPOSITORY),
+        )
+    )
+
+    assert done.code == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "rows\n"
+
+
+# -- whole programs
+
+
+@cache
+def plain_rows() -> list[dict[str, str]]:
+    """What the run says of itself in an ordinary environment."""
+    folder = lasting_folder()
+    done = run(*options(folder, **SHORT))
+    assert done.code == 0, done.stderr
+    return rows(folder)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """The metrics of the run in `folder`, but for how long it took."""
+    with (folder / "runs" / "run" / "metrics.csv").open() as file:
+        return [
+            {key: value for key, value in row.items() if not re.search("second|memory", key)}
+            for row in csv.DictReader(file)
+        ]
+
+
+def shell(script: str, *argv: str, variables: dict[str, str], unset: str = "") -> Finished:
+    """A program of the project behind a line of shell, in an environment with other variables."""
+    own = environment(**variables)
+    for name in unset.split():
+        own.pop(name, None)
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'{script}\nexec "$@"', "sh", sys.executable, "-m", *argv],
+        cwd=REPOSITORY,
+        env=own,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout.decode("latin-1"), done.stderr.decode("latin-1"))
+
+
+NOWHERE = "/nowhere/at/all"
+LIMITED = "ulimit -n 24; ulimit -v 4000000; ulimit -s 512; umask 077; renice -n 10 $$ > /dev/null"
+
+UNSAID = {
+    "nothing to write to": {
+        "variables": {"HOME": NOWHERE, "TMPDIR": NOWHERE, "XDG_STATE_HOME": "/dev/null/x"}
+        | {"XDG_CACHE_HOME": "relative", "GIT_DIR": NOWHERE, "PATH": ""},
+    },
+    "no home": {"variables": {}, "unset": "HOME XDG_STATE_HOME XDG_CACHE_HOME USER LOGNAME TERM"},
+    "a home that is a file": {"variables": {"HOME": "/dev/null"}, "unset": "XDG_STATE_HOME"},
+    "python -OO": {"variables": {"PYTHONOPTIMIZE": "2", "PYTHONHASHSEED": "7"}},
+    "warnings are errors": {"variables": {"PYTHONWARNINGS": "error", "PYTHONDEVMODE": "1"}},
+    "no UTF-8": {
+        "variables": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        | {"TZ": "Nowhere/Junk", "LANGUAGE": "zz"},
+    },
+    "ascii": {"variables": {"PYTHONIOENCODING": "ascii", "COLUMNS": "0", "LINES": "junk"}},
+    "ascii:surrogateescape": {"variables": {"PYTHONIOENCODING": "ascii:surrogateescape"}},
+    "latin-1": {"variables": {"PYTHONIOENCODING": "latin-1:strict", "COLUMNS": "1"}},
+    "cp1252": {"variables": {"PYTHONIOENCODING": "cp1252", "COLUMNS": "10", "TERM": "dumb"}},
+    "utf-16": {"variables": {"PYTHONIOENCODING": "utf-16", "COLUMNS": "-5", "NO_COLOR": "1"}},
+    "colours": {"variables": {"FORCE_COLOR": "1", "TERM": "junk", "COLUMNS": "junk"}},
+    "other devices": {
+        "variables": {"CUDA_VISIBLE_DEVICES": "banana,7,-1", "CUDA_DEVICE_ORDER": "x"}
+        | {"MKL_NUM_THREADS": "junk", "NVIDIA_VISIBLE_DEVICES": "none"},
+    },
+    "no threads": {"variables": {"OMP_NUM_THREADS": "0"}},
+    "threads that are no number": {"variables": {"OMP_NUM_THREADS": "banana"}},
+    "lightning's": {
+        "variables": {"PL_GLOBAL_SEED": "9", "PL_SEED_WORKERS": "1", "LT_DEVICES": "4"}
+        | {"LT_CLI_USED": "1", "LT_PRECISION": "bf16-mixed", "POSSIBLE_USER_WARNINGS": "off"},
+    },
+    "of a job": {
+        "variables": {"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+        | {"SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "x"},
+    },
+    "no standard output": {"variables": {}, "script": "exec >&-"},
+    "no standard error": {"variables": {}, "script": "exec 2>&-"},
+    "no streams": {"variables": {"OMP_NUM_THREADS": "-1"}, "script": "exec <&- >&- 2>&-"},
+    "limits": {"variables": {}, "script": LIMITED},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNSAID)
+def test_training_is_the_same(tmp_path: Path, name: str) -> None:
+    case = {"script": "", **UNSAID[name]}
+
+    done = shell(case.pop("script"), "experiments.train", *options(tmp_path, **SHORT), **case)
+
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert rows(tmp_path) == plain_rows()
+    assert (tmp_path / "runs" / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("program", ["train", "overhead", "generate", "trace", "benchmark"])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ('mkdir "$GONE" && cd "$GONE" && rmdir "$GONE"', "error: the current folder was removed"),
+        ("ulimit -f 0", "error: TMPDIR: no folder for temporary files can be written"),
+    ],
+    ids=["folder removed", "no file may be written"],
+)
+@pytest.mark.slow
+def test_where_torch_cannot_be_imported_that_is_said(
+    tmp_path: Path, program: str, script: str, said: str
+) -> None:
+    needed = {
+        "generate": [str(finished_copy(tmp_path)), "--prompt", "a"],
+        "trace": [str(tmp_path / "run"), "--text", "a"],
+        "benchmark": ["--shape", "4,4,4,4,2,fp32"],
+    }
+    variables = {"GONE": str(tmp_path / "gone"), "PYTHONPATH": str(REPOSITORY)}
+    variables |= {"TMPDIR": NOWHERE}
+    argv = needed.get(program, ["--run.output_dir", str(tmp_path / "runs")])
+
+    done = shell(script, f"experiments.{program}", *argv, variables=variables)
+
+    assert done.code == 2, done.stderr
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("experiments.generate", "RUN", "--prompt", "é"),
+        ("experiments.generate", "RUN", "--prompt", "\udcff"),
+        ("experiments.trace", "RUN", "--text", "é\udcff"),
+        ("experiments.report", "RUN"),
+        ("experiments.report", "--watch", "RUN"),
+        ("experiments.dashboard", "--help"),
+    ],
+    ids=lambda argv: " ".join(argv).encode("unicode_escape").decode(),
+)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_RANK": "1", "RANK": "1", "PL_TRAINER_DEVICES": "4", "LC_ALL": "C"},
+        {"RANK": "banana", "PYTHONIOENCODING": "ascii", "COLUMNS": "1", "TMPDIR": NOWHERE},
+        {"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error", "COLUMNS": "0", "HOME": NOWHERE},
+    ],
+    ids=["launcher", "junk", "python"],
+)
+def test_what_does_not_train_cares_for_none_of_it(
+    tmp_path: Path, argv: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    folder = str(finished_copy(tmp_path)) if "RUN" in argv else ""
+
+    done = shell("", *(folder if word == "RUN" else word for word in argv), variables=variables)
+
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize("argv", [("train", "--help"), ("train", "--help", "model"), ("compare",)])
+@pytest.mark.slow
+def test_help_needs_no_docstrings(argv: tuple[str, ...]) -> None:
+    done = shell("", f"experiments.{argv[0]}", *argv[1:], variables={"PYTHONOPTIMIZE": "2"})
+
+    assert done.code == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 3
+
+
+def test_a_misspelt_option_needs_no_docstrings() -> None:
+    argv = ("experiments.train", "--model.ffn.num_expert", "4")
+
+    done = shell("", *argv, variables={"PYTHONOPTIMIZE": "2"})
+
+    assert (done.code, done.stdout) == (2, "")
+    assert "did you mean 'num_experts'?" in done.stderr
+
+
+# -- terminals of any size
+
+
+def on_terminal(lines: int, columns: int, *argv: str) -> tuple[int, str]:
+    """Exit code of a program, and what its terminal of this size was sent."""
+    own, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    variables = environment(TERM="xterm")
+    del variables["COLUMNS"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        cwd=REPOSITORY, env=variables, stdin=its, stdout=its, stderr=its,
+    )  # fmt: skip
+    os.close(its)
+    sent = bytearray()
+
+    def read() -> None:
+        try:
+            while block := os.read(own, 4096):
+                sent.extend(block)
+        except OSError:  # the last process on it has ended
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    code = process.wait(timeout=300)
+    reader.join()
+    os.close(own)
+    return code, sent.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(1, 1), (3, 20), (0, 0)], ids=str)
+def test_a_terminal_of_any_size_is_drawn_on(tmp_path: Path, size: tuple[int, int]) -> None:
+    code, sent = on_terminal(*size, "experiments.train", *options(tmp_path, **SHORT))
+
+    assert code == 0, sent
+    assert rows(tmp_path) == plain_rows()
+
+
+@pytest.mark.slow
+def test_a_text_with_control_characters_is_escaped_on_a_terminal_alone(tmp_path: Path) -> None:
+    argv = (str(finished_copy(tmp_path)), "--prompt", "\x1b[2Ja", "--num-tokens", "4")
+
+    code, sent = on_terminal(24, 80, "experiments.generate", *argv)
+    piped = run(*argv, program="experiments.generate")
+
+    assert code == piped.code == 0
+    assert "\\x1b[2Ja" in sent
+    assert "\x1b" not in sent
+    assert piped.stdout.startswith("\x1b[2Ja")
+
+
+@pytest.mark.slow
+def test_standard_input_that_is_closed_is_no_text(tmp_path: Path) -> None:
+    argv = ("experiments.trace", str(finished_copy(tmp_path)), "--text", "-")
+
+    done = shell("exec <&-", *argv, variables={})
+
+    assert (done.code, done.stderr) == (
+        2,
+        "error: --text: is empty; give some text, as in --text 'import os'\n",
+    )
+
+
+# -- processes that somebody did start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_two_processes_train_one_run(tmp_path: Path, launcher: str) -> None:
+    changes = {"trainer__devices": "2", "trainer__strategy": "ddp", **SHORT}
+    torchrun = ["torch.distributed.run", "--nproc_per_node", "2", "-m"]
+    before = torchrun if launcher == "torchrun" else []
+    variables = {"MASTER_ADDR": "localhost"} if launcher == "lightning" else {}
+
+    done = shell(
+        "", *before, "experiments.train", *options(tmp_path, **changes), variables=variables
+    )
+
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("Results in ") == 1
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_more_processes_than_the_run_has_are_refused_by_each(tmp_path: Path) -> None:
+    argv = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "experiments.train")
+
+    done = shell("", *argv, *options(tmp_path, **SHORT), variables={})
+
+    assert done.code != 0
+    assert "as if torchrun had started this process among others, but this run trains in 1" in (
+        done.stderr
+    )
+    assert not (tmp_path / "runs").exists()
