@@ -39,14 +39,11 @@ def encode_splits(
 
     Raises ConfigError, naming `cache_dir`, where they cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        with writing_to(cache_dir):
-            files: dict[Split, _SplitFile] = {
-                "train": _SplitFile(stack.enter_context((folder / "train.bin").open("wb"))),
-                "validation": _SplitFile(
-                    stack.enter_context((folder / "validation.bin").open("wb"))
-                ),
-            }
+    with (
+        _new_split(folder / "train.bin", cache_dir) as train,
+        _new_split(folder / "validation.bin", cache_dir) as validation,
+    ):
+        files: dict[Split, _SplitFile] = {"train": train, "validation": validation}
         end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
         for batch in _batched(pieces):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
@@ -55,6 +52,21 @@ def encode_splits(
                     files[piece.split].add(piece, end_of_document if piece.ends_document else ids)
         with writing_to(cache_dir):
             return {split: file.finish() for split, file in files.items()}
+
+
+@contextlib.contextmanager
+def _new_split(path: Path, cache_dir: Path) -> Iterator[_SplitFile]:
+    """A split to write. What the disk does not take is told by the write, not by the close."""
+    with writing_to(cache_dir):
+        file = path.open("wb")
+    try:
+        yield _SplitFile(file)
+        with writing_to(cache_dir):
+            file.close()
+    finally:
+        # A buffer that could not be written raises again here, over the sentence that says why.
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 class _SplitFile:

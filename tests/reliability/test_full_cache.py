@@ -1,0 +1,104 @@
+"""A disk without room for the prepared data is told by the name of the option, at whatever byte it ends."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from experiments.selftest import scene
+from moe_ffn.data.config import DataConfig
+from moe_ffn.data.prepare import prepare
+from moe_ffn.errors import ConfigError
+
+ROOMS = (0, 1, 19, 20, 21, 160, 307, 308, 309, 600, 661, 662, 1000, 2500, 4096, 5000, 5141)
+"""Bytes that one file may have; of the files, `tokenizer.json` has 20, `train.bin` 5,142."""
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """No file may be longer than that: what a full disk does to the file that meets its end."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_every_size_is_refused_in_a_sentence_and_taken_when_there_is_room(tmp_path: Path) -> None:
+    corpus, cache = scene.write_corpus(tmp_path / "corpus"), tmp_path / "cache"
+    config = DataConfig.model_validate(
+        {
+            "corpus": {"type": "text", "paths": [str(corpus)]},
+            "seq_len": 16,
+            "cache_dir": str(cache),
+        }
+    )
+    for num_bytes in ROOMS:
+        with room_for(num_bytes), pytest.raises(ConfigError) as refused:
+            prepare(config, progress=False)
+
+        assert str(refused.value) == (
+            f"data.cache_dir: '{cache}' cannot be written (File too large); make room, or name another "
+            "folder"
+        ), num_bytes
+        assert not list(cache.iterdir()), f"{num_bytes}: something half-written was left"
+
+    assert prepare(config, progress=False).train_size.num_documents > 0
+
+
+_ON_A_SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from experiments.selftest import scene
+
+folder = Path(sys.argv[1])
+cache = folder / "cache"
+argv = scene.options(folder, trainer__max_steps="1")
+for pages in range(1, 8):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={4 * pages}k", "none", cache], check=True)
+    done = scene.run_here(*argv)
+    said = done.own_lines[0] if done.code else ""
+    left = [path.name for path in cache.iterdir()] if done.code else []
+    print(pages, done.code, len(done.own_lines) if done.code else 0, len(left), said)
+    if done.code:
+        assert not (folder / "runs").exists(), "a run was left"
+        subprocess.run(["mount", "-o", "remount,size=1m", cache], check=True)
+        assert scene.run_here(*argv).code == 0, "not with room either"
+    subprocess.run(["rm", "-r", folder / "runs"], check=True)
+    subprocess.run(["umount", "-l", cache], check=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_disk_that_fills_up(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    alone = ("unshare", "-rm")
+    try:
+        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", tmp_path / "cache"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this machine gives no disk of one's own")
+
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path)],
+        cwd=scene.REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    answers = [line.split(" ", 4) for line in done.stdout.splitlines()]
+    refused = [answer for answer in answers if answer[1] != "0"]
+    assert 0 < len(refused) < len(answers), done.stdout
+    for _, code, num_lines, num_left, said in refused:
+        assert (code, num_lines, num_left) == ("2", "1", "0"), said
+        assert said.startswith(
+            f"error: data.cache_dir: '{tmp_path / 'cache'}' cannot be written (No"
+        )
