@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.announce import announce_import
 from experiments.benchmark.options import Options, parse_options
 from experiments.exit import exit_on_bad_input
+from moe_ffn.errors import ConfigError, reason
+from moe_ffn.files import write_whole
 
 if TYPE_CHECKING:
     from experiments.benchmark.session import Session
@@ -32,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     backends = options.backends or tuple(BACKENDS)
-    options.output.mkdir(parents=True)
+    with _writing_to(options.output):
+        options.output.mkdir(parents=True)
     rounds = Rounds(warmup=options.warmup, patience=PATIENCE)
     if options.rounds is not None:
         rounds = Rounds(options.rounds, options.warmup)
@@ -97,11 +102,22 @@ def write(session: Session, options: Options, machine: dict[str, str]) -> None:
     if session.promises:
         session.say("\n== promises ==\n")
         session.say(table(PROMISE_HEADERS, [promise.cells() for promise in session.promises]))
-    write_rows(options.output / RESULTS_FILE, session.rows, machine)
-    write_promises(options.output / PROMISES_FILE, session.promises)
-    for name, plot in session.plots.items():
-        (options.output / f"{name}.svg").write_text(svg(plot), encoding="utf-8")
+    with _writing_to(options.output):
+        write_rows(options.output / RESULTS_FILE, session.rows, machine)
+        write_promises(options.output / PROMISES_FILE, session.promises)
+        for name, plot in session.plots.items():
+            write_whole(options.output / f"{name}.svg", svg(plot))
     session.say(f"\nwritten: {options.output}/")
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--output: '{folder}' cannot be written ({reason(error)}); choose another folder"
+        ) from error
 
 
 def _peers_found() -> list[tuple[str, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from experiments.benchmark.timing import Timing
+from moe_ffn.files import write_whole
 
 RESULTS_FILE = "results.csv"
 PROMISES_FILE = "promises.csv"
@@ -156,7 +158,8 @@ def write_promises(path: Path, promises: Sequence[Promise]) -> None:
 
 
 def _write(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(path, text.getvalue())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from experiments.dashboard.options import parse_options
 from experiments.exit import exit_on_bad_input
-from moe_ffn.errors import ConfigError, reason
+from experiments.output_file import write_output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,7 +16,10 @@ def main(argv: Sequence[str]) -> int:
         from experiments.dashboard.workspace import build_workspace, to_json
 
         workspace = build_workspace(options.entity, options.project, options.layers, options.name)
-        _write(options.json, to_json(workspace))
+        if str(options.json) == "-":
+            print(to_json(workspace))
+        else:
+            write_output("--json", options.json, to_json(workspace) + "\n")
         return 0
     from experiments.dashboard.saving import save
     from experiments.dashboard.workspace import build_workspace
@@ -25,16 +27,6 @@ def main(argv: Sequence[str]) -> int:
     workspace = build_workspace(options.entity, options.project, options.layers, options.name)
     print(save(workspace, options.replace))
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        print(text)
-        return
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {reason(error)}") from error
 
 
 if __name__ == "__main__":

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from experiments.output_file import check_output
 from experiments.parser import Parser
 from moe_ffn.errors import ConfigError, expand_path
 
 DEFAULT_NAME = "Feed-forward blocks"
 DEFAULT_LAYERS = (0, 1, 2, 3)
 """Those of a model of default depth."""
+
+_OPENING = '{\n  "entity": '
+"""How the JSON of a workspace begins."""
 
 NOT_IN_NAMES = "/\\#?%:"
 """What wandb takes neither in an entity's name nor in a project's."""
@@ -165,4 +169,5 @@ def _output(given: str) -> Path:
         raise ConfigError(f"--json {given}: is a folder; a file is needed")
     if not path.parent.is_dir():
         raise ConfigError(f"--json {given}: there is no folder '{path.parent}'")
+    check_output("--json", path, _OPENING)
     return path

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.exit import exit_on_bad_input
+from experiments.output_file import PAGE, check_output
 from experiments.parser import Parser
 from moe_ffn.errors import ConfigError
 
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     from experiments.report.watch import watch
 
     check_plotly()
+    if options.output is not None:
+        check_output("--output", options.output, PAGE)
     output = options.output or default_output(options.runs)
     if options.watch:
         watch(options.runs, output, every, lambda text: print(text, flush=True))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.announce import announce_import
 from experiments.exit import exit_on_bad_input
+from experiments.output_file import PAGE, check_output, write_output
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
 from experiments.parser import Parser
@@ -27,22 +27,18 @@ def main(argv: Sequence[str]) -> int:
     layers = None if given.layers is None else parse_layers(given.layers)
     text = read_text(given.text)
     if given.html is not None:
-        check_writable(given.html)
+        check_output("--html", given.html, PAGE)
     # Only now: a mistake in the options should not wait for torch.
     announce_import("torch")
     from rich.console import Console
 
-    from experiments.pages.page import write_page
     from experiments.trace.follow import follow
     from experiments.trace.html import page
     from experiments.trace.terminal import render
 
     way = follow(given.run, text, layers, trust_code=given.trust_code)
     if given.html is not None:
-        try:
-            write_page(given.html, page(way))
-        except OSError as error:
-            raise _cannot_write(given.html, error) from error
+        write_output("--html", given.html, page(way))
     console = Console(highlight=False)
     console.print(render(way, console.width))
     if given.html is not None:
@@ -74,22 +70,6 @@ def _standard_input() -> bytes:
         return sys.stdin.buffer.read() if sys.stdin is not None else b""
     except OSError as error:
         raise ConfigError(f"--text: standard input cannot be read ({reason(error)})") from error
-
-
-def check_writable(path: Path) -> None:
-    """ConfigError where the page could not be written; writes nothing."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        # Only trying tells: root may write anywhere, except where the file system says no.
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--html: '{path}' cannot be written ({reason(error)}); choose another file")
 
 
 def _parser() -> argparse.ArgumentParser:
