@@ -25,17 +25,21 @@ from experiments.exit import exit_on_bad_input
 from experiments.outside.tags import comparable_options
 from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
 from experiments.resuming.identity import differences
-from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder
+from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder, output_dir
 from experiments.run_lock import locked
 from experiments.versions import versions
 from experiments.wrapping import wrap
-from moe_ffn.errors import ConfigError, show
+from moe_ffn.errors import ConfigError, first_line, reason, show
 
 COMMAND = "python -m experiments.compare"
 HELP = (
     f"{(__doc__ or COMMAND).rstrip()}\n\nFlags\n"
     "  --version   print the versions of this package, torch and Python, and stop"
 )
+
+
+class UnreadableRunError(ConfigError):
+    """What a finished run was cannot be read; the other runs are compared all the same."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,33 +52,50 @@ def main(argv: Sequence[str]) -> int:
     trust_code, argv = take_trust(argv)
     files, name, overrides = split_arguments(argv)
     configs = {file: resolve(file, name, overrides) for file in files}
-    todo = [
-        file for file, config in configs.items() if not is_finished(config, trust_code=trust_code)
-    ]
+    todo: list[Path] = []
+    problems: dict[Path, str] = {}
+    for file, config in configs.items():
+        try:
+            if not is_finished(config, trust_code=trust_code):
+                todo.append(file)
+        except UnreadableRunError as error:
+            problems[file] = str(error)
     # Only now: a mistake in any of the configs should not wait for torch.
     from rich.console import Console
 
     from experiments.comparison import Result, comparison_table, read_result, write_markdown
 
     results: list[Result] = []
-    failed: list[Path] = []
     for file, config in configs.items():
+        if file in problems:
+            continue
         if file in todo:
             begun = has_begun(config, trust_code=trust_code)
             how = "resuming" if begun else "training"
             print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
             if not train(file, config, overrides, begun, trust_code=trust_code):
-                failed.append(file)
+                problems[file] = f"failed: {file}; what it said is above"
                 continue
-        results.append(read_result(file.stem, config))
-    folder = Path(next(iter(configs.values())).run.output_dir)
+        try:
+            result = read_result(file.stem, config)
+        except ConfigError as error:
+            problems[file] = str(error)
+            continue
+        results.append(result)
+        if result.lost:
+            problems[file] = f"'{named_run_folder(config)}': {result.lost}"
+    folder = output_dir(next(iter(configs.values())))
+    path = folder / "comparison.md"
     Console().print(comparison_table(results))
     if results:
-        write_markdown(results, folder / "comparison.md")
-        print(f"\nThe runs, and this table as comparison.md, are in {folder}/")
-    for file in failed:
-        print(f"failed: {file}; what it said is above", file=sys.stderr)
-    return 1 if failed else 0
+        try:
+            write_markdown(results, path)
+            print(f"\nThe runs, and this table as {path.name}, are in {folder}/")
+        except OSError as error:
+            problems[path] = f"'{path}' cannot be written ({reason(error)})"
+    for problem in problems.values():
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
@@ -111,12 +132,19 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     """Whether this very run was done before.
 
     Raises:
+        UnreadableRunError: it cannot be known which options a finished run had.
         ConfigError: its folder holds a finished run with other options.
     """
     folder = named_run_folder(config)
     if not (folder / SUMMARY_FILE).is_file():
         return False
-    for key, (before, now) in _differences(folder, config, trust_code).items():
+    try:
+        found = _differences(folder, config, trust_code)
+    except UntrustedCodeError:
+        raise
+    except ConfigError as error:
+        raise UnreadableRunError(first_line(error)) from error
+    for key, (before, now) in found.items():
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
             "options it had, or choose another --name"

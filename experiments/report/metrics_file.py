@@ -13,6 +13,9 @@ from moe_ffn.files import kind_of, open_file
 
 STEP_COLUMNS = ("step", "trainer/global_step")
 
+_MOST_STEPS = 2**53
+"""What stands beyond is no step but damage: a float does not tell it from the next."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -47,8 +50,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
     if kind_of(path) is None:
         return series
     columns: list[str] = []
-    with io.TextIOWrapper(open_file(path), "utf-8", errors="replace", newline="") as file:
-        for row in csv.reader(line for line in file if line.endswith("\n")):
+    with io.TextIOWrapper(open_file(path), "utf-8", errors="replace", newline="\n") as file:
+        for row in (_cells(line) for line in file if line.endswith("\n")):
             if STEP_COLUMNS[0] in row:
                 columns = row
             else:
@@ -56,11 +59,18 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return series
 
 
+def _cells(line: str) -> list[str]:
+    # Line by line, or a stray quotation mark would make one cell of all the rest.
+    try:
+        return next(csv.reader([line.rstrip("\r\n")]), [])
+    except csv.Error:  # a cell of a hundred thousand characters
+        return []
+
+
 def _put_row(series: dict[str, Series], cells: Mapping[str, str]) -> None:
-    step = next(
-        (s for name in STEP_COLUMNS if (s := _number(cells.get(name, ""))) is not None), None
-    )
-    if step is None:
+    steps = (_number(cells.get(name, "")) for name in STEP_COLUMNS)
+    step = next((s for s in steps if s is not None), None)
+    if step is None or not 0 <= step <= _MOST_STEPS:
         return
     for name, cell in cells.items():
         value = _number(cell)

@@ -233,11 +233,20 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _json(text: str) -> Any:
-    """None where this is no JSON; None, too, for a NaN or an infinity, which JSON does not have."""
+    """None where this is no JSON; None, too, for a number that is not finite or beyond a float."""
     try:
-        return json.loads(text, parse_constant=lambda _: None)
+        return json.loads(
+            text,
+            parse_constant=lambda _: None,
+            parse_float=lambda digits: _finite(float(digits)),
+            parse_int=lambda digits: int(digits) if _finite(float(digits)) is not None else None,
+        )
     except (ValueError, RecursionError):
         return None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:

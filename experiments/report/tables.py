@@ -86,7 +86,7 @@ def comparison(runs: Sequence[Run]) -> str:
         "MaxVio",
         "dropped",
     ]
-    losses = [loss for run in runs if (loss := _finite(validation_loss(run))) is not None]
+    losses = [loss for run in runs if (loss := finite(validation_loss(run))) is not None]
     rows = [
         [
             f"{swatch(place)}{text(run.name)}",
@@ -158,7 +158,7 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def layer_mean(run: Run, key: str) -> float | None:
     """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
     layers = [values for layer, values in run.validated.items() if not is_inner(layer)]
-    found = [value for values in layers if (value := _finite(values.get(key))) is not None]
+    found = [value for values in layers if (value := finite(values.get(key))) is not None]
     return fmean(found) if found else None
 
 
@@ -179,7 +179,7 @@ def _best_in_bold(loss: Any, losses: Sequence[float]) -> str:
 def _shares(values: Mapping[str, Any]) -> list[float | None]:
     """None for a share that was not measured, which is not the same as no pair."""
     load = values.get("load")
-    return [_finite(share) for share in load] if isinstance(load, list) else []
+    return [finite(share) for share in load] if isinstance(load, list) else []
 
 
 def _share(share: float | None, num_experts: int) -> str:
@@ -226,6 +226,7 @@ def _block(layer: str, values: Mapping[str, Any]) -> str:
     return table(f"Layer {text(short_name(layer))}", headers, rows, "experts")
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A number as it is; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None

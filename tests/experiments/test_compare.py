@@ -307,5 +307,5 @@ def test_next_tokens_come_first_and_lower_losses_before_higher_ones() -> None:
     assert [r.name for r in in_order(results)] == ["better", "worse", "diverged", "masked"]
     assert comparison_table(results).row_count == 4
     worse = "; worse than the unigram model, which only counts tokens: too short, or broken: worse"
-    assert comparison_table(results).caption == LEGEND + worse
-    assert comparison_table(results[-1:]).caption == LEGEND
+    assert str(comparison_table(results).caption) == LEGEND + worse
+    assert str(comparison_table(results[-1:]).caption) == LEGEND

@@ -86,12 +86,12 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
         ),
         (
             ["runs/a", "--output", "absent/page.html"],
-            "'absent/page.html' cannot be written (No such file or directory); choose another file "
-            "with --output",
+            "--output: 'absent/page.html' cannot be written (No such file or directory); choose another "
+            "file",
         ),
         (
             ["runs/a", "--output", "runs"],
-            "'runs' cannot be written (Is a directory); choose another file with --output",
+            "--output: 'runs' cannot be written (Is a directory); choose another file",
         ),
         (
             ["--watch", "runs"],
