@@ -22,12 +22,14 @@ from experiments.outside.contract import check_outside_parts, has_outside_parts
 from experiments.outside.recorded import portable_options
 from experiments.profile_report import ProfileReport
 from experiments.ranks import check_number_of_processes
-from experiments.resuming.identity import identity
+from experiments.resuming.identity import RUN_ID, checkpoint_identity
+from experiments.resuming.run_record import Saved
 from experiments.run_folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
     SAMPLES_FILE,
+    SAVED_FILE,
     git_revision,
 )
 from experiments.sample_log import SampleLog
@@ -139,20 +141,33 @@ def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
 
 
 def make_callbacks(
-    config: TrainConfig, data: PreparedData, folder: Path, files: Mapping[str, str] | None = None
+    config: TrainConfig,
+    data: PreparedData,
+    folder: Path,
+    files: Mapping[str, str] | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> RunCallbacks:
     """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for.
 
     Args:
         files: what the run is begun with, to be put back where it is removed; nothing by default.
+        identity: the `checkpoint_identity` of the run; by default that of a run without an id.
     """
     advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
     rules = AlarmRules(config.logging.alarms, advice)
+    kept = KeptFiles(folder, files or {})
+    identity = identity or checkpoint_identity(config, data)
+
+    def record(step: int) -> None:
+        if SAVED_FILE in kept.files:
+            kept.change(SAVED_FILE, Saved(identity[RUN_ID], step).to_text())
+
     checkpoints = CheckpointKeeper(
         folder / CHECKPOINTS_FOLDER,
         config.checkpoints,
         config.trainer.validate_every_n_steps,
-        identity(config, data),
+        identity,
+        record,
     )
     return RunCallbacks(
         SampleLog(
@@ -164,7 +179,7 @@ def make_callbacks(
         ),
         StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
         ValidationLogger(),
-        KeptFiles(folder, files or {}),
+        kept,
         checkpoints,
         StopOnRequest(StopRequest(), checkpoints),
         ProfileReport(),
@@ -233,12 +248,15 @@ def ffn_types(config: TrainConfig) -> list[str]:
     return sorted({ffn.type.rpartition("/")[2] for ffn in config.model.layer_ffns()})
 
 
-def run_facts(config: TrainConfig, data: PreparedData, precision: str) -> dict[str, Any]:
+def run_facts(
+    config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
+) -> dict[str, Any]:
     """What a run is filtered by later: its options, its code, its corpus and its size."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
     return {
         **portable_options(config),
         "ffn_type": "+".join(ffn_types(config)),
+        RUN_ID: run_id,
         "git_revision": git_revision(),
         "corpus_sha256": data.corpus_sha256,
         "precision": precision,

@@ -21,6 +21,7 @@ class KeptFiles(Callback):
         """Files of `folder`, by their names, each with its text."""
         self.folder = folder
         self.files = dict(files)
+        self._changed: set[str] = set()  # since they were written
         self._outage = Outage(folder)
 
     def on_save_checkpoint(
@@ -29,18 +30,26 @@ class KeptFiles(Callback):
         if trainer.is_global_zero:
             self.put_back()
 
+    def change(self, name: str, text: str) -> None:
+        """Write another text in the place of a file's; what the disk does not take now it is given again."""
+        self.files[name] = text
+        self._changed.add(name)
+        self.put_back()
+
     def put_back(self) -> None:
-        """Write those that are missing, and say so."""
+        """Write those that are missing, and say so; and those that were changed."""
         with self._outage.expected():
             missing = [name for name in self.files if not (self.folder / name).exists()]
-            if not missing:
+            to_write = [name for name in self.files if name in {*missing, *self._changed}]
+            if not to_write:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
-            for name in missing:
+            for name in to_write:
                 write_file(self.folder, name, self.files[name])
-            names = ", ".join(missing)
-            print(
-                f"disk: '{self.folder}' had lost {names}; written again",
-                file=sys.stderr,
-                flush=True,
-            )
+                self._changed.discard(name)
+            if missing:
+                print(
+                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
+                    file=sys.stderr,
+                    flush=True,
+                )

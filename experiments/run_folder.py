@@ -26,6 +26,7 @@ RESUMES_FILE = "resumes.jsonl"
 CODE_FILE = "code.json"
 CODE_FOLDER = "code"
 REPORT_FILE = "report.html"
+SAVED_FILE = "saved.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 _LOGS = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE)
@@ -38,6 +39,7 @@ FILES = (
         DOCUMENTS_FILE,
         RESUMES_FILE,
         CODE_FILE,
+        SAVED_FILE,
     ),
     *_LOGS,
     *(f"{name}{DAMAGED}" for name in _LOGS),

@@ -20,6 +20,7 @@ from experiments.resuming.checkpoints import (
 )
 from experiments.resuming.identity import identity_of_weights
 from experiments.resuming.request import own_config
+from experiments.resuming.run_record import RunRecord
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -31,8 +32,8 @@ from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.training.checkpoint_file import CheckpointError
-from moe_ffn.training.checkpoint_folder import step_checkpoints
+from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError
+from moe_ffn.training.checkpoint_steps import newest_first
 
 _PREFIX = "decoder."
 
@@ -61,19 +62,21 @@ def load_run(folder: Path, *, trust_code: bool = False) -> SavedRun:
     with explaining_outside_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)
-    decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected))
+    record = RunRecord.read(folder, config)
+    decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record))
     return SavedRun(config, tokenizer, decoder.eval())
 
 
 def _weights(
-    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any]
+    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any], record: RunRecord
 ) -> Mapping[str, Tensor]:
     """The best, or the newest where those are damaged."""
     state = decoder.state_dict()
     found, passed_over = newest_good(
-        [*best_checkpoint(checkpoints), *step_checkpoints(checkpoints)],
-        lambda values: refusal_to_load(
-            {**values, "state_dict": _of_decoder(values)}, expected, state
+        [*best_checkpoint(checkpoints), *newest_first(checkpoints)],
+        lambda values: (
+            refusal_to_load({**values, "state_dict": _of_decoder(values)}, expected, state)
+            or record.refusal(values[IDENTITY])
         ),
     )
     why = "; ".join(passed_over)

@@ -40,8 +40,9 @@ from experiments.outside.trust import trust
 from experiments.ranks import is_first_rank
 from experiments.report.page import write_report
 from experiments.results import Results, say_diverged
-from experiments.resuming.identity import identity
+from experiments.resuming.identity import checkpoint_identity, identity
 from experiments.resuming.request import Resume
+from experiments.resuming.run_record import Saved, new_run_id
 from experiments.resuming.start import (
     Start,
     check_documents,
@@ -56,6 +57,7 @@ from experiments.run_folder import (
     DOCUMENTS_FILE,
     FACTS_FILE,
     REPORT_FILE,
+    SAVED_FILE,
     TOKENIZER_FILE,
     check_entries,
     check_run_folder,
@@ -102,8 +104,6 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         module = build_module(config, data)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
         say(f"\n{describe_data(data)}")
-        facts = run_facts(config, data, precision)
-        files = run_files(config, data, facts)
     with ExitStack() as stack:
         if resume is not None:
             folder = resume.folder
@@ -111,10 +111,16 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             check_entries(folder)  # again, now that nobody else trains it
             start = go_on(resume, data, module, say)
             checkpoint = start.checkpoint
+            run_id = start.run_id or new_run_id()
             if config.trainer.precision == "auto":
-                precision = first_precision(folder, precision)
+                precision = first_precision(folder, start, precision)
+            facts = run_facts(config, data, precision, run_id)
+            files = run_files(config, data, facts, Saved(run_id, start.saved_step))
             files = go_back(resume, start, files) if is_main else files
         else:
+            run_id = new_run_id()
+            facts = run_facts(config, data, precision, run_id)
+            files = run_files(config, data, facts, Saved(run_id, None))
             folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
             if is_main:
                 trust(named_code(config))
@@ -131,7 +137,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                 f"writing to {folder}/\n",
             ):
                 say(line)
-        callbacks = make_callbacks(config, data, folder, files)
+        whose = checkpoint_identity(config, data, run_id, precision)
+        callbacks = make_callbacks(config, data, folder, files, whose)
         trainer = build_trainer(config, folder, precision, loggers, callbacks)
         token_data = make_token_data(config, data)
         if config.trainer.compile:
@@ -170,7 +177,8 @@ def go_on(
     """
     say_changed_code(resume.folder)
     check_documents(resume.folder, data.documents)
-    start = find_start(resume.folder, identity(resume.config, data), module.state_dict())
+    same = identity(resume.config, data)
+    start = find_start(resume.folder, resume.own, same, module.state_dict())
     start.require_steps_left(resume.config.trainer.max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
@@ -214,15 +222,18 @@ def ending_as_documented(
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 
-def run_files(config: TrainConfig, data: PreparedData, facts: dict[str, Any]) -> dict[str, str]:
+def run_files(
+    config: TrainConfig, data: PreparedData, facts: dict[str, Any], saved: Saved
+) -> dict[str, str]:
     """What the run is, before its first step, each the text of a file: options, facts, tokenizer, what was
-    read, and the code from outside.
+    read, what is saved, and the code from outside.
     """
     return {
         CONFIG_FILE: to_yaml(portable_options(config)),
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",
         TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
         DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
+        SAVED_FILE: saved.to_text(),
         **code_files(config),
     }
 

@@ -76,14 +76,14 @@ def refusal_to_resume(
     """Why a run cannot go on from a checkpoint; None where it can.
 
     Args:
-        expected: the `identity` of the run.
+        expected: the `identity` of the run; what else a checkpoint says of its run is not looked at.
         state: of its model, whose names and shapes the checkpoint has to have.
     """
     for name, kind in (_NEEDED | {IDENTITY: Mapping}).items():
         if not isinstance(values.get(name), kind):
             return f"lacks '{name}', so it is no checkpoint of a run"
-    different = differences(values[IDENTITY], expected)
-    return _first(different) or _refusal_of_state(values["state_dict"], state)
+    found = {key: values[IDENTITY].get(key) for key in expected}
+    return _first(differences(found, expected)) or _refusal_of_state(values["state_dict"], state)
 
 
 def refusal_to_load(

@@ -1,4 +1,4 @@
-"""What makes a run the run it is: options and data that stay the same however often it is resumed."""
+"""What makes a run the run it is: its id, its options and its data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.config import TrainConfig
 from experiments.outside.tags import comparable_options
+from moe_ffn.training.config import TrainerConfig
 
 if TYPE_CHECKING:
     from moe_ffn.data.prepare import PreparedData
     from moe_ffn.data.tokenizer import Tokenizer
+
+RUN_ID, PRECISION, CHANGEABLE = "run_id", "precision", "changeable"
+"""Keys of the identity in a checkpoint, beside those of what cannot be changed."""
 
 _FREE = {"backend", "eval_factor"}
 """Options of the model that change how it is computed, or evaluated, and not what it is."""
@@ -34,8 +38,40 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
     }
 
 
+def changeable_options(config: TrainConfig) -> dict[str, Any]:
+    """The others that change what a run computes; imports no torch.
+
+    Left out is where and on what it runs, how fast, and what is written of it.
+    """
+    options = comparable_options(config)
+    trainer = {"gradient_clip_algorithm": None} | options["trainer"]
+    of_training = {*TrainerConfig.model_fields, "gradient_clip_algorithm"} - {"compile"}
+    return {
+        "data": {"validation_tokens": config.data.validation_tokens},
+        "objective": options["objective"],
+        "optimizer": options["optimizer"],
+        "trainer": {k: v for k, v in trainer.items() if k in of_training},
+    }
+
+
+def checkpoint_identity(
+    config: TrainConfig, data: PreparedData, run_id: str = "", precision: str = ""
+) -> dict[str, Any]:
+    """What every checkpoint says of its run.
+
+    Args:
+        precision: in which it computes, where its options say `auto`.
+    """
+    return {
+        RUN_ID: run_id,
+        PRECISION: precision,
+        **identity(config, data),
+        CHANGEABLE: changeable_options(config),
+    }
+
+
 def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
-    """What two runs have to agree in for one to go on from a checkpoint of the other."""
+    """What stays the same however often a run is resumed: the fixed options, and the data."""
     options = fixed_options(config)
     of_data = {
         **options["data"],

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.outside.recorded import code_files, read_entries
-from experiments.resuming.identity import differences
+from experiments.resuming.identity import RUN_ID, differences
 from experiments.resuming.request import Resume
+from experiments.resuming.run_record import read_facts, read_saved
 from experiments.run_folder import (
     ALARMS_FILE,
     CODE_FILE,
@@ -22,6 +23,7 @@ from experiments.run_folder import (
     FACTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    SAVED_FILE,
     TOKENIZER_FILE,
     write_file,
 )
@@ -29,7 +31,6 @@ from experiments.sample_log import SampleLog
 from moe_ffn.files import read_text, set_aside
 from moe_ffn.training import json_lines, metrics_file
 from moe_ffn.training.callbacks import StepLogger, ValidationLogger
-from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.metrics_file import STEP
 
 
@@ -105,6 +106,7 @@ def mend_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
         if (
             name in (TOKENIZER_FILE, DOCUMENTS_FILE)
             or (name == FACTS_FILE and not read_facts(path))
+            or (name == SAVED_FILE and not read_saved(path))
             or (name == CODE_FILE and not read_entries(found))
         ):
             what = "is not what this run was begun with" if found else "is missing or empty"
@@ -126,7 +128,8 @@ def _facts_now(resume: Resume, fresh: str) -> str:
     known, options = read_facts(path), resume.config.to_dict()
     if not known:
         return fresh
-    now = {key: value for key, value in json.loads(fresh).items() if key in options}
+    fresh_facts = json.loads(fresh)
+    now = {key: value for key, value in fresh_facts.items() if key in options}
     different = differences({key: known.get(key) for key in now}, now)
     for key, (before, after) in different.items():
         if key in resume.changes:
@@ -136,13 +139,6 @@ def _facts_now(resume: Resume, fresh: str) -> str:
             f"edited or damaged; going on with {after}",
             file=sys.stderr,
         )
+    if RUN_ID in fresh_facts:
+        now[RUN_ID] = fresh_facts[RUN_ID]
     return json.dumps({**known, **now}, indent=2) + "\n"
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """Empty where they are no facts of a run."""
-    try:
-        facts = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) and facts.get("precision") in PRECISIONS else {}

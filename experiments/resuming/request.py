@@ -46,6 +46,8 @@ class Resume:
     config: TrainConfig
     changes: Mapping[str, tuple[Any, Any]]
     """What differs from the run's own options: dotted key -> value before and now."""
+    own: TrainConfig
+    """The options in the run's folder."""
 
 
 def take_resume(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -98,7 +100,7 @@ def find_resume(run: str, argv: Sequence[str], command: str, *, trust_code: bool
             f"{own.trainer.max_steps}) to train on, or leave --resume out to start a new run"
         )
     changes = differences(comparable_options(own), comparable_options(config))
-    return Resume(folder, config, changes)
+    return Resume(folder, config, changes, own)
 
 
 def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from experiments.config import TrainConfig
 from experiments.resuming.checkpoints import (
     best_checkpoint,
     newest_good,
     refusal_to_resume,
 )
-from experiments.resuming.mending import cut_logs, mend_files, read_facts
-from experiments.resuming.request import Resume, own_config
+from experiments.resuming.identity import (
+    CHANGEABLE,
+    PRECISION,
+    RUN_ID,
+    changeable_options,
+    differences,
+)
+from experiments.resuming.mending import cut_logs, mend_files
+from experiments.resuming.request import Resume
+from experiments.resuming.run_record import RunRecord, read_facts
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
     DOCUMENTS_FILE,
     FACTS_FILE,
     METRICS_FILE,
     RESUMES_FILE,
+    SAVED_FILE,
     SUMMARY_FILE,
     git_revision,
 )
 from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_text, remove_unfinished, write_whole
-from moe_ffn.training.checkpoint_folder import step_checkpoints, step_name, step_of
+from moe_ffn.training.checkpoint_file import IDENTITY
+from moe_ffn.training.checkpoint_folder import step_name, step_of
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
-from moe_ffn.training.metrics_file import STEP, VALIDATION_LOSS, read_rows
+from moe_ffn.training.checkpoint_steps import (
+    is_misnamed,
+    likely_step,
+    newest_first,
+    pass_over,
+    step_inside,
+)
+from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.metrics_file import STEP, read_rows
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,14 @@ class Start:
     passed_over: tuple[str, ...]
     callbacks: Mapping[str, Any]
     """The states of the callbacks, by their names."""
+    run_id: str | None = None
+    """None where nobody knows it any more."""
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    """The identity in the checkpoint."""
+
+    @property
+    def saved_step(self) -> int | None:
+        return None if self.checkpoint is None else self.step
 
     def require_steps_left(self, max_steps: int) -> None:
         """ConfigError where the run has come further than it is to go."""
@@ -61,7 +87,10 @@ class Start:
         which = (
             f"passed over {why}; the newest good one" if why else "its newest checkpoint, and good"
         )
-        return f"resuming {folder} after step {self.step}, from {self.checkpoint.name}: {which}"
+        name = self.checkpoint.name
+        if is_misnamed(self.checkpoint, self.step):
+            name = f"{name}, which {_holds(self.checkpoint, self.step)}"
+        return f"resuming {folder} after step {self.step}, from {name}: {which}"
 
 
 def check_documents(folder: Path, now: Documents) -> None:
@@ -80,57 +109,103 @@ def check_documents(folder: Path, now: Documents) -> None:
         )
 
 
-def find_start(folder: Path, identity: Mapping[str, Any], state: Mapping[str, Tensor]) -> Start:
+def find_start(
+    folder: Path, own: TrainConfig, identity: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> Start:
     """The newest checkpoint that is whole and of this very run.
 
     Args:
         folder: of the run.
+        own: the options in it.
         identity: what the checkpoint has to agree in.
         state: of the model that it has to fit.
 
     Raises:
-        ConfigError: there are checkpoints, and none is good.
+        ConfigError: there are checkpoints, and none is good; or there are none, and there were.
     """
-    checkpoints = folder / CHECKPOINTS_FOLDER
+    checkpoints, record = folder / CHECKPOINTS_FOLDER, RunRecord.read(folder, own)
+    candidates = newest_first(checkpoints)
     found, passed_over = newest_good(
-        step_checkpoints(checkpoints), lambda values: refusal_to_resume(values, identity, state)
+        candidates,
+        lambda values: (
+            refusal_to_resume(values, identity, state) or record.refusal(values[IDENTITY])
+        ),
     )
     if found is not None:
-        return Start(found.step, found.path, tuple(passed_over), found.values["callbacks"])
+        others = candidates[candidates.index(found.path) + 1 :]
+        passed_over += [
+            f"{path.name} {_holds(path, found.step)}"
+            for path in others
+            if step_inside(path) == found.step
+        ]
+        if lost := _lost(record, found.step, candidates):
+            passed_over.insert(0, f"{lost} is missing")
+        made_with = found.values[IDENTITY]
+        return Start(
+            found.step,
+            found.path,
+            tuple(passed_over),
+            found.values["callbacks"],
+            made_with[RUN_ID],
+            made_with,
+        )
     if passed_over:
         more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
         raise ConfigError(
-            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; start a new run"
+            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; put back what was "
+            "there, or start a new run"
         )
-    _require_an_early_end(folder)
-    return Start(0, None, (), {})
+    _require_that_none_was_saved(folder, own, record)
+    return Start(0, None, (), {}, record.run_id)
 
 
-def _require_an_early_end(folder: Path) -> None:
-    """ConfigError where a run without a checkpoint had come so far that it must have had one."""
-    rows = read_rows(folder / METRICS_FILE)
-    validations = [int(row[STEP]) for row in rows if VALIDATION_LOSS in row]
-    if (len(validations) > 1 and validations[-1] > _first_saved_step(folder)) or (
-        folder / SUMMARY_FILE
-    ).exists():
-        checkpoints = folder / CHECKPOINTS_FOLDER
-        best = best_checkpoint(checkpoints)
-        but = f" ({best[0].name} holds weights alone)" if best else ""
-        raise ConfigError(
-            f"'{checkpoints}' has no checkpoint to go on from{but}, though the run came further than its "
-            "first; put them back, or start a new run"
+def _holds(path: Path, step: int) -> str:
+    return f"holds step {step}, not {step_of(path)}"
+
+
+def _lost(record: RunRecord, step: int, candidates: Sequence[Path]) -> str:
+    """The name of the checkpoint that was saved last, where it is later than `step` and not there."""
+    saved = None if record.saved is None else record.saved.step
+    if saved is None or saved <= step or any(likely_step(path) >= saved for path in candidates):
+        return ""
+    return step_name(saved)
+
+
+def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunRecord) -> None:
+    """ConfigError where a run without a checkpoint had one: as it wrote down itself, or by its rows."""
+    saved, checkpoints = record.saved, folder / CHECKPOINTS_FOLDER
+    has_ended = (folder / SUMMARY_FILE).exists()
+    if saved is not None and saved.step is not None:
+        why = f"though {SAVED_FILE} says that {step_name(saved.step)} was saved; put it back"
+    elif saved is not None and has_ended:
+        why = "though the run has ended; put them back"
+    elif saved is None and (has_ended or _last_row(folder) > _first_saved_step(own)):
+        why = (
+            f"though the run came further than its first, and {SAVED_FILE}, which says whether that was "
+            "saved, is missing or damaged; put them back"
         )
+    else:
+        return
+    best = best_checkpoint(checkpoints)
+    but = f" ({best[0].name} holds weights alone)" if best else ""
+    raise ConfigError(
+        f"'{checkpoints}' has no checkpoint to go on from{but}, {why}, or start a new run"
+    )
 
 
-def _first_saved_step(folder: Path) -> int:
-    """After which optimizer step a run has a checkpoint; it may have come to validations before."""
-    config = own_config(folder / CONFIG_FILE)
-    return config.checkpoints.every_n_steps or config.trainer.validate_every_n_steps
+def _last_row(folder: Path) -> int:
+    return max((int(row[STEP]) for row in read_rows(folder / METRICS_FILE)), default=0)
 
 
-def first_precision(folder: Path, precision: str) -> str:
+def _first_saved_step(own: TrainConfig) -> int:
+    """After which optimizer step a run has a checkpoint, if the disk took it."""
+    return own.checkpoints.every_n_steps or own.trainer.validate_every_n_steps
+
+
+def first_precision(folder: Path, start: Start, precision: str) -> str:
     """What `trainer.precision: auto` was when the run began; `precision` where nobody knows any more."""
-    return read_facts(folder / FACTS_FILE).get("precision", precision)
+    known = [read_facts(folder / FACTS_FILE).get("precision"), start.made_with.get(PRECISION)]
+    return next((str(name) for name in PRECISIONS if name in known), precision)
 
 
 def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
@@ -152,12 +227,12 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
         "passed_over": start.passed_over,
-        "changes": resume.changes,
+        "changes": {**_changes_since(start, resume.config), **resume.changes},
         "git_revision": git_revision(),
     }
     try:
         remove_unfinished(folder)
-        _pass_over_newer(folder / CHECKPOINTS_FOLDER, start.step)
+        _pass_over_others(folder / CHECKPOINTS_FOLDER, start)
         cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         resumes = read_text(path, "replace") if (path := folder / RESUMES_FILE).exists() else ""
@@ -171,11 +246,17 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     return files
 
 
-def _pass_over_newer(checkpoints: Path, step: int) -> None:
-    """Rename those of later steps, which are damaged: read again one day, they would be of another past."""
-    for path in step_checkpoints(checkpoints):
-        if step_of(path) > step:
-            path.replace(path.with_name(f"{path.name}.passed-over"))
+def _pass_over_others(checkpoints: Path, start: Start) -> None:
+    """Rename those of this step and of later ones: read again one day, they would be of another past."""
+    for path in newest_first(checkpoints):
+        if likely_step(path) >= start.step and path != start.checkpoint:
+            pass_over(path)
+
+
+def _changes_since(start: Start, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The options that are not those with which the checkpoint was made, whoever changed them."""
+    made_with = start.made_with.get(CHANGEABLE)
+    return {} if made_with is None else differences(made_with, changeable_options(config))
 
 
 def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:

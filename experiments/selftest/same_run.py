@@ -15,7 +15,9 @@ from experiments.run_folder import (
     SUMMARY_FILE,
 )
 
-OF_TIME = {"train/tokens_per_second", "tokens_per_second", "total_seconds", "seconds"}
+OF_ONE_RUN = {
+    "train/tokens_per_second", "tokens_per_second", "total_seconds", "seconds", "run_id"
+}  # fmt: skip
 """Keys of what no two runs have alike."""
 
 
@@ -55,7 +57,7 @@ def _differ(one: Any, other: Any, where: str) -> list[str]:
     import torch
 
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        keys = [key for key in [*one, *(k for k in other if k not in one)] if key not in OF_TIME]
+        keys = [key for key in [*one, *(k for k in other if k not in one)] if key not in OF_ONE_RUN]
         return [
             text for key in keys for text in _differ(one.get(key), other.get(key), f"{where}/{key}")
         ]

@@ -11,6 +11,8 @@ import hashlib
 import re
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,13 +62,20 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is not what was written.
     """
+    with _reading(path) as file:
+        _require_seal(file)
+        _require_archive(file)
+        values = torch.load(file, map_location="cpu", weights_only=True)
+    return _require_mapping(values)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """The file, and whatever it turns out to be as a CheckpointError."""
     try:
-        with _open(path) as file:
-            _require_seal(file)
-            _require_archive(file)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
-                values = torch.load(file, map_location="cpu", weights_only=True)
+        with _open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
+            yield file
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
@@ -75,9 +84,24 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"is no checkpoint of tensors and plain values ({_why(error)})"
         ) from error
+
+
+def _require_mapping(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
     return values
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What was written to `path`, its tensors not read before they are used, and nothing verified.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _reading(path) as file:
+        _require_archive(file)
+        values = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    return _require_mapping(values)
 
 
 def verify(path: Path) -> None:

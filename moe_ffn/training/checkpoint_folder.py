@@ -10,7 +10,7 @@ from moe_ffn.files import kind_of, require_folder
 BEST_NAME = "best.ckpt"
 """The weights of the lowest validation loss, without what a run needs to go on."""
 
-_STEP_NAME = re.compile(r"step_(\d{8,})\.ckpt")
+_STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
 
 
 def step_name(step: int) -> str:

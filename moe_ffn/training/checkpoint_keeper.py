@@ -25,6 +25,7 @@ from moe_ffn.training.checkpoint_file import (
     write_checkpoint,
 )
 from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints, step_name, step_of
+from moe_ffn.training.checkpoint_steps import put_names_right
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.outage import Outage
@@ -73,16 +74,19 @@ class CheckpointKeeper(Callback):
         config: CheckpointsConfig,
         validate_every_n_steps: int,
         identity: Mapping[str, Any],
+        on_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         """A keeper that writes into `folder`.
 
         Args:
             identity: plain values, which a checkpoint is to be made and loaded with alike.
+            on_saved: told, by the rank that writes, of which step there is a checkpoint now.
         """
         self.folder = folder
         self.config = config
         self.validate_every_n_steps = validate_every_n_steps
         self.identity = dict(identity)
+        self.on_saved = on_saved
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
@@ -103,6 +107,14 @@ class CheckpointKeeper(Callback):
         """Whether an optimizer step is over with this batch: its last one, and no validation follows."""
         is_last = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
         return is_last and trainer.global_step % self.validate_every_n_steps != 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Only now are the files renamed: every rank has read the one that it goes on from."""
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            with suppress(OSError):  # they are known by what is in them, and only misleading
+                for before, now in put_names_right(self.folder):
+                    print(f"checkpoint: {before} is {now} now, by the step in it", file=sys.stderr)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self._had_stopped
@@ -148,6 +160,7 @@ class CheckpointKeeper(Callback):
         self._patience = 0
         self.last_saved_step = step
         if trainer.is_global_zero:
+            self.on_saved(step)
             self._remove_old(step)
         return True
 

@@ -21,6 +21,7 @@ from experiments.exit import exit_on_bad_input
 from experiments.resuming.checkpoints import newest_good, refusal_to_load, refusal_to_resume
 from experiments.resuming.identity import differences, identity
 from experiments.resuming.request import NEWEST, Resume, find_resume, take_resume
+from experiments.resuming.run_record import Saved, read_saved
 from experiments.resuming.start import Start, find_start, go_back
 from experiments.train import main
 from moe_ffn.errors import ConfigError
@@ -278,6 +279,9 @@ def unfinished(moe_run: Any, tmp_path: Path) -> Path:
     shutil.copytree(moe_run.folder, folder)
     (folder / "summary.json").unlink()
     (folder / "checkpoints" / "step_00000006.ckpt").unlink()
+    saved = read_saved(folder / "saved.json")
+    assert saved is not None
+    (folder / "saved.json").write_text(Saved(saved.run_id, 4).to_text())
     return folder
 
 
@@ -382,7 +386,7 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     for name, text in files.items():
         (folder / name).write_text(text)
 
-    go_back(Resume(folder, TrainConfig(), {}), start, files)
+    go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, files)
 
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
@@ -415,7 +419,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     }
     start = Start(8, folder / "checkpoints" / step_name(8), (), states)
 
-    go_back(Resume(folder, TrainConfig(), {}), start, {"facts.json": FACTS})
+    go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
     rows = read_rows(folder / "metrics.csv")
     assert [(row["step"], row.get("validation/loss")) for row in rows] == [
@@ -455,7 +459,7 @@ def test_an_option_that_changed_by_itself_is_said(
     config = TrainConfig(seed=3)
     fresh = json.dumps({**config.to_dict(), "precision": "bf16-mixed"})
 
-    go_back(Resume(folder, config, changes), Start(0, None, (), {}), {"facts.json": fresh})
+    go_back(Resume(folder, config, changes, config), Start(0, None, (), {}), {"facts.json": fresh})
 
     line = (
         f"'{folder}/config.yaml' has seed 3, facts.json has 0: one of them was edited or damaged; going "
@@ -467,7 +471,7 @@ def test_an_option_that_changed_by_itself_is_said(
 
 
 def test_a_folder_without_checkpoints_begins_at_the_start(tmp_path: Path) -> None:
-    start = find_start(tmp_path, {}, {})
+    start = find_start(tmp_path, TrainConfig(), {}, {})
 
     assert (start.step, start.checkpoint) == (0, None)
     assert start.describe(tmp_path).endswith(
@@ -485,7 +489,7 @@ def test_no_run_goes_on_from_its_best_weights(
     assert go_on(str(unfinished)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: '{unfinished}/checkpoints' has no checkpoint to go on from (best.ckpt holds weights alone), "
-        "though the run came further than its first; put them back, or start a new run"
+        "though saved.json says that step_00000004.ckpt was saved; put it back, or start a new run"
     )
     assert go_on(str(unfinished / "checkpoints" / "best.ckpt")) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -497,6 +501,7 @@ def test_no_run_goes_on_from_its_best_weights(
     rarely = options.read_text().replace("  every_n_steps: null\n", "  every_n_steps: 100\n")
     assert rarely != options.read_text()
     options.write_text(rarely)
+    (unfinished / "saved.json").unlink()
     assert go_on(str(unfinished)) == 0
     printed = capsys.readouterr()
     assert f"resuming {unfinished} from the start: no checkpoint was saved" in printed.out

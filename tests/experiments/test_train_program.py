@@ -39,6 +39,7 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "samples.jsonl",
         "tokenizer.json",
         "documents.json",
+        "saved.json",
         "checkpoints/best.ckpt",
         "checkpoints/step_00000006.ckpt",
     }

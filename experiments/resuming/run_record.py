@@ -1,0 +1,140 @@
+"""What a run has written down of itself: its id, the options it has had, and which step was saved last.
+
+`saved.json` stands outside the folder of the checkpoints, so that it tells when those are lost. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.config import TrainConfig
+from experiments.resuming.identity import CHANGEABLE, RUN_ID, changeable_options
+from experiments.run_folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
+from moe_ffn.config import MOST
+from moe_ffn.files import read_text
+from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.json_lines import read_lines
+
+LAST_SAVED_STEP = "last_saved_step"
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `saved.json` says."""
+
+    run_id: str
+    step: int | None
+    """Of the newest checkpoint that the disk took; None before the first."""
+
+    def to_text(self) -> str:
+        return json.dumps({RUN_ID: self.run_id, LAST_SAVED_STEP: self.step}) + "\n"
+
+
+def read_saved(path: Path) -> Saved | None:
+    """None where the file is missing, or says nothing that can be."""
+    values = _read_mapping(path)
+    run_id, step = _run_id(values), values.get(LAST_SAVED_STEP, "")
+    if run_id is None or not (step is None or (type(step) is int and 0 <= step <= MOST)):
+        return None
+    return Saved(run_id, step)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Empty where they are no facts of a run."""
+    facts = _read_mapping(path)
+    return facts if facts.get("precision") in PRECISIONS else {}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What tells the checkpoints of a run from those of any other."""
+
+    run_id: str | None
+    """None where every file that had it is lost."""
+    saved: Saved | None
+    """None where `saved.json` is lost, or of another run."""
+    options: Mapping[str, Any]
+    """Dotted key -> value, of the options that may be changed."""
+    had: frozenset[tuple[str, str]]
+    """Every (dotted key, value as JSON) that the run has ever had of them."""
+
+    @classmethod
+    def read(cls, folder: Path, own: TrainConfig) -> RunRecord:
+        """That of the run in `folder`, whose `config.yaml` is `own`."""
+        facts, saved = read_facts(folder / FACTS_FILE), read_saved(folder / SAVED_FILE)
+        run_id = _run_id(facts) or (saved.run_id if saved else None)
+        if saved is not None and saved.run_id != run_id:
+            saved = None
+        options = changeable_options(own)
+        known: list[Mapping[str, Any]] = [options, {key: facts.get(key) for key in options}]
+        known += _changes(folder / RESUMES_FILE)
+        had = {(key, _text(value)) for values in known for key, value in _leaves(values)}
+        return cls(run_id, saved, dict(_leaves(options)), frozenset(had))
+
+    def refusal(self, identity: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint with this identity is of another run; None where it is of this one.
+
+        A copy of the run that was resumed with other options has its id, and is told by those.
+        """
+        run_id, made_with = _run_id(identity), identity.get(CHANGEABLE)
+        if run_id is None or not isinstance(made_with, Mapping):
+            return "does not say of which run it is"
+        if self.run_id not in (None, run_id):
+            return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
+        try:
+            strange = [(k, v) for k, v in _leaves(made_with) if (k, _text(v)) not in self.had]
+        except (RecursionError, TypeError, ValueError):
+            return f"holds no options under '{CHANGEABLE}'"
+        for key, value in strange:
+            return (
+                f"was made with {key} {value!s:.60}, but this run has {self.options.get(key)} in "
+                f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
+            )
+        return None
+
+
+def _run_id(values: Mapping[str, Any]) -> str | None:
+    run_id = values.get(RUN_ID)
+    return run_id if isinstance(run_id, str) and run_id else None
+
+
+def _changes(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The options that were given whenever the run was resumed, and what they were before."""
+    with suppress(OSError):
+        for line in read_lines(path):
+            changes = line.get("changes")
+            for key, pair in changes.items() if isinstance(changes, dict) else ():
+                yield from ({key: value} for value in (pair if isinstance(pair, list) else ()))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is no mapping, however deep."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """Empty where the file is missing, or holds anything else."""
+    try:
+        values = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
