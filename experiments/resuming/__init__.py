@@ -1,10 +1,11 @@
 """Going on with a run that ended before its time.
 
     request.py      what `--resume` asks for: which run, and with which options
-    identity.py     what has to stay the same
+    identity.py     what a checkpoint says of its run, and what of it has to stay the same
+    run_record.py   what the run has written down of itself, by which its checkpoints are told from others
     checkpoints.py  the newest checkpoint that is good, and why others are not
     start.py        where the run goes on, and its folder brought back to there
     mending.py      its files, cut back and mended
 
-`request.py` and `identity.py` import no torch.
+`request.py`, `identity.py` and `run_record.py` import no torch.
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from experiments import kept_files
 from experiments.kept_files import KeptFiles
 from experiments.run_lock import LOCK_FILE, is_trained_here, locked
 from moe_ffn.errors import ConfigError
@@ -48,6 +49,29 @@ def test_those_that_were_removed_come_back(
     assert capsys.readouterr().err.splitlines() == [
         f"disk: '{folder}' had lost config.yaml, facts.json; written again",
         f"disk: '{folder}' had lost facts.json; written again",
+    ]
+
+
+def test_a_change_that_the_disk_does_not_take_is_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = KeptFiles(tmp_path, {"saved.json": "none"})
+    kept.put_back()
+    capsys.readouterr()
+
+    def fail(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(kept_files, "write_whole", fail)
+        kept.change("saved.json", "4")
+    assert (tmp_path / "saved.json").read_text() == "none"
+    kept.put_back()
+
+    assert (tmp_path / "saved.json").read_text() == "4"
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{tmp_path}' cannot be written (No space left on device); training goes on and tries again",
+        f"disk: '{tmp_path}' is written again",
     ]
 
 

@@ -1,0 +1,249 @@
+"""A run that lost its checkpoints is not begun anew, and one that never had any is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from copied_run import (
+    NEWEST,
+    OLDER,
+    Do,
+    files_of,
+    lose,
+    resume,
+    start_of,
+    trained,
+    unfinished_copy,
+)
+
+from experiments import kept_files
+from experiments.resuming.run_record import read_saved
+from experiments.selftest.same_run import differences
+from experiments.selftest.scene import finish, options, run_here, start_command
+from moe_ffn.errors import ConfigError
+from moe_ffn.training import checkpoint_keeper
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return unfinished_copy(tmp_path)
+
+
+def without_checkpoints(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def best_alone(folder: Path) -> None:
+    for name in (OLDER, NEWEST):
+        (folder / "checkpoints" / name).unlink()
+
+
+def a_file_in_their_place(folder: Path) -> None:
+    without_checkpoints(folder)
+    (folder / "checkpoints").write_text("")
+
+
+def renamed_all(folder: Path) -> None:
+    for path in (folder / "checkpoints").iterdir():
+        path.rename(path.with_name(f"{path.name}.passed-over"))
+
+
+def saved(text: str) -> Do:
+    return lambda folder: (folder / "saved.json").write_text(text)
+
+
+def saved_step(step: Any) -> Do:
+    def do(folder: Path) -> None:
+        run_id = json.loads((folder / "facts.json").read_text())["run_id"]
+        (folder / "saved.json").write_text(
+            json.dumps({"run_id": run_id}).replace("}", f', "last_saved_step": {step}}}')
+        )
+
+    return do
+
+
+def ended(folder: Path) -> None:
+    shutil.copy(trained() / "summary.json", folder)
+
+
+SAID = f"though saved.json says that {NEWEST} was saved; put it back, or start a new run"
+GUESSED = (
+    "though the run came further than its first, and saved.json, which says whether that was saved, is "
+    "missing or damaged; put them back, or start a new run"
+)
+LOST: dict[str, tuple[list[Do], str]] = {
+    "the folder": ([without_checkpoints], f"has no checkpoint to go on from, {SAID}"),
+    "all but the best": (
+        [best_alone], f"has no checkpoint to go on from (best.ckpt holds weights alone), {SAID}"
+    ),
+    "a file in their place": ([a_file_in_their_place], SAID),
+    "all passed over": ([renamed_all], SAID),
+    "and the rows": ([without_checkpoints, lose("metrics.csv")], SAID),
+    "and the facts": ([without_checkpoints, lose("facts.json")], SAID),
+    "and saved.json": ([without_checkpoints, lose("saved.json")], GUESSED),
+    "and nothing saved, though it has ended": (
+        [without_checkpoints, saved_step("null"), ended], "though the run has ended; put them back"
+    ),
+    **{
+        f"and saved.json has {step}": ([without_checkpoints, saved_step(step)], GUESSED)
+        for step in (
+            "-1", "true", '"12"', "12.0", "1e400", "NaN", "[12]", "{}", "9" * 400, "9" * 5000, "1000000001"
+        )
+    },
+    **{
+        f"and saved.json is {text[:20]!r}": ([without_checkpoints, saved(text)], GUESSED)
+        for text in ("", "{", "null", "[]", "12", "\0", "[" * 99_000, '{"last_saved_step": 12}')
+    },
+    "and saved.json is another run's": (
+        [without_checkpoints, saved('{"run_id": "ffffffffffffffff", "last_saved_step": null}')], GUESSED
+    ),
+    "and saved.json is a folder": (
+        [without_checkpoints, lose("saved.json"), lambda folder: (folder / "saved.json").mkdir()], GUESSED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("do", "said"), LOST.values(), ids=LOST)
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(
+    folder: Path, do: list[Do], said: str
+) -> None:
+    for change in do:
+        change(folder)
+    before = files_of(folder)
+
+    with pytest.raises(ConfigError) as error:
+        start_of(folder)
+
+    assert said in str(error.value)
+    assert str(error.value).startswith(f"'{folder}/checkpoints' ")
+    assert "\n" not in str(error.value)
+    assert files_of(folder) == before
+
+
+def test_the_program_refuses_it_and_touches_nothing(folder: Path) -> None:
+    without_checkpoints(folder)
+    before = files_of(folder)
+
+    done = resume(folder)
+
+    assert done.code == 2
+    assert done.own_lines == [
+        f"error: '{folder}/checkpoints' has no checkpoint to go on from, {SAID}"
+    ]
+    assert files_of(folder) == before
+
+
+# -- disks that take no checkpoint
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """No checkpoint can be written any more, until it is called."""
+    write = checkpoint_keeper.write_checkpoint
+
+    def fail(values: dict[str, Any], path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", fail)
+    return lambda: monkeypatch.setattr(checkpoint_keeper, "write_checkpoint", write)
+
+
+def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
+    tmp_path: Path, full: Callable[[], None]
+) -> None:
+    done = run_here(*options(tmp_path, run__name="run"))
+    folder = tmp_path / "runs" / "run"
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: the weights of step 12 are not saved (No space left on device); mend that, then: python -m "
+        f"experiments.train --resume {folder}"
+    )
+    full()
+
+    done = resume(folder)
+
+    assert done.code == 0, done.stderr
+    assert (
+        f"resuming {folder} from the start: no checkpoint was saved before it ended" in done.stdout
+    )
+    assert differences(trained(), folder) == []
+
+
+@pytest.mark.slow
+def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, tried = kept_files.write_whole, []
+
+    def fail_twice(path: Path, text: str) -> None:
+        tried.append(path.name)
+        if len(tried) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        write(path, text)
+
+    monkeypatch.setattr(kept_files, "write_whole", fail_twice)
+    done = run_here(*options(tmp_path, run__name="run", checkpoints__every_n_steps="3"))
+
+    assert done.code == 0, done.stderr
+    folder = tmp_path / "runs" / "run"
+    found = read_saved(folder / "saved.json")
+    assert found is not None
+    assert found.step == 12
+    assert [line for line in done.stderr.splitlines() if line.startswith("disk: ")] == [
+        f"disk: '{folder}' cannot be written (Input/output error); training goes on and tries again",
+        f"disk: '{folder}' is written again",
+    ]
+
+
+@pytest.mark.parametrize("removed", ["saved.json", "facts.json"])
+def test_a_file_that_comes_back_claims_what_was_saved(tmp_path: Path, removed: str) -> None:
+    kept = kept_files.KeptFiles(tmp_path, {"saved.json": "null", "facts.json": "{}"})
+    kept.put_back()
+    kept.change("saved.json", "8")
+    (tmp_path / removed).unlink()
+
+    kept.put_back()
+
+    assert (tmp_path / "saved.json").read_text() == "8"
+    assert (tmp_path / "facts.json").read_text() == "{}"
+
+
+ROOMS = {
+    "not for a row of weights": "100k",
+    "for the best alone": "300k",
+    "for all but a byte": "440k",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room: str) -> None:
+    """A file system of its own for the runs, which is made larger after the first end."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    alone = ("unshare", "-rm", "sh", "-c")
+    mount = f"mount -t tmpfs -o size={room} none '{runs}'"
+    tried = subprocess.run([*alone, mount], check=False, capture_output=True)
+    if tried.returncode:
+        pytest.skip("this machine gives no disk of one's own")
+    train = f"{sys.executable} -m experiments.train"
+    script = (
+        f'{mount}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
+        f"{train} --resume '{runs}/run'; code=$?; cp -a '{runs}' '{tmp_path}/copied'; exit $code"
+    )
+    command = [*alone, script, "sh", *options(tmp_path, run__name="run")]
+    done = finish(start_command(command), timeout=300)
+
+    assert "ended 1\n" in done.stdout, done.stderr
+    assert f"mend that, then: python -m experiments.train --resume {runs}/run\n" in done.stderr
+    assert done.code == 0, done.stderr
+    assert f"resuming {runs}/run from the start: no checkpoint was saved" in done.stdout
+    assert differences(trained(), tmp_path / "copied" / "run") == []
