@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from experiments.config import TrainConfig
@@ -63,7 +64,11 @@ def load_run(folder: Path, *, trust_code: bool = False) -> SavedRun:
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)
     record = RunRecord.read(folder, config)
-    decoder.load_state_dict(_weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record))
+    weights = _weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record)
+    # float32 holds the weights of every other format exactly.
+    if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
+        decoder.double()
+    decoder.load_state_dict(weights)
     return SavedRun(config, tokenizer, decoder.eval())
 
 

@@ -144,7 +144,7 @@ def _data_cache() -> Path:
 def _train(argv: list[str], cut: Cut | None = None) -> None:
     """Run the program in this process; it comes to its end, or to the cut."""
     try:
-        with _cutting(cut):
+        with cutting(cut):
             done = run_here(*argv)
     except Crash:
         return
@@ -154,7 +154,7 @@ def _train(argv: list[str], cut: Cut | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _cutting(cut: Cut | None) -> Iterator[None]:
+def cutting(cut: Cut | None) -> Iterator[None]:
     """Within, the cut happens in the middle of its step, or of the validation after it."""
     if cut is None:
         yield

@@ -29,7 +29,11 @@ from moe_ffn.training.config import GuardConfig, ObjectiveConfig
 from moe_ffn.training.guard import SkippedStep, StepGuard
 from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
 from moe_ffn.training.objective import Objective, objective
-from moe_ffn.training.optimizer import build_schedule, restate_options
+from moe_ffn.training.optimizer import (
+    build_schedule,
+    load_scalars_exactly,
+    restate_options,
+)
 from moe_ffn.training.optimizer_config import OptimizerConfig
 from moe_ffn.training.steering import RouterSteering
 from moe_ffn.training.step_totals import StepTotals, count_step
@@ -109,6 +113,10 @@ class LanguageModel(LightningModule):
             logger=False,
         )
 
+    def setup(self, stage: str) -> None:
+        # Before a checkpoint is read: Lightning converts after, which rounds float64 weights to float32.
+        self.trainer.precision_plugin.convert_module(self)
+
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
 
@@ -140,9 +148,9 @@ class LanguageModel(LightningModule):
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
         output = self.decoder(input_ids)
-        targets = target_ids.flatten()
+        logits, targets = output.logits.flatten(0, 1), target_ids.flatten()
         nats = F.cross_entropy(
-            output.logits.flatten(0, 1).float(),
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
             targets,
             ignore_index=IGNORED_TARGET,
             reduction="none",
@@ -254,6 +262,7 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer_config.build(self.decoder)
+        load_scalars_exactly(optimizer)
         schedule = build_schedule(optimizer, self.optimizer_config, self.max_steps)
         scheduler: Any = {"scheduler": schedule, "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

@@ -70,8 +70,9 @@ def objective(
             None.
         step_totals: of the optimizer step; None where this batch is the whole step.
     """
+    wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
     cross_entropy = F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), target_ids_BS.flatten(), ignore_index=IGNORED_TARGET
+        wide_BSV.flatten(0, 1), target_ids_BS.flatten(), ignore_index=IGNORED_TARGET
     )
     balancing: dict[str, Tensor] = {}
     total = cross_entropy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -31,6 +31,31 @@ def restate_options(
     ]
     schedule["base_lrs"] = [group["lr"] for group in fresh]
     schedule["_last_lr"] = [group["lr"] for group in optimizer["param_groups"]]
+
+
+def load_scalars_exactly(optimizer: Optimizer) -> None:
+    """Have `load_state_dict` leave every state of one number in the format it was saved in.
+
+    torch does so with `step` alone. All else takes the format of its parameter, in which the product of
+    momenta that NAdam keeps is another number, and multiplied on in another format.
+    """
+    saved: dict[int, dict[str, Any]] = {}
+
+    def note(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        saved.update(state_dict["state"])
+
+    def put_back(optimizer: Optimizer) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            for name, value in saved.get(number, {}).items():
+                # The moment of a parameter that is itself one number goes with the parameter.
+                if isinstance(value, Tensor) and value.ndim == 0 < parameter.ndim:
+                    state = optimizer.state[parameter]
+                    state[name] = value.to(state[name].device)
+        saved.clear()
+
+    optimizer.register_load_state_dict_pre_hook(note)
+    optimizer.register_load_state_dict_post_hook(put_back)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from moe_ffn.errors import explain
 from moe_ffn.model.config import DecoderConfig
 from moe_ffn.training.optimizer import (
     build_schedule,
+    load_scalars_exactly,
     restate_options,
     split_by_decay,
 )
@@ -81,10 +82,17 @@ def build(seed: int = 0) -> nn.Module:
 class Learner:
     """A model that learns one sequence by heart, with clipping, as a run does."""
 
-    def __init__(self, config: OptimizerConfig, max_steps: int = MAX_STEPS, seed: int = 0) -> None:
-        self.model = build(seed)
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        max_steps: int = MAX_STEPS,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = build(seed).to(dtype)
         self.config, self.max_steps = config, max_steps
         self.optimizer: Optimizer = config.build(self.model)
+        load_scalars_exactly(self.optimizer)
         self.schedule: LambdaLR = build_schedule(self.optimizer, config, max_steps)
         ids = torch.randint(8, (4, 17), generator=torch.Generator().manual_seed(1))
         self.input_ids, self.target_ids = ids[:, :-1], ids[:, 1:]
@@ -208,9 +216,18 @@ def test_bfloat16_weights_stay_so_and_finite(tag: str) -> None:
     assert not torch.equal(learner.model.state_dict()[MATRIX], before[MATRIX])
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @every_type
-def test_going_on_is_exact(tag: str) -> None:
-    unbroken, first, second = (Learner(make(tag), seed=seed) for seed in (0, 0, 1))
+def test_going_on_is_exact(tag: str, dtype: torch.dtype) -> None:
+    unbroken, first, second = (Learner(make(tag), seed=s, dtype=dtype) for s in (0, 0, 1))
     losses = [unbroken.step() for _ in range(6)]
     before = [first.step() for _ in range(3)]
 
@@ -218,6 +235,20 @@ def test_going_on_is_exact(tag: str) -> None:
 
     assert before + [second.step() for _ in range(3)] == losses
     assert_same(second.saved(), unbroken.saved())
+
+
+@pytest.mark.parametrize(
+    "tag", [tag if tag == "nadam" else pytest.param(tag, marks=pytest.mark.slow) for tag in TYPES]
+)
+def test_whoever_goes_on_in_another_format_takes_its_moments_along(tag: str) -> None:
+    narrow, wide = Learner(make(tag)), Learner(make(tag), dtype=torch.float64)
+    for _ in range(3):
+        narrow.step()
+
+    wide.go_on_from(narrow.saved())
+
+    assert wide.step() == pytest.approx(narrow.step(), rel=1e-5)
+    assert wide.step() == pytest.approx(narrow.step(), rel=1e-2 if tag == "muon" else 1e-5)
 
 
 @every_type
