@@ -46,11 +46,6 @@ def best_alone(folder: Path) -> None:
         (folder / "checkpoints" / name).unlink()
 
 
-def a_file_in_their_place(folder: Path) -> None:
-    without_checkpoints(folder)
-    (folder / "checkpoints").write_text("")
-
-
 def renamed_all(folder: Path) -> None:
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"{path.name}.passed-over"))
@@ -84,7 +79,6 @@ LOST: dict[str, tuple[list[Do], str]] = {
     "all but the best": (
         [best_alone], f"has no checkpoint to go on from (best.ckpt holds weights alone), {SAID}"
     ),
-    "a file in their place": ([a_file_in_their_place], SAID),
     "all passed over": ([renamed_all], SAID),
     "and the rows": ([without_checkpoints, lose("metrics.csv")], SAID),
     "and the facts": ([without_checkpoints, lose("facts.json")], SAID),
@@ -181,15 +175,15 @@ def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
 def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, tried = kept_files.write_whole, []
+    write, tried = kept_files.write_file, []
 
-    def fail_twice(path: Path, text: str) -> None:
-        tried.append(path.name)
+    def fail_twice(folder: Path, name: str, text: str) -> None:
+        tried.append(name)
         if len(tried) < 3:
             raise OSError(errno.EIO, "Input/output error")
-        write(path, text)
+        write(folder, name, text)
 
-    monkeypatch.setattr(kept_files, "write_whole", fail_twice)
+    monkeypatch.setattr(kept_files, "write_file", fail_twice)
     done = run_here(*options(tmp_path, run__name="run", checkpoints__every_n_steps="3"))
 
     assert done.code == 0, done.stderr
