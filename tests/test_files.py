@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from moe_ffn.files import remove_unfinished, replacing, set_aside, sync_folder, write_whole
+from moe_ffn.files import (
+    kind_of,
+    open_file,
+    read_bytes,
+    remove_unfinished,
+    replacing,
+    set_aside,
+    sync_folder,
+    write_whole,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -114,3 +124,30 @@ def test_a_file_system_that_cannot_sync_folders_is_no_broken_one(
             sync_folder(tmp_path)
     else:
         sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a socket"])
+def test_what_is_no_file_is_neither_opened_nor_replaced(tmp_path: Path, kind: str) -> None:
+    """As /dev/null, which root could replace."""
+    path = tmp_path / "file"
+    os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "a pipe" else stat.S_IFSOCK))
+
+    for do in (lambda: write_whole(path, "content"), lambda: read_bytes(path)):
+        with pytest.raises(OSError, match=f"no file, but {kind}"):
+            do()
+
+    assert kind_of(path) == kind
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_link_is_not_followed_and_may_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    path = tmp_path / "file"
+    path.symlink_to("mine")
+
+    with pytest.raises(OSError, match="no file, but a symbolic link"):
+        open_file(path, "ab")
+    write_whole(path, "content")
+
+    assert (path.read_text(), kind_of(path)) == ("content", "a file")
+    assert (tmp_path / "mine").read_text() == "mine"
