@@ -36,5 +36,8 @@ def html_page(title: str, body: str, *, script: str = "", head: str = "") -> str
 
 
 def write_page(path: Path, html: str) -> None:
-    """Put the page in its place whole: who opens it while it is written sees the old one."""
-    write_whole(path, html)
+    """Put the page in its place whole: who opens it while it is written sees the old one.
+
+    The bytes of a file's name that are not UTF-8 stand in it as escapes.
+    """
+    write_whole(path, html.encode(errors="backslashreplace"))

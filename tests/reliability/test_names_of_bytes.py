@@ -1,0 +1,107 @@
+"""A run in a folder whose name is not UTF-8 is read and gone on with as any other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from experiments.command_line import to_yaml
+from experiments.config import TrainConfig
+from experiments.pages.page import html_page, write_page
+from experiments.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from experiments.selftest.finished_run import finished_copy, unfinished_copy
+from experiments.selftest.scene import options, run, run_here
+
+NAME = os.fsdecode(b"run-\xff")
+SHOWN = r"run-\udcff"
+
+
+@pytest.fixture(autouse=True)
+def _such_names(tmp_path: Path) -> None:
+    try:
+        (tmp_path / NAME).mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    (tmp_path / NAME).rmdir()
+
+
+def test_a_page_shows_such_a_name_as_escapes(tmp_path: Path) -> None:
+    write_page(tmp_path / "page.html", html_page(NAME, "wörter"))
+
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"<title>{SHOWN}</title>" in page
+    assert "wörter" in page
+
+
+def test_runs_of_such_names_have_a_page(tmp_path: Path) -> None:
+    folders = [tmp_path / where / NAME for where in ("one", "other")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))
+        (folder / METRICS_FILE).write_text("step,train/loss\n2,1.0\n4,1.0\n")
+
+    for runs in (folders[:1], folders):
+        page = tmp_path / "page.html"
+        done = run_here(*map(str, runs), "--output", str(page), program="experiments.report")
+        assert done.code == 0, done.stderr
+        assert SHOWN in page.read_text(encoding="utf-8")
+
+
+def test_a_new_run_of_such_a_name_is_refused(tmp_path: Path) -> None:
+    """Its config.yaml could not hold it."""
+    done = run_here(*options(tmp_path, run__name=NAME))
+
+    said = f"error: run.name: must be the name of one folder, up to 200 characters, got '{NAME}'"
+    assert (done.code, done.own_lines) == (2, [said.replace(NAME, SHOWN)])
+
+
+ENVIRONMENTS = {
+    "strict": {"PYTHONIOENCODING": "utf-8:strict"},
+    "ascii": {"PYTHONIOENCODING": "ascii:strict"},
+    "C": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+}
+PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "generate": lambda run: (str(run), "--num-tokens", "2"),
+    "trace": lambda run: (str(run), "--text", "the", "--html", str(run / "trace.html")),
+    "report": lambda run: (str(run),),
+    "train": lambda run: ("--resume", str(run), "--trainer.max_steps", "14"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_on_such_a_run(tmp_path: Path, program: str, environment: str) -> None:
+    folder = finished_copy(tmp_path).rename(tmp_path / NAME)
+
+    done = run(
+        *PROGRAMS[program](folder),
+        program=f"experiments.{program}",
+        **ENVIRONMENTS[environment],
+    )
+
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if program == "train":
+        assert "report.html: " not in done.stderr
+        assert (folder / SUMMARY_FILE).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_wandb_is_told_of_such_a_run_or_says_why_not(tmp_path: Path, mode: str) -> None:
+    folder = unfinished_copy(tmp_path).rename(tmp_path / NAME)
+    shutil.rmtree(folder / "wandb", ignore_errors=True)
+
+    done = run(
+        "--resume", str(folder), "--trainer.max_steps", "14", "--logging.wandb.mode", mode,
+        WANDB_API_KEY="",
+    )  # fmt: skip
+
+    assert done.code == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(line.startswith("wandb: ") for line in done.stdout.splitlines()) == 1, done.stdout
