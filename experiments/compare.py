@@ -25,7 +25,13 @@ from experiments.exit import exit_on_bad_input
 from experiments.outside.tags import comparable_options
 from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
 from experiments.resuming.identity import differences
-from experiments.run_folder import CONFIG_FILE, SUMMARY_FILE, named_run_folder, output_dir
+from experiments.run_folder import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    check_entries,
+    named_run_folder,
+    output_dir,
+)
 from experiments.run_lock import locked
 from experiments.versions import versions
 from experiments.wrapping import wrap
@@ -133,9 +139,10 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
 
     Raises:
         UnreadableRunError: it cannot be known which options a finished run had.
-        ConfigError: its folder holds a finished run with other options.
+        ConfigError: its folder holds a finished run with other options, or something else than files.
     """
     folder = named_run_folder(config)
+    check_entries(folder)
     if not (folder / SUMMARY_FILE).is_file():
         return False
     try:

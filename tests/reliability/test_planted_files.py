@@ -98,7 +98,10 @@ PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "generate": lambda run: (str(run),),
     "trace": lambda run: (str(run), "--text", "the cat"),
     "report": lambda run: (str(run),),
-}
+    "compare": lambda run: (
+        str(run.parents[1] / "run.yaml"), "--name", "runs", "--run.output_dir", str(run.parents[1])
+    ),
+}  # fmt: skip
 
 
 # -- the scene
@@ -125,6 +128,7 @@ def within(seconds: int) -> Iterator[None]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder that looks like a run's, of a run that is not finished."""
+    (tmp_path / "run.yaml").write_text("{}")
     folder = tmp_path / "runs" / "run"
     (folder / CHECKPOINTS_FOLDER).mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))
@@ -176,7 +180,13 @@ def _refused(program: str, run: Path) -> str:
 
 
 IN_PLACES = [*product(FILES, IN_THE_PLACE_OF_A_FILE), *product(FOLDERS, IN_THE_PLACE_OF_A_FOLDER)]
-OFTEN = {"train": ("a symbolic link", "a pipe"), "generate": (), "trace": (), "report": ()}
+OFTEN = {
+    "train": ("a symbolic link", "a pipe"),
+    "generate": (),
+    "trace": (),
+    "report": (),
+    "compare": (),
+}
 
 
 @pytest.mark.parametrize(
