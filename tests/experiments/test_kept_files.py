@@ -59,11 +59,11 @@ def test_a_change_that_the_disk_does_not_take_is_written_with_the_next(
     kept.put_back()
     capsys.readouterr()
 
-    def fail(path: Path, text: str) -> None:
+    def fail(folder: Path, name: str, text: str) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(kept_files, "write_whole", fail)
+        disk.setattr(kept_files, "write_file", fail)
         kept.change("saved.json", "4")
     assert (tmp_path / "saved.json").read_text() == "none"
     kept.put_back()
