@@ -24,6 +24,7 @@ from experiments.announce import announce_import
 from experiments.command_line import parse_config
 from experiments.config import TrainConfig
 from experiments.exit import EXIT_SIGNAL, exit_on_bad_input
+from experiments.ranks import check_environment
 from moe_ffn.errors import ConfigError
 from moe_ffn.training.config import TrainerConfig
 
@@ -45,6 +46,7 @@ class OverheadConfig(TrainConfig, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, OverheadConfig, command="python -m experiments.overhead")
+    check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
     announce_import("torch", "lightning")
     import torch
 

@@ -62,9 +62,9 @@ def _disturb(folder: Path, disturbance: str, megabytes: int | None = None) -> Di
         done, left = finish(start_command(argv)), runs / "run"
     else:
         mount = f"mount -t tmpfs -o size={megabytes}m none '{runs}'"
-        _require_able_to(mount)
+        require_able_to(mount)
         script = f"{mount} && \"$@\"; code=$?; cp -a '{runs}' '{copied}'; exit $code"
-        done, left = finish(start_command([*_ALONE, script, "sh", *argv])), copied / "run"
+        done, left = finish(start_command([*ALONE, script, "sh", *argv])), copied / "run"
     assert report.exists(), done.stderr
     seen = json.loads(report.read_text(encoding="utf-8"))
     assert "Traceback" not in done.stderr, done.stderr
@@ -76,14 +76,14 @@ def _disturb(folder: Path, disturbance: str, megabytes: int | None = None) -> Di
     return found
 
 
-_ALONE = ("unshare", "-rm", "sh", "-c")
+ALONE = ("unshare", "-rm", "sh", "-c")
 """Runs a script whose mounts nobody else sees."""
 
 
-def _require_able_to(mount: str) -> None:
+def require_able_to(mount: str) -> None:
     """SkipTest where this machine does not permit it."""
     try:
-        subprocess.run([*_ALONE, mount], check=True, capture_output=True, text=True)
+        subprocess.run([*ALONE, mount], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or str(error)
         raise SkipTest(

@@ -109,6 +109,15 @@ def test_what_no_launcher_says_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
+def test_overhead_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    done = run_here(program="experiments.overhead")
+
+    assert (done.code, done.stdout) == (2, "")
+    assert "unset LOCAL_RANK" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -311,35 +320,28 @@ UNSAID = {
         | {"XDG_CACHE_HOME": "relative", "GIT_DIR": NOWHERE, "PATH": ""},
     },
     "no home": {"variables": {}, "unset": "HOME XDG_STATE_HOME XDG_CACHE_HOME USER LOGNAME TERM"},
-    "a home that is a file": {"variables": {"HOME": "/dev/null"}, "unset": "XDG_STATE_HOME"},
-    "python -OO": {"variables": {"PYTHONOPTIMIZE": "2", "PYTHONHASHSEED": "7"}},
-    "warnings are errors": {"variables": {"PYTHONWARNINGS": "error", "PYTHONDEVMODE": "1"}},
+    "python -OO, warnings are errors": {
+        "variables": {"PYTHONOPTIMIZE": "2", "PYTHONHASHSEED": "7", "PYTHONWARNINGS": "error"},
+    },
     "no UTF-8": {
         "variables": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-        | {"TZ": "Nowhere/Junk", "LANGUAGE": "zz"},
+        | {"TZ": "Nowhere/Junk", "LANGUAGE": "zz", "COLUMNS": "10", "TERM": "dumb"},
     },
     "ascii": {"variables": {"PYTHONIOENCODING": "ascii", "COLUMNS": "0", "LINES": "junk"}},
-    "ascii:surrogateescape": {"variables": {"PYTHONIOENCODING": "ascii:surrogateescape"}},
-    "latin-1": {"variables": {"PYTHONIOENCODING": "latin-1:strict", "COLUMNS": "1"}},
-    "cp1252": {"variables": {"PYTHONIOENCODING": "cp1252", "COLUMNS": "10", "TERM": "dumb"}},
-    "utf-16": {"variables": {"PYTHONIOENCODING": "utf-16", "COLUMNS": "-5", "NO_COLOR": "1"}},
-    "colours": {"variables": {"FORCE_COLOR": "1", "TERM": "junk", "COLUMNS": "junk"}},
-    "other devices": {
-        "variables": {"CUDA_VISIBLE_DEVICES": "banana,7,-1", "CUDA_DEVICE_ORDER": "x"}
-        | {"MKL_NUM_THREADS": "junk", "NVIDIA_VISIBLE_DEVICES": "none"},
+    "latin-1": {
+        "variables": {"PYTHONIOENCODING": "latin-1:strict", "COLUMNS": "1", "HOME": "/dev/null"},
     },
-    "no threads": {"variables": {"OMP_NUM_THREADS": "0"}},
-    "threads that are no number": {"variables": {"OMP_NUM_THREADS": "banana"}},
-    "lightning's": {
-        "variables": {"PL_GLOBAL_SEED": "9", "PL_SEED_WORKERS": "1", "LT_DEVICES": "4"}
-        | {"LT_CLI_USED": "1", "LT_PRECISION": "bf16-mixed", "POSSIBLE_USER_WARNINGS": "off"},
-    },
-    "of a job": {
-        "variables": {"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    "cp1252": {"variables": {"PYTHONIOENCODING": "cp1252", "COLUMNS": "junk", "NO_COLOR": "1"}},
+    "utf-16": {"variables": {"PYTHONIOENCODING": "utf-16", "COLUMNS": "-5"}},
+    "colours": {"variables": {"FORCE_COLOR": "1", "TERM": "junk", "COLORTERM": "truecolor"}},
+    "of other programs": {
+        "variables": {"CUDA_VISIBLE_DEVICES": "banana,7,-1", "MKL_NUM_THREADS": "junk"}
+        | {"PL_GLOBAL_SEED": "9", "PL_SEED_WORKERS": "1", "LT_DEVICES": "4", "LT_CLI_USED": "1"}
+        | {"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
         | {"SLURM_JOB_NAME": "interactive", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "x"},
     },
+    "threads that are no number": {"variables": {"OMP_NUM_THREADS": "banana"}},
     "no standard output": {"variables": {}, "script": "exec >&-"},
-    "no standard error": {"variables": {}, "script": "exec 2>&-"},
     "no streams": {"variables": {"OMP_NUM_THREADS": "-1"}, "script": "exec <&- >&- 2>&-"},
     "limits": {"variables": {}, "script": LIMITED},
 }
@@ -387,34 +389,38 @@ def test_where_torch_cannot_be_imported_that_is_said(
     assert len(done.stderr.splitlines()) == 1
 
 
+LAUNCHER = {"LOCAL_RANK": "1", "RANK": "banana", "PL_TRAINER_DEVICES": "4"}
+NARROW = {"PYTHONIOENCODING": "ascii", "COLUMNS": "1", "TMPDIR": NOWHERE}
+PYTHON = {"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error", "COLUMNS": "0", "HOME": NOWHERE}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "variables"),
     [
-        ("experiments.generate", "RUN", "--prompt", "é"),
-        ("experiments.generate", "RUN", "--prompt", "\udcff"),
-        ("experiments.trace", "RUN", "--text", "é\udcff"),
-        ("experiments.report", "RUN"),
-        ("experiments.report", "--watch", "RUN"),
-        ("experiments.dashboard", "--help"),
+        (("generate", "RUN", "--prompt", "é"), LAUNCHER),
+        (("generate", "RUN", "--prompt", "\udcff"), PYTHON | NARROW),
+        (("trace", "RUN", "--text", "é\udcff"), NARROW),
+        (("trace", "RUN", "--text", "é\udcff"), LAUNCHER | PYTHON),
+        (("report", "RUN"), LAUNCHER | NARROW),
+        (("report", "--watch", "RUN"), PYTHON),
+        (("dashboard", "--help"), LAUNCHER | NARROW),
+        (
+            ("benchmark", "--shape", "2,4,4,2,1,fp32", "--rounds", "1", "--output", "NEW"),
+            LAUNCHER | PYTHON,
+        ),
     ],
-    ids=lambda argv: " ".join(argv).encode("unicode_escape").decode(),
-)
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"LOCAL_RANK": "1", "RANK": "1", "PL_TRAINER_DEVICES": "4", "LC_ALL": "C"},
-        {"RANK": "banana", "PYTHONIOENCODING": "ascii", "COLUMNS": "1", "TMPDIR": NOWHERE},
-        {"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error", "COLUMNS": "0", "HOME": NOWHERE},
-    ],
-    ids=["launcher", "junk", "python"],
+    ids=lambda value: " ".join(value).encode("unicode_escape").decode(),
 )
 def test_what_does_not_train_cares_for_none_of_it(
     tmp_path: Path, argv: tuple[str, ...], variables: dict[str, str]
 ) -> None:
-    folder = str(finished_copy(tmp_path)) if "RUN" in argv else ""
+    places = {"NEW": str(tmp_path / "new")}
+    if "RUN" in argv:
+        places["RUN"] = str(finished_copy(tmp_path))
 
-    done = shell("", *(folder if word == "RUN" else word for word in argv), variables=variables)
+    words = [places.get(word, word) for word in argv]
+    done = shell("", f"experiments.{words[0]}", *words[1:], variables=variables)
 
     assert done.code == 0, done.stderr
     assert "Traceback" not in done.stderr
