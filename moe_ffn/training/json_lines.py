@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.training.outage import Outage
+from moe_ffn.training.outage import Outage, count_taken
 
 
 class JsonLines:
@@ -32,7 +32,10 @@ class JsonLines:
         with self._outage.expected():
             # Whole, since these files are short, so that no disk can leave half a line.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, "".join([*_whole_lines(self.path), *self._pending]))
+            # A disk that failed after it took some of them has those already.
+            kept = _whole_lines(self.path)
+            fresh = self._pending[count_taken(kept, self._pending) :]
+            write_whole(self.path, "".join([*kept, *fresh]))
             self._pending.clear()
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from moe_ffn.files import open_file, read_text, write_whole
-from moe_ffn.training.outage import Outage
+from moe_ffn.training.outage import Outage, count_taken
 
 STEP = "step"
 """The column of the optimizer step a row was written at, by which a resumed run finds its place."""
@@ -91,7 +91,10 @@ class MetricsFile(Logger):
         return found.st_size == self._size and found.st_nlink == 1
 
     def _write_anew(self) -> None:
-        names, text = _table([*read_rows(self.path), *self._pending])
+        # A disk that failed after it took some of them has those already.
+        kept = read_rows(self.path)
+        num_taken = count_taken(kept, _rows(*_split(_table(self._pending)[1])))
+        names, text = _table([*kept, *self._pending[num_taken:]])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, text)
         self._columns, self._size = names, len(text.encode())
@@ -125,11 +128,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     A last line without its end is left out: its writer died. So is a line that is no row; see
     `num_damaged`.
     """
-    names, lines = _read(path)
-    rows = [
-        dict(zip(names, cells, strict=True)) for cells in map(_cells, lines) if _fit(cells, names)
-    ]
-    return [{name: cell for name, cell in row.items() if cell} for row in rows]
+    return _rows(*_read(path))
 
 
 def num_damaged(path: Path) -> int:
@@ -162,8 +161,19 @@ def _read(path: Path) -> tuple[list[str], list[str]]:
         text = read_text(path, errors="replace")
     except FileNotFoundError:
         return [], []
+    return _split(text)
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
     header, *lines = text.split("\n")[:-1] or [""]
     return _cells(header) or [header] * bool(header), lines
+
+
+def _rows(names: Sequence[str], lines: Iterable[str]) -> list[dict[str, str]]:
+    rows = [
+        dict(zip(names, cells, strict=True)) for cells in map(_cells, lines) if _fit(cells, names)
+    ]
+    return [{name: cell for name, cell in row.items() if cell} for row in rows]
 
 
 def _cells(line: str) -> list[str]:

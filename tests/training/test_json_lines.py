@@ -79,6 +79,25 @@ def test_lines_that_nobody_can_read_are_counted(path: Path, line: bytes) -> None
     assert path.read_text() == '{"step": 2}\n'
 
 
+def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(path)
+    lines.add([{"step": 2}])
+
+    def take_and_fail(place: Path, text: str) -> None:
+        place.write_text(text)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_ffn.training.json_lines.write_whole", take_and_fail)
+        lines.add([{"step": 4}])
+
+    lines.add([{"step": 6}])
+
+    assert [line["step"] for line in read_lines(path)] == [2, 4, 6]
+
+
 def test_without_a_file_nothing_is_damaged(path: Path) -> None:
     assert num_damaged(path) == 0
     assert read_lines(path) == []

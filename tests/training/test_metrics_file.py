@@ -119,6 +119,28 @@ def test_what_a_full_disk_does_not_take_is_written_later(
     ]
 
 
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+def test_rows_that_a_failing_disk_has_taken_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch, num_taken: int
+) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(logger, "_append", fail)
+        logger.log_metrics({"loss": 2.0}, step=4)
+        logger.log_metrics({"loss": 3.0}, step=6)
+    with path.open("a") as file:  # what it took before it failed, and could not be cut off again
+        file.write("".join(["4,2.0\n", "6,3.0\n"][:num_taken]) + "6,3")
+
+    logger.log_metrics({"loss": 4.0}, step=8)
+
+    assert path.read_text() == "step,loss\n2,1.0\n4,2.0\n6,3.0\n8,4.0\n"
+
+
 def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
     logger = MetricsFile(path)
     logger.log_metrics({"loss": 1.0}, step=2)
