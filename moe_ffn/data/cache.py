@@ -17,6 +17,8 @@ from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import UNFINISHED, kind_of, open_file, read_bytes, require_folder, sync_folder
 
 _META = "meta.json"
+_DIGEST = "sha256"
+"""The key of what stands beside it."""
 
 _ABANDONED_SECONDS = 86_400
 """A folder being built in which nothing was written for so long is that of a process that died."""
@@ -44,17 +46,19 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
-    """Writes `meta` and the digests of the files in `folder`, which `read_meta` then accepts."""
-    digests = {path.name: _sha256(path) for path in folder.iterdir()}
-    write_json(folder / _META, {**meta, "files": digests})
+    """Writes `meta`, its own digest and those of the files in `folder`, which `read_meta` then accepts."""
+    values = {**meta, "files": {path.name: _sha256(path) for path in folder.iterdir()}}
+    write_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """What `seal` wrote; None where the folder is missing or a file in it has changed since."""
+    """What `seal` wrote; None where the folder is missing or anything in it has changed since."""
     try:
         meta = json.loads(read_bytes(folder / _META))
-        intact = all(_sha256(folder / name) == digest for name, digest in meta["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        intact = meta.pop(_DIGEST) == _digest(meta) and all(
+            _sha256(folder / name) == digest for name, digest in meta["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return meta if intact else None
 
@@ -102,6 +106,10 @@ def _publish(built: Path, folder: Path) -> None:
                 file.replace(folder / file.name)
     sync_folder(folder)
     sync_folder(folder.parent)
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
