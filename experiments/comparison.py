@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.config import TrainConfig
-from experiments.report.markup import NONE
+from experiments.report.markup import NONE, finite
 from experiments.report.record import Run, read_run
-from experiments.report.tables import finite, layer_mean
+from experiments.report.tables import layer_mean
 from experiments.run_folder import (
     FACTS_FILE,
     METRICS_FILE,

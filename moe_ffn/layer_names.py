@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-_NAME = re.compile(r"layer_(\d+)((?:/inner)*)")
+_NAME = re.compile(r"layer_(\d{1,9})((?:/inner)*)")
 
 
 def layer_names(index: int) -> dict[str, str]:

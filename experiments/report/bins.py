@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -57,10 +58,11 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     values = np.asarray(series.values)
     kept = np.isfinite(values)
     counts = np.bincount(bins[kept], minlength=num_bins)
-    sums = np.bincount(bins[kept], weights=values[kept], minlength=num_bins)
-    return [
-        short(total / count) if count else None for total, count in zip(sums, counts, strict=True)
-    ]
+    # Each divided before they are added, so that no sum is beyond a float.
+    parts = values[kept] / counts[bins[kept]]
+    means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
+    means = np.clip(means, -sys.float_info.max, sys.float_info.max)  # rounding may go beyond
+    return [short(mean) if count else None for mean, count in zip(means, counts, strict=True)]
 
 
 def spread(items: Sequence[Item], most: int) -> list[Item]:

@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from experiments.report.markup import number, short, text
+from pydantic import ValidationError
+
+from experiments.report.markup import finite, number, short, text
 from experiments.report.record import Alarm, Run
 from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import short_name
@@ -69,17 +71,17 @@ def alarms(runs: Sequence[Run]) -> str:
 
 def _concerns(run: Run) -> Iterator[tuple[str, str]]:
     """A class of the style sheet, and what is wrong, or cannot be known yet."""
-    loss, unigram = validation_loss(run), run.summary.get("unigram_loss")
-    is_number = isinstance(loss, int | float)
+    loss, unigram = validation_loss(run), finite(run.summary.get("unigram_loss"))
     # What is not finite is null in a summary.
     is_null = "validation_loss" in run.summary and run.summary["validation_loss"] is None
-    if is_null or (is_number and not math.isfinite(loss)):
+    if is_null or (loss is not None and not math.isfinite(loss)):
         yield "bad", "The validation loss is not a finite number: training has diverged."
-    elif is_number and isinstance(unigram, int | float) and loss > unigram:
+    elif loss is not None and unigram is not None and loss > unigram:
         yield "bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."
-    after_steps = run.option("logging.alarms.after_steps")
-    is_known = isinstance(after_steps, int) and after_steps >= 1
-    rules = AlarmsConfig(after_steps=after_steps) if is_known else AlarmsConfig()
+    try:
+        rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
+    except ValidationError:  # it is absent, or damaged
+        rules = AlarmsConfig()
     losses = run.series("train/loss")
     sentences = rules.not_judged(
         int(losses.steps[-1]) if losses else 0,
@@ -110,17 +112,17 @@ def ffn_type(run: Run) -> str:
 
 def validation_loss(run: Run) -> float | None:
     """The final one, or the last so far."""
-    final = run.summary.get("validation_loss")
+    final = finite(run.summary.get("validation_loss"))
     return final if final is not None else run.series("validation/loss").last
 
 
 def bits_per_byte(run: Run) -> float | None:
-    final = run.summary.get("validation_bits_per_byte")
+    final = finite(run.summary.get("validation_bits_per_byte"))
     return final if final is not None else run.series("validation/bits_per_byte").last
 
 
 def tokens_per_second(run: Run) -> float | None:
-    final = run.summary.get("tokens_per_second")
+    final = finite(run.summary.get("tokens_per_second"))
     return final if final is not None else run.series("train/tokens_per_second").last
 
 
@@ -146,7 +148,7 @@ def _layers(run: Run) -> str:
 
 def _span(run: Run) -> str:
     """Of what part of the run the throughput is: the curve beside it has every row."""
-    if run.summary.get("tokens_per_second") is not None:
+    if finite(run.summary.get("tokens_per_second")) is not None:
         return ", mean of the run"
     return ", last row" if run.series("train/tokens_per_second") else ""
 

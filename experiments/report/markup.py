@@ -18,6 +18,12 @@ def text(value: object) -> str:
     return "".join(_visible(c) for c in escape(str(value)))
 
 
+def finite(value: Any) -> float | None:
+    """A number as it is; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
 def number(value: Any, form: str = ".4f") -> str:
     """Formatted; a dash where it is absent, `NaN` where it is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -90,7 +91,7 @@ def flops_per_step(run: Run) -> float | None:
         if not isinstance(count, int | float) or not math.isfinite(count):
             return None
         flops *= count
-    return flops
+    return flops if math.isfinite(flops) else None
 
 
 def _one(_run: Run) -> float:
@@ -112,7 +113,8 @@ def _plot(
             if run.name not in found:
                 continue
             grid = average(found[run.name], MOST_POINTS)
-            steps = [step * scale(run) for step in grid.steps]
+            # JSON has no infinity: what is beyond a float stands at its end.
+            steps = [min(step * scale(run), sys.float_info.max) for step in grid.steps]
             dash = DASHES[number % len(DASHES)]
             traces.append(
                 line(steps, grid.values[0], run.name, unit, colour=number, dash=dash, markers=False)

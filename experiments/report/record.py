@@ -35,8 +35,8 @@ State = Literal["waiting", "training", "interrupted", "finished"]
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
 """A run without an end that wrote nothing for so long, and for the time of so many rows, is dead."""
 
-LAYER_KEY = re.compile(r"routing/(layer_\d+(?:/inner)*)/(.+)")
-EXPERT_KEY = re.compile(r"load/expert_(\d+)")
+LAYER_KEY = re.compile(r"routing/(layer_\d{1,9}(?:/inner)*)/(.+)")
+EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.report.bins import average_all, spread
 from experiments.report.curves import how_drawn
@@ -19,6 +20,7 @@ from experiments.report.figures import (
     load_figure,
     square_figure,
 )
+from experiments.report.markup import finite
 from experiments.report.metrics_file import Series
 from experiments.report.record import Run
 from moe_ffn.layer_names import short_name
@@ -209,7 +211,9 @@ def coactivation_plots(run: Run) -> list[Plot]:
     """Which experts share tokens, at the end of the run; one heat map, with a choice of layer."""
     unit = Unit("tokens of expert i that also went to j", ".1%", tick_form=".0%")
     found = {
-        layer: matrix for layer, v in run.validated.items() if (matrix := v.get("coactivation"))
+        layer: matrix
+        for layer, v in run.validated.items()
+        if (matrix := _square(v.get("coactivation")))
     }
     if not found:
         return []
@@ -223,6 +227,15 @@ def coactivation_plots(run: Run) -> list[Plot]:
     if len(chosen) < len(found):
         note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
     return [Plot("Co-activation", figures, note)]
+
+
+def _square(value: Any) -> list[list[float | None]]:
+    """A matrix of shares; empty where this is none."""
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        return []
+    if any(len(row) != len(value) for row in value):
+        return []
+    return [[finite(share) for share in row] for row in value]
 
 
 def measured(run: Run, measure: Measure) -> dict[str, Series]:

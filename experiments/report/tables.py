@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -15,7 +14,7 @@ from experiments.report.headline import (
     tokens_per_second,
     validation_loss,
 )
-from experiments.report.markup import NONE, number, short, table, text
+from experiments.report.markup import NONE, finite, number, short, table, text
 from experiments.report.record import Run
 from moe_ffn.layer_names import is_inner, short_name
 from moe_ffn.load_summary import percent, percent_digits, summarize_load
@@ -107,7 +106,7 @@ def comparison(runs: Sequence[Run]) -> str:
     warnings = [
         f'<p class="warn">These runs {what}.</p>\n'
         for fact, what in DOES_NOT_COMPARE.items()
-        if len({run.fact(fact) for run in runs}) > 1
+        if len({repr(run.fact(fact)) for run in runs}) > 1
     ]
     caption = (
         "Loss and bits per byte: the validation split, at the end or the last so far. MaxVio, dropped: "
@@ -224,9 +223,3 @@ def _block(layer: str, values: Mapping[str, Any]) -> str:
     ]
     headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
     return table(f"Layer {text(short_name(layer))}", headers, rows, "experts")
-
-
-def finite(value: Any) -> float | None:
-    """A number as it is; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
