@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.command_line import parse_config, read_config, validate
-from experiments.config import TrainConfig
+from experiments.config import TrainConfig, not_a_folder_name
 from experiments.exit import exit_on_bad_input
 from experiments.outside.tags import comparable_options
 from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
@@ -35,7 +35,7 @@ from experiments.run_folder import (
 from experiments.run_lock import locked
 from experiments.versions import versions
 from experiments.wrapping import wrap
-from moe_ffn.errors import ConfigError, first_line, reason, show
+from moe_ffn.errors import ConfigError, first_line, printable, reason, show
 
 COMMAND = "python -m experiments.compare"
 HELP = (
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             problems[path] = f"'{path}' cannot be written ({reason(error)})"
     for problem in problems.values():
-        print(problem, file=sys.stderr)
+        print(printable(problem), file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -113,11 +113,15 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
     if not files:
         raise ConfigError(f"give the config files first: {COMMAND} configs/routers/*.yaml")
     name = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
+    if rest.count("--name") > 1:
+        raise ConfigError("--name: is given twice; the runs of a comparison are in one folder")
     if "--name" in rest:
         at = rest.index("--name")
         if at + 1 == len(rest) or rest[at + 1].startswith("--"):
             raise ConfigError("--name: needs a value, as in --name routers")
         name = rest[at + 1]
+        if problem := not_a_folder_name(name):
+            raise ConfigError(f"--name: {problem}")
         del rest[at : at + 2]
     stems = [file.stem for file in files]
     for stem in stems:

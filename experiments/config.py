@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.config import Config
@@ -19,6 +17,14 @@ from moe_ffn.training.config import (
 from moe_ffn.training.optimizer_config import AdamWConfig, OptimizerConfig
 
 
+def not_a_folder_name(name: str) -> str:
+    """Why no folder is given this name; empty where one may be."""
+    is_one = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
+    if is_one and len(name.encode()) <= 200:
+        return ""
+    return f"must be the name of one folder, up to 200 bytes, got {name!r:.60}"
+
+
 class RunConfig(Config, frozen=True):
     """Where a run is written."""
 
@@ -30,11 +36,9 @@ class RunConfig(Config, frozen=True):
     @field_validator("name")
     @classmethod
     def _name_one_folder(cls, name: str | None) -> str | None:
-        if name is None or (
-            name.isprintable() and re.fullmatch(r"[^/\\]{1,200}", name) and name not in (".", "..")
-        ):
-            return name
-        raise ValueError(f"must be the name of one folder, up to 200 characters, got {name!r:.60}")
+        if name is not None and (problem := not_a_folder_name(name)):
+            raise ValueError(problem)
+        return name
 
 
 class TrainConfig(Config, frozen=True):

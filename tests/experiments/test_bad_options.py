@@ -180,15 +180,15 @@ REFUSED = {
     ),
     "path as a run name": (
         "--run.name a/b",
-        "run.name: must be the name of one folder, up to 200 characters, got 'a/b'",
+        "run.name: must be the name of one folder, up to 200 bytes, got 'a/b'",
     ),
     "parent as a run name": (
         "--run.name ..",
-        "run.name: must be the name of one folder, up to 200 characters, got '..'",
+        "run.name: must be the name of one folder, up to 200 bytes, got '..'",
     ),
     "control character in a run name": (
         r'--run.name "a\0b"',
-        r"run.name: must be the name of one folder, up to 200 characters, got 'a\x00b'",
+        r"run.name: must be the name of one folder, up to 200 bytes, got 'a\x00b'",
     ),
     # -- combinations
     "k above num_experts": (
