@@ -140,13 +140,13 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
-        if not flag.startswith("--") or flag == "--":
+        path, has_value, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not all(path.split(".")):
             is_file = flag.endswith((".yaml", ".yml"))
             hint = f"--config {flag}" if is_file else "an option such as --model.ffn.type swiglu"
             if overrides and not is_file and not flag.startswith("-"):
                 hint += "; a list is one value, as in --data.corpus.paths '[README.md, docs]'"
             raise ConfigError(f"'{flag}': expected {hint}")
-        path, has_value, value = flag.removeprefix("--").partition("=")
         if not has_value:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")

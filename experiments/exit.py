@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from experiments.memory import out_of_memory
 from experiments.standard_streams import keep_printing
-from moe_ffn.errors import ConfigError, printable
+from moe_ffn.errors import ConfigError, printable, without_middle
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -48,7 +48,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         with _ending_cleanly():
             return main(sys.argv[1:])
     except ConfigError as error:
-        lines = str(error).splitlines()
+        lines = [without_middle(line) for line in str(error).split("\n")]
         if len(lines) > MOST_LINES:
             rest = len(lines) - (MOST_LINES - 1)
             lines[MOST_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]

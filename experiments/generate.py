@@ -16,7 +16,7 @@ from experiments.command_line import parse_value, validate
 from experiments.exit import exit_on_bad_input
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
-from experiments.parser import Parser
+from experiments.parser import Parser, whole_number
 from experiments.run_folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.errors import ConfigError, printable
 from moe_ffn.training.config import SampleConfig
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="RUN",
         help="folder of a run, finished or interrupted, with a best checkpoint",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    parser.add_argument("--seed", default="0", help="another seed, another text")
     parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
     for name, field in SampleConfig.model_fields.items():
         if name != "prompt":
@@ -42,6 +42,9 @@ def main(argv: Sequence[str]) -> int:
     folder, seed, prompt, trust_code = (
         options.pop(name) for name in ("run", "seed", "prompt", "trust_code")
     )
+    number = whole_number(seed, most=2**63 - 1)
+    if number is None:
+        raise ConfigError(f"--seed: must be a whole number from 0 to 2**63 - 1, got '{seed}'")
     values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
     # A prompt is text whatever it looks like; the rest are numbers or null.
     sample = validate(SampleConfig, {**values, "prompt": prompt})
@@ -59,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    text = prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, seed)
+    text = prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, number)
     print(printable(text, also="\n\t") if sys.stdout.isatty() else text)
     return 0
 

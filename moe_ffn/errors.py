@@ -68,6 +68,12 @@ def show(value: Any) -> str:
     return shorten(_repr.repr(value))
 
 
+def without_middle(text: str, limit: int = 600) -> str:
+    """`text`, its middle replaced by dots where it is longer than `limit`: what is wrong comes last."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
 def shorten(text: str, limit: int = 60) -> str:
     """`text`, its end replaced by dots where it is longer than `limit`."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.benchmark.shapes import Shape, parse_shape
-from experiments.parser import Parser
-from moe_ffn.errors import ConfigError, did_you_mean, expand_path
+from experiments.parser import MOST, Parser, whole_number
+from moe_ffn.errors import ConfigError, did_you_mean, expand_path, reason
 from moe_ffn.experts.config import GatedExpertsConfig
 
 SUITES = {
@@ -53,8 +53,10 @@ def parse_options(argv: Sequence[str]) -> Options:
         ConfigError: one sentence that names the option.
     """
     given = _parser().parse_args(argv)
-    for name, least in (("rounds", 1), ("warmup", 0), ("threads", 1)):
-        _check_least(name, getattr(given, name), least)
+    rounds, warmup, threads = (
+        _number(name, getattr(given, name), least, most)
+        for name, least, most in (("rounds", 1, MOST), ("warmup", 0, MOST), ("threads", 1, 4096))
+    )
     shapes = tuple(parse_shape(text) for text in given.shape)
     suites = _known("--suite", given.suite, SUITES) if given.suite else ()
     if not suites and not shapes:
@@ -65,9 +67,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     return Options(
         suites=suites,
         shapes=shapes,
-        rounds=None if given.rounds is None else int(given.rounds),
-        warmup=int(given.warmup),
-        threads=None if given.threads is None else int(given.threads),
+        rounds=rounds,
+        warmup=warmup or 0,
+        threads=threads,
         device=_device(given.device),
         backends=backends,
         output=_new_folder(given.output),
@@ -124,11 +126,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_least(name: str, given: str | None, least: int) -> None:
+def _number(name: str, given: str | None, least: int, most: int) -> int | None:
     if given is None:
-        return
-    if not (given.isascii() and given.isdigit() and int(given) >= least):
-        raise ConfigError(f"--{name} ({given}) must be a whole number of at least {least}")
+        return None
+    number = whole_number(given, least, most)
+    if number is None:
+        raise ConfigError(f"--{name} ({given}) must be a whole number from {least} to {most}")
+    return number
 
 
 def _known(option: str, given: Sequence[str], known: Sequence[str] | dict[str, str]) -> Any:
@@ -149,6 +153,12 @@ def _new_folder(given: str | None) -> Path:
     if given is None:
         return Path("runs") / f"benchmark-{datetime.now():%Y-%m-%d-%H%M%S}"
     folder = expand_path(given, key="--output")
-    if folder.exists():
-        raise ConfigError(f"--output '{folder}' exists already; name a new folder, or remove it")
-    return folder
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        return folder
+    except OSError as error:
+        raise ConfigError(
+            f"--output: '{folder}' cannot be written ({reason(error)}); choose another folder"
+        ) from error
+    raise ConfigError(f"--output '{folder}' exists already; name a new folder, or remove it")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from experiments.memory import gigabytes, memory_limit
+from experiments.parser import MOST, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -41,6 +43,13 @@ class Shape:
         return 3 * 3 * 2 * self.num_tokens * self.d_model * self.active_width
 
     @property
+    def num_bytes(self) -> int:
+        """Of the experts' weights, the input and the hidden values: far less than a step needs."""
+        size = 4 if self.dtype == "fp32" else 2
+        weights = 3 * self.num_experts * self.d_model * self.d_ff
+        return size * (weights + self.num_tokens * (self.d_model + self.active_width))
+
+    @property
     def batch(self) -> tuple[int, int, int]:
         """(B, S, D) of the input."""
         length = SEQUENCE if self.num_tokens % SEQUENCE == 0 else self.num_tokens
@@ -69,11 +78,12 @@ def parse_shape(text: str) -> Shape:
     *numbers, dtype = (part.strip() for part in parts)
     sizes: list[int] = []
     for name, number in zip("TDFEK", numbers, strict=True):
-        if not (number.isascii() and number.isdigit() and int(number) > 0):
+        size = whole_number(number, least=1)
+        if size is None:
             raise ConfigError(
-                f"{where}: {name} must be a whole number of at least 1, got '{number}'"
+                f"{where}: {name} must be a whole number from 1 to {MOST}, got '{number}'"
             )
-        sizes.append(int(number))
+        sizes.append(size)
     if dtype not in DTYPES:
         hint = did_you_mean(dtype, DTYPES)
         raise ConfigError(f"{where}: dtype '{dtype}' is not one of {', '.join(DTYPES)}{hint}")
@@ -81,5 +91,11 @@ def parse_shape(text: str) -> Shape:
     if shape.k > shape.num_experts:
         raise ConfigError(
             f"{where}: K ({shape.k}) must not exceed E ({shape.num_experts}); lower K or raise E"
+        )
+    limit = memory_limit()
+    if limit is not None and shape.num_bytes > limit:
+        raise ConfigError(
+            f"{where}: takes {gigabytes(shape.num_bytes)}, and this process may have {gigabytes(limit)} of "
+            "memory; lower T, D, F or E"
         )
     return shape

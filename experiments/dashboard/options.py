@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from experiments.output_file import check_output
-from experiments.parser import Parser
+from experiments.parser import Parser, whole_number
 from moe_ffn.errors import ConfigError, expand_path
 
 DEFAULT_NAME = "Feed-forward blocks"
@@ -129,9 +129,10 @@ def _display_name(given: str) -> str:
 
 
 def _layer(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
+    number = whole_number(text)
+    if number is None:
         raise ConfigError(f"--layers '{text}' is not the number of a layer, such as 0")
-    return int(text)
+    return number
 
 
 def _saved_view(given: argparse.Namespace) -> str | None:
@@ -141,7 +142,10 @@ def _saved_view(given: argparse.Namespace) -> str | None:
         return None
     if given.json is not None:
         raise ConfigError("--replace and --json exclude each other: --json sends nothing")
-    address = urlsplit(url)
+    try:
+        address = urlsplit(url)
+    except ValueError:  # brackets that hold no address
+        address = urlsplit("")
     view = next(iter(parse_qs(address.query).get("nw", [])), "")
     if address.scheme not in ("http", "https") or not view:
         raise ConfigError(
@@ -165,9 +169,5 @@ def _output(given: str) -> Path:
         return path
     if not given:
         raise ConfigError("--json is empty: it must be a file, or - for standard output")
-    if path.is_dir():
-        raise ConfigError(f"--json {given}: is a folder; a file is needed")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {given}: there is no folder '{path.parent}'")
     check_output("--json", path, _OPENING)
     return path

@@ -16,7 +16,7 @@ from experiments.exit import exit_on_bad_input
 from experiments.output_file import PAGE, check_output, write_output
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
-from experiments.parser import Parser
+from experiments.parser import Parser, whole_number
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError, reason
 
@@ -48,12 +48,13 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_layers(text: str) -> list[int]:
     """`0,3` as [0, 3]."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    parts = [whole_number(part.strip()) for part in text.split(",")]
+    layers = [part for part in parts if part is not None]
+    if len(layers) < len(parts):
         raise ConfigError(
             f"--layers: must be numbers of layers with commas between them, as in 0,3, got '{text}'"
         )
-    return [int(part) for part in parts]
+    return layers
 
 
 def read_text(given: str) -> bytes:

@@ -48,9 +48,9 @@ def refuse(
             "--suite 'row' is not one of rows, experts, tokens, width, skew, decoding, training, "
             "memory, blocks, profile, gpu; did you mean 'rows'?",
         ),
-        (["--rounds", "0"], "--rounds (0) must be a whole number of at least 1"),
-        (["--warmup", "-1"], "--warmup (-1) must be a whole number of at least 0"),
-        (["--threads", "two"], "--threads (two) must be a whole number of at least 1"),
+        (["--rounds", "0"], "--rounds (0) must be a whole number from 1 to 1000000000"),
+        (["--warmup", "-1"], "--warmup (-1) must be a whole number from 0 to 1000000000"),
+        (["--threads", "two"], "--threads (two) must be a whole number from 1 to 4096"),
         (["--device", "gpu"], "--device 'gpu' is not one of auto, cpu, cuda; a GPU is cuda"),
         (
             ["--shape", "1,2,3"],
@@ -63,7 +63,7 @@ def refuse(
         ),
         (
             ["--shape", "64,0,8,4,2,fp32"],
-            "--shape 64,0,8,4,2,fp32: D must be a whole number of at least 1, got '0'",
+            "--shape 64,0,8,4,2,fp32: D must be a whole number from 1 to 1000000000, got '0'",
         ),
         (
             ["--shape", "64,16,8,4,2,fp64"],

@@ -171,8 +171,14 @@ VIEW_URL = "https://wandb.ai/team/project?nw=abc"
             "--layers 'layer_03' is not the number of a layer, such as 0",
         ),
         ([*WHERE, "--json", ""], "--json is empty: it must be a file, or - for standard output"),
-        ([*WHERE, "--json", "."], "--json .: is a folder; a file is needed"),
-        ([*WHERE, "--json", "no/v.json"], "--json no/v.json: there is no folder 'no'"),
+        (
+            [*WHERE, "--json", "."],
+            "--json: '.' cannot be written (Is a directory); choose another file",
+        ),
+        (
+            [*WHERE, "--json", "no/v.json"],
+            "--json: 'no/v.json' cannot be written (No such file or directory); choose another file",
+        ),
         (
             [*WHERE, "--json", "-", "--replace", VIEW_URL],
             "--replace and --json exclude each other: --json sends nothing",

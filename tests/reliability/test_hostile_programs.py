@@ -1,0 +1,263 @@
+"""Whatever a config, an option or a word of any program is: it works, or three lines at most say why not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile import LONG, MANY_DIGITS, check_answer, every
+
+from experiments.selftest.configs import Mutation, ask, check_refused
+from experiments.selftest.finished_run import finished_copy
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def train(*_: Any, **__: Any) -> None:
+        raise AssertionError("was accepted")
+
+    monkeypatch.setattr("experiments.compare.train", train)
+
+
+# -- configs
+
+WHOLE = "--config mine.yaml"
+CONFIGS: dict[str, tuple[bytes, str]] = {
+    "another version of YAML": (b"%YAML 9.9\n---\nseed: 1\n", WHOLE),
+    "a tag of one's own": (b"%TAG ! tag:evil.org,2026:\n---\nseed: !x 1\n", WHOLE),
+    "an equals sign": (b"seed: =\n", WHOLE),
+    "merging a number": (b"<<: 3\n", WHOLE),
+    "merging text": (b"model: {<<: moe}\n", WHOLE),
+    "an alias as a key": (b"seed: &a 1\n*a : 2\n", "1"),
+    "an explicit key without a name": (b"? \n: 1\n", "None"),
+    "a block indented by nine": (b"run:\n  name: |9\n   x\n", WHOLE),
+    "a quotation without end": (b'seed: "1\n', WHOLE),
+    "a character beyond Unicode": (b'seed: "\\UFFFFFFFF"\n', WHOLE),
+    "Arabic digits": ("seed: \u0663\n".encode(), "seed"),
+    "Arabic digits by a tag": ("seed: !!int '\u0663x'\n".encode(), WHOLE),
+    "fullwidth digits": ("seed: \uff11\n".encode(), "seed"),
+    "a look-alike": ("\u0455eed: 1\n".encode(), "\u0455eed"),
+    "an invisible space in a key": ("se\u200bed: 1\n".encode(), "se\\u200bed"),
+    "writing from right to left": ("\u202edees: 1\n".encode(), "\\u202edees"),
+    "a line separator in a key": (b'"a\\u2028b": 1\n', "a\\u2028b"),
+    "a dotted key": (b"model.ffn.type: dense\n", "model.ffn.type"),
+    "a section left empty by a list": (b"model: []\n", "model"),
+    "a type of null": (b"model: {ffn: {type: null}}\n", "model.ffn.type"),
+    "a type that is empty": (b"model: {ffn: ''}\n", "model.ffn.type"),
+    "a type that is a mapping": (b"model: {ffn: {type: {type: moe}}}\n", "model.ffn.type"),
+    "layers as a list": (b"model: {ffn_at: [dense]}\n", "model.ffn_at"),
+    "a slice without a step": (b"model: {ffn_at: {'::0': dense}}\n", "model.ffn_at"),
+    "a slice of no layer": (b"model: {ffn_at: {'1:1': dense}}\n", "model.ffn_at"),
+    "a slice of many digits": (
+        b"model: {ffn_at: {'%s:': dense}}\n" % (b"9" * 400),
+        "model.ffn_at",
+    ),
+    "a path of null": (b"data: {corpus: {type: text, paths: [null]}}\n", "data.corpus"),
+    "a tag with a colour": (b'logging: {wandb: {tags: ["\\e[31m", 1]}}\n', "logging.wandb.tags"),
+    "a name of 60 faces": ("run: {name: %s}\n".replace("%s", "\U0001f600" * 60).encode(), "run.name"),
+    "a name of a dot": (b"run: {name: .}\n", "run.name"),
+    "a cache without a name": (b"data: {cache_dir: ''}\n", "data.cache_dir"),
+    "runs without a folder": (b"run: {output_dir: ''}\n", "run.output_dir"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", every(CONFIGS, quick=8))
+def test_a_config(case: tuple[bytes, str], tmp_path: Path) -> None:
+    content, named = case
+    (tmp_path / "c").mkdir()
+    answer = ask(tmp_path / "c", content)
+
+    check_refused(answer, Mutation(content, named), tmp_path / "c")
+    assert all(line.isprintable() for line in answer.stderr.splitlines()), answer.stderr
+
+
+# -- options
+
+OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
+    "a path that ends in a dot": (("--model.ffn.", "moe"), "model.ffn."),
+    "a path that begins with a dot": (("--.seed", "1"), "'--.seed'"),
+    "a path of dots": (("--...", "1"), "--..."),
+    "two dots": (("--model..d_model", "8"), "model."),
+    "no path": (("--=3",), "'--=3'"),
+    "two dashes alone": (("--", "3"), "--"),
+    "no value after an equals sign": (("--seed=",), "seed"),
+    "a dash of print": (("\u2013\u2013seed", "1"), "seed"),
+    "a long dash": (("\u2014seed", "1"), "seed"),
+    "an option as a value": (("--seed", "--data.seq_len", "8"), "--seed"),
+    "a number with underscores": (("--trainer.max_steps", "1_000"), "trainer.max_steps"),
+    "capital letters": (("--SEED", "1"), "SEED"),
+    "colours in a path": (("--\x1b[31mseed", "1"), "seed"),
+    "colours in a path without a value": (("--\x1b[31mseed",), "seed"),
+    "colours in a word": (("\x1b[31mseed",), "seed"),
+    "bytes that are no text": (("--run.name", "a\udcff"), "run.name"),
+    "bytes that are no text, in a path": (("--a\udcff", "1"), "a"),
+    "a long path": (("--" + LONG, "1"), "xxx..."),
+    "a long path without a value": (("--" + LONG,), "--xxx"),
+    "a long word": ((LONG,), "xxx"),
+    "a deep path": (("--" + ".".join("a" * 3_000), "1"), "a: unknown"),
+    "no file": (("--config", ""), "--config"),
+    "a file twice, once damaged": (("--config", "/dev/null", "--config", "/no"), "--config /no"),
+    "a device without end": (("--config", "/dev/zero"), "--config /dev/zero"),
+    "a file with colours": (("--config", "\x1b[31m.yaml"), "--config"),
+    "a file with a long name": (("--config", LONG), "--config"),
+    "a value for a flag": (("--print-config=yes",), "--print-config"),
+    "help of nothing there": (("--help", "model.nope"), "model.nope"),
+    "help with colours": (("--help", "\x1b[31m"), "help"),
+    "to resume two": (("--resume", "a", "b"), "'a'"),
+}
+
+
+@pytest.mark.parametrize("case", every(OPTIONS, quick=6))
+def test_an_option(case: tuple[tuple[str, ...], str]) -> None:
+    argv, named = case
+
+    check_answer("train", *argv, named=named)
+
+
+REPEATED: dict[str, tuple[tuple[str, ...], str]] = {
+    "the same file twice": (("--config", "a.yaml", "--config", "a.yaml"), "seed: 3"),
+    "a value that holds equals signs": (("--run.name=a=b=c",), "name: a=b=c"),
+    "the last of two": (("--seed", "1", "--seed", "2"), "seed: 2"),
+    "a negative number": (("--sample.prompt='-5'",), "prompt: '-5'"),
+    "an empty value": (("--sample.prompt", ""), "prompt: null"),
+    "a document mark at both ends": (("--config", "marks.yaml"), "seed: 4"),
+}
+
+
+@pytest.mark.parametrize("case", every(REPEATED))
+def test_what_looks_odd_and_is_right(case: tuple[tuple[str, ...], str]) -> None:
+    Path("a.yaml").write_text("seed: 3")
+    Path("marks.yaml").write_text("--- # first\nseed: 4\n...\n")
+    argv, shown = case
+
+    done = check_answer("train", *argv, "--print-config", named=None)
+
+    assert shown in done.stdout
+
+
+# -- other programs: what they are told
+
+_WHERE = ("dashboard", "--entity", "e", "--project", "p")
+_RUN = "no-such-run"
+_TINY = ("benchmark", "--shape", "8,8,8,2,1,fp32", "--rounds", "1", "--output", "o")
+PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "rounds of many digits": (("benchmark", "--rounds", MANY_DIGITS), "--rounds"),
+    "threads beyond any machine": ((*_TINY, "--threads", "9" * 12), "--threads"),
+    "a shape of many digits": (("benchmark", "--shape", f"{MANY_DIGITS},1,1,1,1,fp32"), "--shape"),
+    "a shape beyond any memory": (("benchmark", "--shape", "8,999999999,999999999,8,2,bf16"), "--shape"),
+    "a shape with colours": (("benchmark", "--shape", "\x1b[31m"), "--shape"),
+    "a shape of Arabic digits": (("benchmark", "--shape", "\u0663,1,1,1,1,fp32"), "--shape"),
+    "a long suite": (("benchmark", "--suite", LONG), "--suite"),
+    "a long device": (("benchmark", "--device", LONG), "--device"),
+    "output below a file": ((*_TINY[:-1], "mine.txt/o"), "--output"),
+    "output with a long name": (("benchmark", "--output", LONG), "--output"),
+    "layers of many digits": ((*_WHERE, "--layers", MANY_DIGITS), "--layers"),
+    "layers with colours": ((*_WHERE, "--layers", "\x1b[31m"), "--layers"),
+    "JSON into a device": ((*_WHERE, "--json", "/dev/null"), "--json"),
+    "JSON over a run's results": ((*_WHERE, "--json", "summary.json"), "--json"),
+    "JSON with a long name": ((*_WHERE, "--json", LONG), "--json"),
+    "a view with a broken address": ((*_WHERE, "--replace", "http://[::1?nw=a"), "--replace"),
+    "a seed of Arabic digits": (("generate", _RUN, "--seed", "\u0663"), "--seed"),
+    "rounds below 1": (("overhead", "--rounds", "0"), "rounds"),
+    "rounds that are text": (("overhead", "--rounds", "many"), "rounds"),
+    "steps beyond any patience": (("overhead", "--steps", "-1"), "steps"),
+    "overhead of half a word": (("overhead", "--stepz", "3"), "steps"),
+    "readme of another word": (("readme", "--chek"), "--chek"),
+    "a long chapter": (("selftest", LONG), "chapter"),
+    "a chapter with colours": (("selftest", "\x1b[31m"), "chapter"),
+    "a seed of many digits": (("generate", _RUN, "--seed", MANY_DIGITS), "--seed"),
+    "no tokens": (("generate", _RUN, "--num-tokens", "-1"), "num_tokens"),
+    "a temperature of nothing": (("generate", _RUN, "--temperature", ".nan"), "temperature"),
+    "a run with colours": (("generate", "\x1b[31m"), "[31m"),
+    "every of infinity": (("report", _RUN, "--every", "inf", "--watch"), "--every"),
+    "every with colours": (("report", _RUN, "--every", "\x1b[31m"), "--every"),
+    "a comparison above its folder": (("compare", "mine.yaml", "--name", ".."), "--name"),
+    "a comparison elsewhere": (("compare", "mine.yaml", "--name", "/tmp/elsewhere"), "--name"),
+    "a comparison below": (("compare", "mine.yaml", "--name", "a/b"), "--name"),
+    "a comparison without a name": (("compare", "mine.yaml", "--name", ""), "--name"),
+    "a comparison with colours": (("compare", "mine.yaml", "--name", "\x1b[31m"), "--name"),
+    "a comparison of a long name": (("compare", "mine.yaml", "--name", LONG), "--name"),
+    "a comparison named twice": (("compare", "mine.yaml", "--name", "a", "--name", "b"), "--name"),
+    "a comparison of a folder": (("compare", "folder"), "folder"),
+    "a comparison of a file of two lines": (("compare", "a\nb.yaml"), "run.name"),
+    "two configs of one stem": (("compare", "mine.yaml", "mine.yml"), "mine"),
+    "a comparison of a resumed run": (("compare", "mine.yaml", "--resume", "x"), "resume"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", every(PROGRAMS, quick=8))
+def test_a_word_for_another_program(case: tuple[tuple[str, ...], str]) -> None:
+    Path("folder").mkdir()
+    for name in ("mine.txt", "mine.yaml", "mine.yml", "a\nb.yaml"):
+        Path(name).write_text("seed: 1\n")
+    Path("summary.json").write_text('{\n  "validation_loss": 1.0\n}\n')
+    (program, *argv), named = case
+
+    check_answer(program, *argv, named=named)
+
+
+# -- a trained run
+
+TRACED: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "nothing": (("--text", ""), "--text"),
+    "a NUL and colours": (("--text", "a\x1b[31m\x07b"), None),
+    "a face": (("--text", "\U0001f600"), None),
+    "bytes that are no text": (("--text", "a\udcffb"), None),
+    "as long as it can be": (("--text", "a" * 16), None),
+    "a token longer": (("--text", "a" * 17), "--text"),
+    "a megabyte": (("--text", "a" * 1_000_000), "--text"),
+    "layers of many digits": (("--text", "a", "--layers", MANY_DIGITS), "--layers"),
+    "no layers": (("--text", "a", "--layers", ""), "--layers"),
+    "a layer twice": (("--text", "a", "--layers", "0,0"), None),
+    "a layer with colours": (("--text", "a", "--layers", "\x1b[31m"), "--layers"),
+    "a page over its config": (("--text", "a", "--html", "run/config.yaml"), "--html"),
+    "a page over its weights": (("--text", "a", "--html", "run/checkpoints/best.ckpt"), "--html"),
+    "a page into a device": (("--text", "a", "--html", "/dev/null"), "--html"),
+}
+GENERATED: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "an empty prompt": (("--prompt", "", "--num-tokens", "2"), "prompt"),
+    "bytes that are no text": (("--prompt", "a\udcff", "--num-tokens", "2"), "prompt"),
+    "a prompt longer than a sequence": (("--prompt", "a" * 3_000, "--num-tokens", "2"), None),
+    "a seed beyond 64 bits": (("--seed", "9" * 30, "--num-tokens", "2"), "--seed"),
+    "a negative seed": (("--seed=-9223372036854775809", "--num-tokens", "2"), "--seed"),
+    "no tokens": (("--num-tokens", "0"), None),
+    "more tokens to choose from than there are": (("--top-k", "999999999", "--num-tokens", "2"), None),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_copy(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Iterator[str]:
+    """The trained run as `run`, of which nothing is changed."""
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    yield "run"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", every(TRACED))
+def test_a_text_to_trace(case: tuple[tuple[str, ...], str | None], run: str) -> None:
+    argv, named = case
+
+    done = check_answer("trace", run, *argv, named=named)
+
+    assert not set("\x1b\x07\0") & set(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", every(GENERATED))
+def test_a_prompt(case: tuple[tuple[str, ...], str | None], run: str) -> None:
+    argv, named = case
+
+    check_answer("generate", run, *argv, named=named)
