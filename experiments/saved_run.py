@@ -90,7 +90,7 @@ def _weights(
             print(f"{checkpoints}: {why}; taking {found.path.name}", file=sys.stderr)
         return _of_decoder(found.values)
     raise ConfigError(
-        f"'{checkpoints}' has no good checkpoint: {why}"
+        f"'{checkpoints}' has no good checkpoint: {why}; put back what was there, or give another run"
         if why
         else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has come to its "
         "first validation"

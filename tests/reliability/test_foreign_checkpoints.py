@@ -136,6 +136,7 @@ def test_a_checkpoint_of_another_run_is_refused(folder: Path, do: list[Do], said
         assert f"{name} {said}" in str(error.value)
         assert "\n" not in str(error.value)
     assert str(resumed.value).endswith("; put back what was there, or start a new run")
+    assert str(loaded.value).endswith("; put back what was there, or give another run")
 
 
 SIBLINGS = {
