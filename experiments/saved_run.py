@@ -76,11 +76,10 @@ def _weights(
     checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any], record: RunRecord
 ) -> Mapping[str, Tensor]:
     """The best, or the newest where those are damaged."""
-    state = decoder.state_dict()
     found, passed_over = newest_good(
         [*best_checkpoint(checkpoints), *newest_first(checkpoints)],
         lambda values: (
-            refusal_to_load({**values, "state_dict": _of_decoder(values)}, expected, state)
+            refusal_to_load({**values, "state_dict": _of_decoder(values)}, expected, decoder)
             or record.refusal(values[IDENTITY])
         ),
     )

@@ -178,7 +178,7 @@ def go_on(
     say_changed_code(resume.folder)
     check_documents(resume.folder, data.documents)
     same = identity(resume.config, data)
-    start = find_start(resume.folder, resume.own, same, module.state_dict())
+    start = find_start(resume.folder, resume.own, same, module)
     start.require_steps_left(resume.config.trainer.max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():

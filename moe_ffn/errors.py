@@ -65,7 +65,10 @@ def explain(
 
 def show(value: Any) -> str:
     """A value as code would write it, up to sixty characters; takes no longer for a huge one."""
-    return shorten(_repr.repr(value))
+    try:
+        return shorten(_repr.repr(value))
+    except ValueError:  # of more digits than Python writes
+        return "a huge number"
 
 
 def without_middle(text: str, limit: int = 600) -> str:

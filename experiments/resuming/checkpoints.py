@@ -9,22 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.resuming.identity import differences
+from experiments.resuming.kinds import describe, require_finite, require_plain, require_same_kind
+from moe_ffn.errors import printable, show
 from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint
 from moe_ffn.training.checkpoint_folder import BEST_NAME
-
-_NEEDED = {
-    "state_dict": Mapping,
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "loops": Mapping,
-    "callbacks": Mapping,
-    "epoch": int,
-    "global_step": int,
-}
-"""What Lightning reads of a checkpoint, and as what."""
 
 _OF_WEIGHTS = re.compile(r"model|data$|data\.tokenizer|data\.seq_len")
 """The part of an identity without which weights mean something else."""
@@ -60,7 +51,7 @@ def newest_good(
                 return GoodCheckpoint(path, values), passed_over
         except CheckpointError as error:
             reason = str(error)
-        passed_over.append(f"{path.name} {reason}")
+        passed_over.append(printable(f"{path.name} {reason}"))
     return None, passed_over
 
 
@@ -71,56 +62,87 @@ def best_checkpoint(folder: Path) -> list[Path]:
 
 
 def refusal_to_resume(
-    values: Mapping[str, Any], expected: Mapping[str, Any], state: Mapping[str, Tensor]
+    values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
-    """Why a run cannot go on from a checkpoint; None where it can.
+    """Why a run cannot go on from the weights of a checkpoint; None where it can.
 
     Args:
         expected: the `identity` of the run; what else a checkpoint says of its run is not looked at.
-        state: of its model, whose names and shapes the checkpoint has to have.
+        model: with the names of the weights.
+
+    Raises:
+        CheckpointError: the same, of what is malformed.
     """
-    for name, kind in (_NEEDED | {IDENTITY: Mapping}).items():
-        if not isinstance(values.get(name), kind):
-            return f"lacks '{name}', so it is no checkpoint of a run"
+    _require_parts(values)
     found = {key: values[IDENTITY].get(key) for key in expected}
-    return _first(differences(found, expected)) or _refusal_of_state(values["state_dict"], state)
+    if different := _first(differences(found, expected)):
+        return different
+    _require_weights(values["state_dict"], model)
+    return None
 
 
 def refusal_to_load(
-    values: Mapping[str, Any], expected: Mapping[str, Any], state: Mapping[str, Tensor]
+    values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
     """Why the weights of a checkpoint do not go into a model; None where they do.
 
     Args:
         expected: the `identity_of_weights` of the run.
-        state: of its model, by the names that weights have in `values["state_dict"]`.
+        model: with the names that weights have in `values["state_dict"]`.
+
+    Raises:
+        CheckpointError: the same, of what is malformed.
     """
-    for name in ("state_dict", IDENTITY):
-        if not isinstance(values.get(name), Mapping):
-            return f"lacks '{name}', so it is no checkpoint of a run"
+    _require_parts(values)
     different = differences(values[IDENTITY], expected)
     of_weights = {key: pair for key, pair in different.items() if _OF_WEIGHTS.match(key)}
-    return _first(of_weights) or _refusal_of_state(values["state_dict"], state)
+    if refusal := _first(of_weights):
+        return refusal
+    _require_weights(values["state_dict"], model)
+    return None
+
+
+def _require_parts(values: Mapping[str, Any]) -> None:
+    for name in ("state_dict", IDENTITY):
+        if not isinstance(values.get(name), Mapping):
+            raise CheckpointError(f"lacks '{name}', so it is no checkpoint of a run")
+    require_plain(values[IDENTITY], IDENTITY)
+
+
+def _require_weights(found: Any, model: nn.Module) -> None:
+    """Weights that go into a model, and are finite; a buffer may be a mask of infinities.
+
+    Args:
+        found: `state_dict` of a checkpoint, by the names of `model`.
+
+    Raises:
+        CheckpointError: they do not, or are not.
+    """
+    expected, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    for name, value in expected.items():
+        if name not in found:
+            raise CheckpointError(f"lacks the weight '{name}'")
+        if not isinstance(value, Tensor):  # what a block of somebody's own keeps beside its weights
+            continue
+        mine = found[name]
+        if not isinstance(mine, Tensor) or mine.shape != value.shape:
+            raise CheckpointError(
+                f"has '{name}' in another shape than {tuple(value.shape)}: {describe(mine)}"
+            )
+        if mine.is_floating_point() != value.is_floating_point():
+            raise CheckpointError(f"has '{name}' as {mine.dtype}, not {value.dtype}")
+        require_same_kind(mine, value, f"state_dict.{name}")
+        if bool(mine.isnan().any()):
+            raise CheckpointError(f"holds NaN in '{name}'")
+        if name in parameters:
+            require_finite(mine.to(value.dtype), name)
+    if unknown := [name for name in found if name not in expected]:
+        raise CheckpointError(f"has the weight {show(unknown[0])}, which this model lacks")
 
 
 def _first(different: Mapping[str, tuple[Any, Any]]) -> str | None:
     for key, (old, new) in different.items():
-        return f"was made with {key} {_short(old)}, but this run has {_short(new)}"
-    return None
-
-
-def _refusal_of_state(found: Mapping[str, Any], state: Mapping[str, Tensor]) -> str | None:
-    for name, value in state.items():
-        if name not in found:
-            return f"lacks the weight '{name}'"
-        if not isinstance(found[name], Tensor) or found[name].shape != value.shape:
-            return f"has '{name}' in another shape than {tuple(value.shape)}"
-        if found[name].is_floating_point() != value.is_floating_point():
-            return f"has '{name}' as {found[name].dtype}, not {value.dtype}"
-        if found[name].isnan().any():
-            return f"holds NaN in '{name}'"
-    if unknown := [name for name in found if name not in state]:
-        return f"has the weight '{unknown[0]}', which this model lacks"
+        return f"was made with {_short(key)} {_short(old)}, but this run has {_short(new)}"
     return None
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from experiments.config import TrainConfig
+from experiments.resuming.checkpoint_content import require_training
 from experiments.resuming.checkpoints import (
     best_checkpoint,
     newest_good,
@@ -51,6 +50,7 @@ from moe_ffn.training.checkpoint_steps import (
 )
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.metrics_file import STEP, read_rows
+from moe_ffn.training.module import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def check_documents(folder: Path, now: Documents) -> None:
 
 
 def find_start(
-    folder: Path, own: TrainConfig, identity: Mapping[str, Any], state: Mapping[str, Tensor]
+    folder: Path, own: TrainConfig, identity: Mapping[str, Any], module: LanguageModel
 ) -> Start:
     """The newest checkpoint that is whole and of this very run.
 
@@ -118,19 +118,21 @@ def find_start(
         folder: of the run.
         own: the options in it.
         identity: what the checkpoint has to agree in.
-        state: of the model that it has to fit.
+        module: of the run, as it begins, which it has to fit.
 
     Raises:
         ConfigError: there are checkpoints, and none is good; or there are none, and there were.
     """
     checkpoints, record = folder / CHECKPOINTS_FOLDER, RunRecord.read(folder, own)
     candidates = newest_first(checkpoints)
-    found, passed_over = newest_good(
-        candidates,
-        lambda values: (
-            refusal_to_resume(values, identity, state) or record.refusal(values[IDENTITY])
-        ),
-    )
+
+    def refusal(values: Mapping[str, Any]) -> str | None:
+        of_another = refusal_to_resume(values, identity, module) or record.refusal(values[IDENTITY])
+        if of_another is None:
+            require_training(values, module, own.trainer.accumulate_grad_batches)
+        return of_another
+
+    found, passed_over = newest_good(candidates, refusal)
     if found is not None:
         others = candidates[candidates.index(found.path) + 1 :]
         passed_over += [

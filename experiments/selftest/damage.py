@@ -98,8 +98,8 @@ def _require_refused(read: Callable[[], object], damage: Damage, name: str) -> N
 
 
 @cache
-def _expected() -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """What that run has to agree in with a checkpoint: options, identity, and the state of its model."""
+def _expected() -> tuple[Any, dict[str, Any], Any]:
+    """What that run has to agree in with a checkpoint: options, identity, and its module."""
     from experiments.assemble import build_module
     from experiments.command_line import read_config
     from experiments.config import TrainConfig
@@ -108,7 +108,7 @@ def _expected() -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
     config = read_config(finished_run() / CONFIG_FILE, TrainConfig)
     data = prepare(config.data, progress=False)
-    return config, identity(config, data), build_module(config, data).state_dict()
+    return config, identity(config, data), build_module(config, data)
 
 
 def _start(folder: Path) -> Any:

@@ -1,0 +1,194 @@
+"""What an optimizer keeps in a checkpoint, measured against one step of a fresh one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from experiments.resuming.kinds import (
+    describe,
+    malformed,
+    require_count,
+    require_dense,
+    require_finite,
+    require_keys,
+    require_same_kind,
+    require_tensor,
+)
+from moe_ffn.import_path import is_outside
+from moe_ffn.training.optimizer import build_schedule
+from moe_ffn.training.optimizer_config import OptimizerConfig
+
+SCALER = "MixedPrecision"
+"""Where Lightning keeps the scale of float16's gradients."""
+
+
+@dataclass(frozen=True)
+class _OfParameter:
+    """What belongs into the state of a parameter."""
+
+    shape: torch.Size
+    kept: Mapping[str, Any]
+    """By its names, values of the kinds that one step makes."""
+
+
+def require_optimizer(
+    values: Mapping[str, Any],
+    model: nn.Module,
+    config: OptimizerConfig,
+    max_steps: int,
+    taken: int,
+) -> None:
+    """The states of the one optimizer and the one schedule of a run.
+
+    Of an optimizer of somebody's own it is not known how its state goes on after the first step: what one
+    step makes has to be there as it makes it, and everything has to be finite.
+
+    Args:
+        values: a whole checkpoint.
+        taken: how many optimizer steps moved the weights.
+
+    Raises:
+        CheckpointError: they are of something else, or broken.
+    """
+    fresh = config.build(model)
+    schedule = build_schedule(fresh, config, max_steps)
+    require_same_kind(values["lr_schedulers"], [schedule.state_dict()], "lr_schedulers")
+    step, last = values["global_step"], values["lr_schedulers"][0]["last_epoch"]
+    require_count(last, "lr_schedulers.0.last_epoch", step, step)
+    if not isinstance(values["optimizer_states"], list) or len(values["optimizer_states"]) != 1:
+        raise malformed("optimizer_states", "must be a list of 1")
+    found, path = values["optimizer_states"][0], "optimizer_states.0"
+    require_keys(found, ("state", "param_groups"), path)
+    is_own = is_outside(type(config))
+    groups = _require_groups(found["param_groups"], fresh, f"{path}.param_groups", is_own=is_own)
+    if not isinstance(found["state"], Mapping):
+        raise malformed(f"{path}.state", "must be a mapping")
+    expected = _expected(fresh, groups)
+    counts = _require_state(found["state"], expected, f"{path}.state", is_own=is_own)
+    if is_own:
+        return
+    if taken and not found["state"] and any(parameter.kept for parameter in expected):
+        raise malformed(f"{path}.state", f"is empty after {taken} steps")
+    # A step that float16's scaler left out is one that nobody counted.
+    if counts and SCALER not in values:
+        most = max(count.item() for count in counts)
+        if most != taken or not all(count == count.round() and count >= 1 for count in counts):
+            raise malformed(f"{path}.state", f"counts {most:g} steps, but {taken} were taken")
+
+
+def _require_groups(
+    found: Any, fresh: Optimizer, path: str, *, is_own: bool
+) -> list[Mapping[str, Any]]:
+    expected = fresh.state_dict()["param_groups"]
+    if not isinstance(found, list) or len(found) != len(expected):
+        raise malformed(path, f"must be a list of {len(expected)}")
+    for place, (mine, its) in enumerate(zip(found, expected, strict=True)):
+        where = f"{path}.{place}"
+        if is_own:  # whose options may be of several kinds
+            mine_params = mine.get("params") if isinstance(mine, Mapping) else None
+            require_same_kind(mine_params, its["params"], f"{where}.params")
+        else:
+            require_same_kind(mine, its, where)
+        if mine["params"] != its["params"]:
+            raise malformed(f"{where}.params", "names other parameters")
+    return found
+
+
+def _require_state(
+    found: Mapping[Any, Any], expected: Sequence[_OfParameter], path: str, *, is_own: bool
+) -> list[Tensor]:
+    """Raise unless it is a state; returns the step counts in it."""
+    storages: set[int] = set()
+    counts: list[Tensor] = []
+    for number, state in found.items():
+        if type(number) is not int or not 0 <= number < len(expected):
+            raise malformed(path, "is of a parameter that this run does not have")
+        where, of_parameter = f"{path}.{number}", expected[number]
+        if not isinstance(state, Mapping):
+            raise malformed(where, f"must be a mapping, got {describe(state)}")
+        if missing := [] if is_own else [name for name in of_parameter.kept if name not in state]:
+            raise malformed(where, f"lacks '{missing[0]}'")
+        for name, value in state.items():
+            place = f"{where}.{name}"
+            if name in of_parameter.kept:
+                require_same_kind(value, of_parameter.kept[name], place)
+            elif isinstance(value, Tensor):
+                require_tensor(value, value.shape if is_own else of_parameter.shape, place)
+            if not isinstance(value, Tensor):
+                continue
+            _require_numbers(value, place)
+            if not is_own:
+                _require_own_storage(value, storages, place)
+                counts += [value] if name == "step" else []
+    return counts
+
+
+def _require_numbers(value: Tensor, path: str) -> None:
+    require_dense(value, path)
+    if value.dtype == torch.float16:  # whose squares overflow in a run that is well
+        if bool(value.isnan().any()):
+            require_finite(value, path)
+    else:
+        require_finite(value, path)
+
+
+def _require_own_storage(value: Tensor, storages: set[int], path: str) -> None:
+    """Optimizers write in place: two tensors in one place would write each other's numbers."""
+    place = value.untyped_storage().data_ptr()
+    if place in storages and value.numel():
+        raise malformed(path, "shares its place with another tensor")
+    storages.add(place)
+
+
+def _expected(fresh: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[_OfParameter]:
+    """What is kept of each parameter.
+
+    With the numbers among the options that the checkpoint was made with, on which it may depend what is
+    kept: a run may take up momentum on the way.
+    """
+    known: dict[tuple[int, torch.Size, torch.dtype], _OfParameter] = {}
+    found: list[_OfParameter] = []
+    for place, (group, options) in enumerate(zip(list(fresh.param_groups), groups, strict=True)):
+        numbers = {
+            name: options[name]
+            for name, value in group.items()
+            if type(value) is float and type(options.get(name)) is float
+        }
+        for parameter in group["params"]:
+            key = place, parameter.shape, parameter.dtype
+            if key not in known:
+                kept = _kept_by_one_step(fresh, {**group, **numbers}, parameter)
+                known[key] = _OfParameter(parameter.shape, kept)
+            found.append(known[key])
+    return found
+
+
+def _kept_by_one_step(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """Tried without memory first, and then on zeros, since Adafactor looks at the size of the weights.
+
+    Nothing where neither can be tried, of an optimizer of somebody's own.
+    """
+    for device in ("meta", "cpu"):
+        blank = nn.Parameter(torch.zeros_like(parameter, device=device))
+        blank.grad = torch.zeros_like(blank)
+        optimizer.state.clear()
+        optimizer.param_groups[:] = [{**group, "params": [blank]}]
+        try:
+            optimizer.step()
+        except Exception:  # of any kind, since it may be anybody's
+            continue
+        state = dict(optimizer.state[blank])
+        optimizer.state.clear()
+        return {
+            name: value.to("meta") if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+    return {}
