@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from lightning.pytorch.callbacks import EarlyStopping
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torchmetrics import Metric
 
 from experiments.resuming.kinds import (
     MOST,
+    describe,
     malformed,
     require_count,
     require_dense,
@@ -31,7 +33,16 @@ from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.guard import STEPS_OF_MEDIAN
 
 _Count = Annotated[int, Field(ge=0, le=MOST)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _require_measured(value: Any) -> Any:
+    """A whole number is none that was measured, though Python takes it for one."""
+    if type(value) is not float or not math.isfinite(value):
+        raise ValueError(f"must be a finite number, got {describe(value)}")
+    return value
+
+
+_Measured = Annotated[float, BeforeValidator(_require_measured)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Loss = Annotated[float, Field(ge=0)]
 """Infinite where there was none yet."""
@@ -63,7 +74,7 @@ _Key = tuple[AlarmKind, str | None, _Count]
 
 
 class _Rules(_State):
-    losses: Annotated[list[_Finite], Field(max_length=ROWS_OF_MEDIAN)]
+    losses: Annotated[list[_Measured], Field(max_length=ROWS_OF_MEDIAN)]
     lasted: list[Annotated[_Key, Field(strict=False)]]
     last_seen: list[Annotated[_Key, Field(strict=False)]]
 
@@ -107,7 +118,7 @@ class _Guard(_State):
     num_skipped: _Count
     num_in_a_row: _Count
     began_in: str | None
-    losses: Annotated[list[_Finite], Field(max_length=STEPS_OF_MEDIAN)]
+    losses: Annotated[list[_Measured], Field(max_length=STEPS_OF_MEDIAN)]
 
 
 def require_guard(found: Any, step: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from experiments.resuming.identity import differences
@@ -119,6 +120,7 @@ def _require_weights(found: Any, model: nn.Module) -> None:
         CheckpointError: they do not, or are not.
     """
     expected, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+    first_names: dict[int, str] = {}
     for name, value in expected.items():
         if name not in found:
             raise CheckpointError(f"lacks the weight '{name}'")
@@ -136,6 +138,11 @@ def _require_weights(found: Any, model: nn.Module) -> None:
             raise CheckpointError(f"holds NaN in '{name}'")
         if name in parameters:
             require_finite(mine.to(value.dtype), name)
+            tied = first_names.setdefault(id(parameters[name]), name)
+            if found[tied].dtype != mine.dtype or not torch.equal(found[tied], mine):
+                raise CheckpointError(
+                    f"has other numbers in '{name}' than in '{tied}', the same weight"
+                )
     if unknown := [name for name in found if name not in expected]:
         raise CheckpointError(f"has the weight {show(unknown[0])}, which this model lacks")
 
