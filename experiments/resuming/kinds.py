@@ -108,9 +108,14 @@ def require_tensor(
 
 
 def require_dense(found: Tensor, path: str) -> None:
-    """Each of its numbers has a place of its own in the file."""
-    if found.untyped_storage().nbytes() < found.numel() * found.element_size():
-        raise malformed(path, "has more numbers than the file holds")
+    """Each of its numbers has a place of its own: those that share one cannot be written, and may claim to be
+    more than any memory holds.
+    """
+    least = 1
+    for stride, size in sorted(zip(found.stride(), found.shape, strict=True)):
+        if size > 1 and stride < least:
+            raise malformed(path, "has several numbers in one place")
+        least = max(least, stride * size)
 
 
 def require_finite(found: Tensor, path: str) -> None:

@@ -184,7 +184,7 @@ TRAINING: list[Case] = [
     (f"{KEEPER}/should_stop", "no", "should_stop: must be true or false"),
     ("callbacks/EarlyStopping{}", {"patience": 1}, "EarlyStopping{}.wait_count: missing"),
     ("guard", [], "lacks 'guard'"),
-    ("guard/losses", ["x"], "guard.losses.0: must be a number"),
+    ("guard/losses", ["x"], "guard.losses.0: must be a finite number"),
     ("guard/losses", [1.0] * 33, "guard.losses"),
     ("guard/num_skipped", 10, "guard: has 10 steps skipped of 7"),
     ("MixedPrecision", {}, "MixedPrecision: lacks 'scale'"),
@@ -297,7 +297,7 @@ def test_where_all_are_malformed_nothing_is_touched(
         run = unfinished(scene.run, tmp_path, everywhere)
 
     refused_by_the_program(run, reason, "train", "--resume", str(run))
-    if (path, value, reason) in WEIGHTS:
+    if path.startswith(("state_dict", "identity")):
         reason = reason.replace("decoder.", "").partition(" in")[0]
         refused_by_the_program(run, reason, "generate", str(run))
         refused_by_the_program(run, reason, "trace", str(run), "--text", "the cat")
