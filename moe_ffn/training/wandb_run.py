@@ -104,6 +104,10 @@ def wandb_logger(
     mode = _requested_mode(config)
     if mode == "disabled":
         return None, "wandb: off"
+    try:
+        str(run_dir.absolute()).encode()
+    except UnicodeEncodeError:  # on which its own log fails, with a traceback for each line
+        return None, "wandb: off (the run's path is not UTF-8), metrics are in metrics.csv"
     wandb = _import_wandb()
     if wandb is None:
         return None, "wandb: not installed, metrics are in metrics.csv (pip install wandb)"

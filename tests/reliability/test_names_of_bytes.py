@@ -15,6 +15,8 @@ from experiments.pages.page import html_page, write_page
 from experiments.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from experiments.selftest.finished_run import finished_copy, unfinished_copy
 from experiments.selftest.scene import options, run, run_here
+from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.wandb_run import wandb_logger
 
 NAME = os.fsdecode(b"run-\xff")
 SHOWN = r"run-\udcff"
@@ -91,9 +93,19 @@ def test_a_program_on_such_a_run(tmp_path: Path, program: str, environment: str)
         assert (folder / SUMMARY_FILE).exists()
 
 
+@pytest.mark.parametrize("mode", ["auto", "offline"])
+def test_wandb_is_off_in_such_a_run(tmp_path: Path, mode: str) -> None:
+    config = WandbConfig.model_validate({"mode": mode})
+
+    assert wandb_logger(config, tmp_path / NAME, [], {}) == (
+        None,
+        "wandb: off (the run's path is not UTF-8), metrics are in metrics.csv",
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "offline"])
-def test_wandb_is_told_of_such_a_run_or_says_why_not(tmp_path: Path, mode: str) -> None:
+def test_wandb_does_not_stand_in_the_way_of_such_a_run(tmp_path: Path, mode: str) -> None:
     folder = unfinished_copy(tmp_path).rename(tmp_path / NAME)
     shutil.rmtree(folder / "wandb", ignore_errors=True)
 
