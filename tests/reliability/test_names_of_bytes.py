@@ -39,6 +39,7 @@ def test_a_page_shows_such_a_name_as_escapes(tmp_path: Path) -> None:
     assert "wörter" in page
 
 
+@pytest.mark.slow
 def test_runs_of_such_names_have_a_page(tmp_path: Path) -> None:
     folders = [tmp_path / where / NAME for where in ("one", "other")]
     for folder in folders:
@@ -57,7 +58,7 @@ def test_a_new_run_of_such_a_name_is_refused(tmp_path: Path) -> None:
     """Its config.yaml could not hold it."""
     done = run_here(*options(tmp_path, run__name=NAME))
 
-    said = f"error: run.name: must be the name of one folder, up to 200 characters, got '{NAME}'"
+    said = f"error: run.name: must be the name of one folder, up to 200 bytes, got '{NAME}'"
     assert (done.code, done.own_lines) == (2, [said.replace(NAME, SHOWN)])
 
 
