@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     that nobody takes ends nothing: of a reader that went away (`| head`) nothing is said, of a full disk a
     sentence at the end, with exit code 1.
     """
+    _forget_no_width()
     streams = keep_printing()
     try:
         code = _exit_code(main)
@@ -41,6 +43,13 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
             return EXIT_FAILED
         raise
     return EXIT_FAILED if streams.say_lost() and not code else code
+
+
+def _forget_no_width() -> None:
+    """A terminal without columns is one whose width nobody knows, to which rich would print nothing."""
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name, "") and not os.environ[name].strip("0"):
+            del os.environ[name]
 
 
 def _exit_code(main: Callable[[Sequence[str]], int]) -> int:

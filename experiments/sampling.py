@@ -34,7 +34,7 @@ def sample_text(
 ) -> str:
     """What the model makes of the prompt, without the prompt; the same for the same seed."""
     device = next(decoder.parameters()).device
-    prompt_ids = tokenizer.encode(prompt.encode("utf-8", "surrogateescape"))
+    prompt_ids = tokenizer.encode(prompt.encode())
     token_ids = generate(
         decoder,
         torch.tensor(prompt_ids, dtype=torch.int64, device=device),

@@ -120,6 +120,7 @@ _RULES = {
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "string_type": "must be text (in YAML, put quotes around it)",
+    "string_unicode": "must be UTF-8 text",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "tuple_type": "must be a list",

@@ -16,8 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments import ranks
+from experiments.exit import exit_on_bad_input
 from experiments.selftest.finished_run import finished_copy
 from experiments.selftest.scene import (
     REPOSITORY,
@@ -234,6 +236,31 @@ def test_text_that_a_model_wrote_does_nothing_to_a_terminal(text: str, shown: st
     assert printable(text, also="\n\t") == shown
 
 
+def test_a_terminal_without_columns_is_printed_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setenv("LINES", "00")
+
+    def prints(_: object) -> int:
+        Console().print("a table")
+        return 0
+
+    assert exit_on_bad_input(prints) == 0
+    assert capsys.readouterr().out == "a table\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--prompt", "UTF-8 text"), ("--temperature", "a number")]
+)
+def test_an_option_that_is_no_utf_8_is_refused(tmp_path: Path, option: str, said: str) -> None:
+    done = run_here(str(tmp_path), option, "\udcff", program="experiments.generate")
+
+    assert done.code == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert re.fullmatch(rf"error: \w+: must be {said}, got .*\n", done.stderr)
+
+
 def test_a_mistake_quotes_no_control_character(tmp_path: Path) -> None:
     done = run_here(str(tmp_path / "a\x1b[2Jb"), program="experiments.report")
 
@@ -280,7 +307,7 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str)
 def plain_rows() -> list[dict[str, str]]:
     """What the run says of itself in an ordinary environment."""
     folder = lasting_folder()
-    done = run(*options(folder, **SHORT))
+    done = shell("", "experiments.train", *options(folder, **SHORT), variables={})
     assert done.code == 0, done.stderr
     return rows(folder)
 
@@ -410,7 +437,7 @@ PYTHON = {"PYTHONOPTIMIZE": "2", "PYTHONWARNINGS": "error", "COLUMNS": "0", "HOM
     ("argv", "variables"),
     [
         (("generate", "RUN", "--prompt", "é"), LAUNCHER),
-        (("generate", "RUN", "--prompt", "\udcff"), PYTHON | NARROW),
+        (("generate", "RUN", "--prompt", "é"), PYTHON | NARROW),
         (("trace", "RUN", "--text", "é\udcff"), NARROW),
         (("trace", "RUN", "--text", "é\udcff"), LAUNCHER | PYTHON),
         (("report", "RUN"), LAUNCHER | NARROW),
