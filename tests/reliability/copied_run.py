@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from experiments.command_line import read_config
 from experiments.config import TrainConfig
@@ -17,6 +16,7 @@ from experiments.resuming.start import Start, find_start
 from experiments.selftest.scene import Finished, lasting_folder, options, run_here
 from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
 from moe_ffn.training.checkpoint_folder import step_name
+from moe_ffn.training.module import LanguageModel
 
 OLDER, NEWEST = step_name(8), step_name(12)
 
@@ -48,7 +48,7 @@ def trained(**changes: str) -> Path:
 
 
 @cache
-def expected() -> tuple[TrainConfig, dict[str, Any], Mapping[str, Tensor]]:
+def expected() -> tuple[TrainConfig, dict[str, Any], LanguageModel]:
     """What the run has to agree in with a checkpoint."""
     from experiments.assemble import build_module
     from experiments.resuming.identity import identity
@@ -56,7 +56,7 @@ def expected() -> tuple[TrainConfig, dict[str, Any], Mapping[str, Tensor]]:
 
     config = read_config(trained() / "config.yaml", TrainConfig)
     data = prepare(config.data, progress=False)
-    return config, identity(config, data), build_module(config, data).state_dict()
+    return config, identity(config, data), build_module(config, data)
 
 
 def unfinished_copy(folder: Path) -> Path:

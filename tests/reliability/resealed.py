@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +17,18 @@ from experiments.config import TrainConfig
 from experiments.resuming.checkpoint_content import require_training
 from experiments.resuming.checkpoints import refusal_to_resume
 from experiments.resuming.identity import identity
-from experiments.resuming.run_record import RunRecord
+from experiments.resuming.run_record import LAST_SAVED_STEP, RunRecord
 from experiments.resuming.start import Start, find_start
-from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE
+from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
 from experiments.selftest.scene import options, run_here
 from moe_ffn.data.prepare import prepare
-from moe_ffn.training.checkpoint_file import IDENTITY, CheckpointError, read_checkpoint, write_checkpoint
-from moe_ffn.training.checkpoint_folder import step_checkpoints
+from moe_ffn.training.checkpoint_file import (
+    IDENTITY,
+    CheckpointError,
+    read_checkpoint,
+    write_checkpoint,
+)
+from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
 from moe_ffn.training.module import LanguageModel
 
 BEST = "best.ckpt"
@@ -94,6 +100,9 @@ def unfinished(
     ignored = shutil.ignore_patterns(CHECKPOINTS_FOLDER, "summary.json", "report.html")
     shutil.copytree(run, copied, ignore=ignored)
     (copied / CHECKPOINTS_FOLDER).mkdir()
+    saved = json.loads((copied / SAVED_FILE).read_text())
+    steps = [step_of(Path(name)) for name in checkpoints if name != BEST]
+    (copied / SAVED_FILE).write_text(json.dumps({**saved, LAST_SAVED_STEP: max(steps)}))
     for name, content in checkpoints.items():
         path = copied / CHECKPOINTS_FOLDER / name
         if isinstance(content, Path):

@@ -94,11 +94,11 @@ STRANGERS: dict[str, tuple[list[Do], str]] = {
     ),
     "options in a circle": (
         [with_identity(lambda i: i["changeable"].update(data=i["changeable"]))],
-        "holds no options under 'changeable'",
+        "is malformed: identity.changeable.data.data.",
     ),
     "a list in a circle": (
         [with_identity(lambda i: i["changeable"].update(data=(x := [], x.append(x))[0]))],
-        "holds no options under 'changeable'",
+        "is malformed: identity.changeable.data.0.0.",
     ),
     "a copy that went on with another rate": (
         [with_identity(option("optimizer.learning_rate", 0.007))],
@@ -197,8 +197,8 @@ def with_rate(folder: Path, rate: str) -> None:
 
 
 def own_start(folder: Path) -> Start:
-    _, identity, state = expected()
-    return find_start(folder, read_config(folder / "config.yaml", TrainConfig), identity, state)
+    _, identity, module = expected()
+    return find_start(folder, read_config(folder / "config.yaml", TrainConfig), identity, module)
 
 
 def test_checkpoints_from_before_an_option_was_changed_are_the_runs_own(folder: Path) -> None:
