@@ -27,6 +27,7 @@ FOUNDATION = {
     "layer_names",
     "load_summary",
     "files",
+    "transforms",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -37,11 +38,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_schema": {"config"},
     "outputs": set(),
     "activations": set(),
-    "sizes": set(),
+    "sizes": {"config", "errors"},
     "initialization": set(),
     "layer_names": set(),
     "load_summary": set(),
     "files": set(),
+    "transforms": set(),
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).

@@ -97,6 +97,13 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+NOT_BY_TRANSFORMS = (
+    "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
+    "do not go through; set experts.backend to 'loop', which they do"
+)
+"""Said after the name of a backend that would leave the experts out of a derivative, or fail far inside."""
+
+
 def no_second_derivative(backend: str) -> RuntimeError:
     """What a backend with a backward pass of its own raises where that is differentiated in turn.
 

@@ -15,6 +15,7 @@ from moe_ffn.kernels.cpu import backend as cpu
 from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.triton import backend as triton
 from moe_ffn.outputs import check_dtype
+from moe_ffn.transforms import is_batched, transforms_at_work
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
@@ -41,10 +42,11 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
 
     Raises:
         ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
-            the weights differ in dtype, without autocast.
-
+            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
     """
     check_dtype(x_TD, weights.up_EHD)
+    if transforms_at_work():
+        _refuse_vmap(x_TD, plan.offsets_E, plan.weights_N, weights.up_EHD, weights.down_EDF)
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:
@@ -56,8 +58,18 @@ def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
     return REFUSALS[backend](x_TD, weights) if backend in REFUSALS else None
 
 
+def _refuse_vmap(*tensors: Tensor) -> None:
+    if any(map(is_batched, tensors)):
+        raise ValueError(
+            "torch.func.vmap does not go through experts, whose products are as large as the data ask "
+            "for; give x one more leading axis instead"
+        )
+
+
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     """What `auto` stands for."""
+    if transforms_at_work():
+        return "loop"
     if x_TD.device.type == "cpu":
         decodes = not torch.is_grad_enabled() and len(plan.token_ids_N) <= FEW_PAIRS
         return "loop" if decodes else "cpu"

@@ -18,6 +18,7 @@ from moe_ffn.config import describe_options
 from moe_ffn.initialization import init_linear_
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base_config import LinearRouterConfig
+from moe_ffn.transforms import transforms_at_work
 
 
 class Router(nn.Module, ABC):
@@ -85,7 +86,8 @@ class RouterLinear(nn.Module):
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
         keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
-        if keeps_copy and not torch.compiler.is_compiling():  # a compiled graph decides by itself
+        by_itself = torch.compiler.is_compiling() or transforms_at_work()  # what is kept is theirs
+        if keeps_copy and not by_itself:
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
         with _as_given(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
 from moe_ffn.kernels.base import (
+    NOT_BY_TRANSFORMS,
     ExpertWeights,
     dropout_mask,
     needs_gradient,
@@ -24,6 +25,7 @@ from moe_ffn.kernels.cpu.products import Products, WeightGradient
 from moe_ffn.kernels.cpu.rows import Rows
 from moe_ffn.kernels.cpu.workspace import Workspace
 from moe_ffn.kernels.dtypes import compute_dtype, product_dtype_on_cpu
+from moe_ffn.transforms import is_batched, transforms_at_work
 
 
 @outside_graphs
@@ -44,7 +46,7 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Why it does not take these tokens; None when it does."""
     if x_TD.device.type == "cpu":
-        return None
+        return NOT_BY_TRANSFORMS if transforms_at_work() else None
     return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"
 
 
@@ -69,9 +71,9 @@ class _ExpertsOnCPU(torch.autograd.Function):
         activation = block_activation(weights, workspace)
         dropout_NF = dropout_mask(len(rows), weights, dtype, x_TD.device)
         width = up_EHD.shape[1]
-        kept_NH = torch.empty(len(rows) if trains else 0, width, dtype=kept_dtype)
+        kept_NH = x_TD.new_empty(len(rows) if trains else 0, width, dtype=kept_dtype)
         x_input_TD = x_TD.to(dtype)
-        y_ND = torch.empty(len(rows), x_TD.shape[1], dtype=dtype)
+        y_ND = x_TD.new_empty(len(rows), x_TD.shape[1], dtype=dtype)
 
         for block in rows.blocks:
             x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, x_TD.shape[1]))
@@ -110,6 +112,8 @@ class _ExpertsOnCPU(torch.autograd.Function):
         # d/dx alone, torch passes it by.
         if torch.is_grad_enabled():
             raise no_second_derivative("cpu")
+        if is_batched(grads[0]):
+            raise RuntimeError(f"experts.backend 'cpu' {NOT_BY_TRANSFORMS}")
         saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
         inputs, (kept_NH, dropout_NF, *row_tensors) = saved[:6], saved[6:]
         x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED = inputs
@@ -126,7 +130,7 @@ class _ExpertsOnCPU(torch.autograd.Function):
             down_gradient = WeightGradient(down_EDF, down_bias_ED, dtype)
         activation = block_activation(ctx.weights, workspace)
         x_input_TD, grad_y_TD = x_TD.to(dtype), grads[0].to(dtype).contiguous()
-        grad_x_ND = torch.empty(len(rows), x_TD.shape[1] if wants_x else 0, dtype=dtype)
+        grad_x_ND = x_TD.new_empty(len(rows), x_TD.shape[1] if wants_x else 0, dtype=dtype)
         grad_weights_N = torch.empty_like(weights_N)
         factors_N1 = weights_N.to(dtype).unsqueeze(-1)
 

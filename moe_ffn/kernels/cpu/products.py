@@ -46,7 +46,7 @@ class WeightGradient:
         self._idle = set(range(len(self._weight_E)))
         self._sum_OI = None
         if dtype != weight_EOI.dtype:
-            self._sum_OI = torch.empty(weight_EOI.shape[1:], dtype=dtype)
+            self._sum_OI = torch.empty(weight_EOI.shape[1:], dtype=dtype, device="cpu")
 
     def add(self, expert: int, grad_NO: Tensor, input_NI: Tensor, continues: bool) -> None:
         """`continues`: the call before was this expert's too, and this one adds to it."""
@@ -77,7 +77,7 @@ class _Converted:
     def __init__(self, weight_E: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.weight_E = weight_E
         self.expert: int | None = None
-        self.buffer_OI = torch.empty(weight_E[0].shape, dtype=dtype)
+        self.buffer_OI = torch.empty(weight_E[0].shape, dtype=dtype, device="cpu")
 
     def of(self, expert: int) -> Tensor:
         if self.expert != expert:

@@ -34,7 +34,7 @@ class Rows:
         num_rows = offsets[-1]
         token_ids_N = plan.token_ids_N[:num_rows]
         by_token_N = torch.empty_like(plan.pair_ids_N)
-        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N))
+        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
         if num_rows < len(by_token_N):
             by_token_N = by_token_N[by_token_N < num_rows]
         counts_T = count_pairs(token_ids_N, num_tokens)

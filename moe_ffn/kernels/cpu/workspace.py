@@ -21,5 +21,6 @@ class Workspace:
     def __call__(self, name: str, rows: int, width: int) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = self._buffers[name] = torch.empty(self.rows, width, dtype=self.dtype)
+            buffer = torch.empty(self.rows, width, dtype=self.dtype, device="cpu")
+            self._buffers[name] = buffer
         return buffer[:rows]

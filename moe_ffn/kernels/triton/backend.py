@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch.plan import Plan
-from moe_ffn.kernels.base import ExpertWeights, dropout_mask, needs_gradient
+from moe_ffn.kernels.base import NOT_BY_TRANSFORMS, ExpertWeights, dropout_mask, needs_gradient
 from moe_ffn.kernels.dtypes import compute_dtype
+from moe_ffn.transforms import transforms_at_work
 
 INSTALLED = find_spec("triton") is not None
 OLDEST_CAPABILITY = 8
@@ -63,6 +64,8 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return f"runs on GPUs, but the tokens are on the {x_TD.device.type}; use 'auto'"
     if x_TD.device.type == "cuda" and (why := _too_old(x_TD.device)) is not None:
         return why
+    if transforms_at_work():
+        return NOT_BY_TRANSFORMS
     dtype = compute_dtype(x_TD)
     if dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, but got {dtype}; use 'auto'"
