@@ -31,6 +31,14 @@ GATE_ACTIVATIONS: dict[GatedType, Activation] = {
 assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
 @cache
 def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
     """The element-wise function called `name`; KeyError when there is none."""
@@ -41,9 +49,9 @@ def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
         "relu": F.relu,
         "gelu": F.gelu,
         "silu": F.silu,
-        "relu_squared": lambda x: F.relu(x).square(),
+        "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
         "sigmoid": torch.sigmoid,
-        "identity": lambda x: x,
+        "identity": identity,
     }
     return functions[name]
 

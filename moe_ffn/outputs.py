@@ -68,6 +68,8 @@ class TokenContext:
                 f"TokenContext.token_ids must be integers, but is {self.token_ids.dtype}; "
                 "use token_ids.long()"
             )
+        if isinstance(self.sequence_length, bool):
+            raise TypeError("TokenContext.sequence_length must be an int, but is of type bool")
         if isinstance(self.sequence_length, int) and self.sequence_length < 1:
             raise ValueError(
                 f"TokenContext.sequence_length must be at least 1, but is {self.sequence_length}; "
@@ -276,6 +278,17 @@ def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
         raise ValueError(
             f"x must be floating point, but is {x.dtype}; a block takes embedded tokens, not their ids"
         )
+    if x.dtype.itemsize < 2:
+        raise ValueError(
+            f"x must have at least 16 bits, but is {x.dtype}, which torch stores and does not compute "
+            "with; use x.to(torch.bfloat16)"
+        )
+    if x.layout != torch.strided or x.is_nested:
+        layout = "a nested tensor" if x.is_nested else f"of the layout {x.layout}"
+        raise ValueError(
+            f"x must be a dense (..., {d_model}), but is {layout}; pad it to one shape, and say in "
+            "TokenContext.mask which tokens are real"
+        )
     if x.ndim == 0:
         raise ValueError(f"x must be (..., {d_model}), but has no axis at all")
     if x.shape[-1] != d_model:
@@ -284,10 +297,10 @@ def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
             f"x must be (..., {d_model})"
         )
     if context is not None:
-        _check_context(context, x.shape[:-1])
+        _check_context(context, x.shape[:-1], x.device)
 
 
-def _check_context(context: TokenContext, leading_shape: torch.Size) -> None:
+def _check_context(context: TokenContext, leading_shape: torch.Size, device: torch.device) -> None:
     if not isinstance(context, TokenContext):
         raise TypeError(
             f"context must be a TokenContext, but is of type {type(context).__name__}; "
@@ -305,6 +318,11 @@ def _check_context(context: TokenContext, leading_shape: torch.Size) -> None:
             raise ValueError(
                 f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
                 f"but has {tuple(value.shape)}"
+            )
+        if value.device != device:
+            raise ValueError(
+                f"TokenContext.{name} is on {value.device}, but x is on {device}; "
+                f"use {name}.to(x.device)"
             )
     length = context.sequence_length
     if length is None:
@@ -341,6 +359,16 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
 
 
+def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
+    """`x` (..., d_model), zero where it is padding.
+
+    Padding may hold anything, NaN too, which would reach the gradients of weights as 0 * NaN.
+    """
+    if context is None or context.mask is None:
+        return x
+    return x.masked_fill(~context.mask.unsqueeze(-1), 0)
+
+
 def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, TokenContext]:
     """`x` (..., d_model) as (T, d_model), zero where it is padding, and the context flattened alike.
 
@@ -348,9 +376,7 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     """
     context = context or TokenContext()
     leading_shape = x.shape[:-1]
-    if context.mask is not None:
-        # Padding may hold anything; a NaN there would reach the router's gradient as 0 * NaN.
-        x = x.masked_fill(~context.mask.unsqueeze(-1), 0)
+    x = without_padding(x, context)
     length = context.sequence_length or (leading_shape[-1] if leading_shape else 1)
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),

@@ -1,19 +1,23 @@
-"""A feed-forward block that also sees neighbouring positions."""
+"""A feed-forward block that also sees neighbouring positions.
+
+T tokens, B sequences, S tokens of a sequence, D model width
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from moe_ffn.activations import activation_function
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.dense_config import ConvConfig
-from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input
+from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, flatten_tokens
 
 
 class ConvFFN(FFNBlock):
-    """conv(act(conv(x))), over the second-to-last axis; what lies beyond it is zero."""
+    """conv(act(conv(x))), over the positions of a sequence; what lies beyond it is zero."""
 
     def __init__(self, config: ConvConfig, d_model: int) -> None:
         super().__init__()
@@ -28,9 +32,13 @@ class ConvFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model)
         check_dtype(x, next(self.parameters(), None))
-        mask = context.mask if context is not None else None
-        hidden = self.dropout(self.activation(self.up(torch.atleast_2d(x), mask)))
-        return FFNOutput(self.down(hidden, mask).view_as(x).to(x.dtype))
+        x_TD, flat = flatten_tokens(x, context)
+        x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=flat.sequence_length)
+        mask_BS = flat.mask
+        if mask_BS is not None:
+            mask_BS = rearrange(mask_BS, "(b s) -> b s", s=flat.sequence_length)
+        hidden = self.dropout(self.activation(self.up(x_BSD, mask_BS)))
+        return FFNOutput(self.down(hidden, mask_BS).reshape(x.shape).to(x.dtype))
 
     def extra_repr(self) -> str:
         config = self.config

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from moe_ffn.activations import activation_function
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.dense_config import DenseConfig
-from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input
+from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, without_padding
 
 
 class DenseFFN(FFNBlock):
@@ -25,6 +25,7 @@ class DenseFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model)
         check_dtype(x, next(self.parameters(), None))
+        x = without_padding(x, context)
         hidden = self.down(self.dropout(self.activation(self.up(x))))
         return FFNOutput(hidden.to(x.dtype))
 

@@ -43,10 +43,12 @@ class MixtureOfDepthsFFN(FFNBlock):
         width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
         picked_BM = order_BS[:, :width]
         index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
+        mask_BM = chosen_BS.gather(1, picked_BM)
         inner = self.ffn(
-            x_BSD.gather(1, index_BMD),
+            # Whoever fills up a sequence may hold what overflows in the block: times 0, a NaN.
+            x_BSD.gather(1, index_BMD).masked_fill(~mask_BM.unsqueeze(-1), 0),
             TokenContext(
-                mask=chosen_BS.gather(1, picked_BM),
+                mask=mask_BM,
                 token_ids=self._picked_ids(flat, picked_BM, length),
             ),
         )

@@ -53,7 +53,9 @@ class MoEFFN(FFNBlock):
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         hidden = y_TD.view_as(x)
         if self.shared_expert is not None:
-            routed, shared = self.combine(hidden, self.shared_expert(x, context).hidden, x)
+            clean = x_TD.view(x.shape)  # zero where it is padding
+            shared = self.shared_expert(clean, context).hidden
+            routed, shared = self.combine(hidden, shared, clean)
             share = share_of_norms(shared, routed, routing.mask_T)
             hidden, routing = routed + shared, replace(routing, shared_share=share)
         return FFNOutput(hidden, routing)

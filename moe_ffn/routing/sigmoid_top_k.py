@@ -24,7 +24,8 @@ class SigmoidTopKRouter(LinearRouter):
         super().__init__(config, d_model, num_experts)
         self.select = Selection(config)
         if config.correction_bias:
-            self.register_buffer("correction_bias_E", torch.zeros(num_experts))
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
+            self.register_buffer("correction_bias_E", bias_E)
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)

@@ -25,7 +25,8 @@ class TopKRouter(LinearRouter):
         self.select = Selection(config)
         self.softmax_after = config.softmax == "after"
         if config.correction_bias:
-            self.register_buffer("correction_bias_E", torch.zeros(num_experts))
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
+            self.register_buffer("correction_bias_E", bias_E)
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
