@@ -196,6 +196,16 @@ class TaggedConfig(Config, frozen=True):
         return {FAMILY_KEY: cls.__name__} if cls.is_family_root() else handler(core_schema)
 
 
+def require_count(value: object, name: str) -> None:
+    """ConfigError unless `value`, which is called `name`, is a whole number from 1 to `MOST`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number, got {show(value)}")
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+    if value > MOST:
+        raise ConfigError(f"{name} must be at most {MOST}, got {value}")
+
+
 def describe_options(config: Config, without: Iterable[str] = ()) -> str:
     """`k=2, scale=1.0`: what is set to something, and not to null, false or 0; for a module's repr."""
     values = {name: value for name, value in config if value and name not in without}

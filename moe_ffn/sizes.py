@@ -5,11 +5,16 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from moe_ffn.config import MOST
+from moe_ffn.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_SHARE = 10**9
 """Of what `share_of` returns, and of its denominator: times a number of pairs, both fit into int64."""
+
+_WIDEST = 10 * MOST
 
 
 def share_of(*factors: float, parts: int) -> Fraction:
@@ -40,7 +45,16 @@ def gated_width(d_model: float, multiple_of: int = 8) -> int:
 
 
 def round_width(width: float, multiple_of: int = 8) -> int:
-    """The nearest multiple of `multiple_of`, at least one; products are faster at such widths."""
+    """The nearest multiple of `multiple_of`, at least one; products are faster at such widths.
+
+    Raises:
+        ConfigError: the width is far beyond any memory, as that of experts of a tiny `router.k` is.
+    """
+    if width > _WIDEST:
+        raise ConfigError(
+            f"d_ff: the hidden width would be {width:.3g} by default, for which there is no memory; set "
+            "d_ff, or raise router.k"
+        )
     return max(multiple_of, round(width / multiple_of) * multiple_of)
 
 

@@ -109,9 +109,9 @@ class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
     """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
-    alpha: float = Field(default=1.702, gt=0)
+    alpha: float = Field(default=1.702, gt=0, le=MOST)
     """Slope inside the sigmoid."""
-    limit: float = Field(default=7.0, gt=0)
+    limit: float = Field(default=7.0, gt=0, le=MOST)
     """Bound of the gate from above, and of the linear part on both sides."""
 
     @property

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from moe_ffn.config import MOST
-from moe_ffn.errors import ConfigError, explain, show
+from moe_ffn.config import require_count
+from moe_ffn.errors import ConfigError, explain
 from moe_ffn.ffn.base_config import FFNConfig
 from moe_ffn.ffn.combine_config import CombineConfig
 from moe_ffn.ffn.dense_config import ConvConfig, DenseConfig, GatedConfig, IdentityConfig
@@ -53,12 +53,7 @@ def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNB
         ConfigError: one line per mistake, naming the key.
 
     """
-    if not isinstance(d_model, int) or isinstance(d_model, bool):
-        raise ConfigError(f"d_model must be a whole number, got {show(d_model)}")
-    if d_model < 1:
-        raise ConfigError(f"d_model must be at least 1, got {d_model}")
-    if d_model > MOST:
-        raise ConfigError(f"d_model must be at most {MOST}, got {d_model}")
+    require_count(d_model, "d_model")
     try:
         return FFNConfig.model_validate(config).build(d_model)
     except ValidationError as error:

@@ -5,16 +5,22 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from moe_ffn.config import require_count
 from moe_ffn.outputs import FFNOutput, Routing, takes_routing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    """Counts as float64, which holds them exactly; anything else as it is."""
+    return tensor if tensor.dtype.is_floating_point else tensor.double()
 
 
 def _takes_tensors(of_a_routing: str) -> Callable[[Function], Function]:
@@ -28,6 +34,11 @@ def _takes_tensors(of_a_routing: str) -> Callable[[Function], Function]:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for value in args:
+                if isinstance(value, Sequence) and not isinstance(value, str):
+                    raise TypeError(
+                        f"{function.__name__} takes tensors, but got a value of type "
+                        f"{type(value).__name__}; use torch.tensor(...)"
+                    )
                 if isinstance(value, Routing | FFNOutput):
                     raise TypeError(
                         f"{function.__name__} takes tensors, but got a value of type "
@@ -52,6 +63,7 @@ def max_violation(load_E: Tensor) -> Tensor:
     Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy" (arXiv:2408.15664), section 4.1.
     Leading axes are kept.
     """
+    load_E = _floating(load_E)
     mean = load_E.mean(dim=-1)
     tiny = torch.finfo(load_E.dtype).tiny
     return (load_E.amax(dim=-1) - mean) / mean.clamp(min=tiny)
@@ -60,6 +72,7 @@ def max_violation(load_E: Tensor) -> Tensor:
 @_takes_tensors(_LOAD)
 def load_cv(load_E: Tensor) -> Tensor:
     """The coefficient of variation, standard deviation / mean: 0 at balance, sqrt(E - 1) at worst."""
+    load_E = _floating(load_E)
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
 
@@ -70,7 +83,12 @@ def rank_max_violation(load_E: Tensor, num_ranks: int) -> Tensor:
 
     Expert parallelism waits for the busiest rank: a step takes 1 + this times as long as it might. nan
     where the ranks cannot hold equally many experts.
+
+    Raises:
+        ConfigError: `num_ranks` is no whole number of at least 1.
     """
+    require_count(num_ranks, "num_ranks")
+    load_E = _floating(load_E)
     if load_E.shape[-1] % num_ranks:
         return load_E.new_tensor(torch.nan)
     return max_violation(load_E.unflatten(-1, (num_ranks, -1)).sum(dim=-1))
@@ -86,7 +104,7 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
     nan with a single expert.
     """
     if scores_TE.shape[-1] == 1:
-        return torch.full_like(scores_TE[:, 0], torch.nan)
+        return torch.full_like(scores_TE[..., 0], torch.nan)
     best_T, second_T = scores_TE.topk(2, dim=-1).values.unbind(dim=-1)
     return best_T - second_T
 
@@ -153,7 +171,15 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
     Args:
         before_TE: bool (T, E), `chosen_experts` of the earlier look.
         after_TE: the same of the later one.
+
+    Raises:
+        ValueError: they are of different tokens or experts.
     """
+    if before_TE.shape != after_TE.shape:
+        raise ValueError(
+            f"churn compares two looks at the same tokens and experts, got {tuple(before_TE.shape)} and "
+            f"{tuple(after_TE.shape)}"
+        )
     return (before_TE != after_TE).any(dim=-1).float().mean()
 
 

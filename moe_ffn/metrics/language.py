@@ -35,6 +35,11 @@ class LanguageMetrics(Metric):
             nats: the cross-entropy of each predicted token, any shape.
             num_bytes: the bytes of text each of those tokens stands for, the same shape.
         """
+        if nats.shape != num_bytes.shape:
+            raise ValueError(
+                f"num_bytes must have the shape of nats, {tuple(nats.shape)}, but has "
+                f"{tuple(num_bytes.shape)}"
+            )
         self.nats += nats.sum()
         self.num_tokens += nats.numel()
         self.num_bytes += num_bytes.sum()

@@ -18,6 +18,7 @@ from moe_ffn.balancing.losses import (
     router_z_loss,
     token_entropy,
 )
+from moe_ffn.config import require_count
 from moe_ffn.metrics.functional import (
     coactivation,
     coactivation_counts,
@@ -55,6 +56,7 @@ class LoadMetrics(Metric):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        require_count(num_experts, "num_experts")
         self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
         for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
@@ -109,13 +111,14 @@ class TokenMetrics(Metric):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.add_state("scores_E", torch.zeros(num_experts), "sum")
+        require_count(num_experts, "num_experts")
+        self.add_state("scores_E", torch.zeros(num_experts, dtype=torch.float32), "sum")
         for name in ("num_tokens", "num_sequences"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), "sum")
         of_tokens = ("entropies", "top1_margins", "load_balance", "router_z", "shared_shares")
         for name in ("sequence_violations", *of_tokens):
-            self.add_state(name, torch.zeros(()), "sum")
-        self.add_state("logit_max", torch.zeros(()), "max")
+            self.add_state(name, torch.zeros((), dtype=torch.float32), "sum")
+        self.add_state("logit_max", torch.zeros((), dtype=torch.float32), "max")
 
     def update(self, routing: Routing) -> None:
         _check(self, routing, len(self.scores_E))
@@ -170,6 +173,7 @@ class CoactivationMetrics(Metric):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        require_count(num_experts, "num_experts")
         shape = (num_experts, num_experts)
         self.add_state("counts_EE", torch.zeros(shape, dtype=torch.int64), "sum")
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from moe_ffn.model.positions import Positions
 
 
+LEAST_EPS = 1e-30
+"""Below it, float32 would take it for nothing, and the norm of a zero vector would be NaN."""
+
+
 class PositionsConfig(TaggedConfig, frozen=True):
     """How the model knows where a token stands."""
 
@@ -81,7 +85,7 @@ class RMSNormConfig(NormConfig, frozen=True):
     """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     type: Literal["rms_norm"] = "rms_norm"
-    eps: float = Field(default=1e-6, gt=0)
+    eps: float = Field(default=1e-6, ge=LEAST_EPS)
     """Added to the mean square."""
 
     def num_params(self, d_model: int) -> int:
@@ -97,7 +101,7 @@ class LayerNormConfig(NormConfig, frozen=True):
     """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
 
     type: Literal["layer_norm"] = "layer_norm"
-    eps: float = Field(default=1e-5, gt=0)
+    eps: float = Field(default=1e-5, ge=LEAST_EPS)
     """Added to the variance."""
 
     def num_params(self, d_model: int) -> int:

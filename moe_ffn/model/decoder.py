@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moe_ffn.config import require_count
 from moe_ffn.layer_names import layer_names
 from moe_ffn.model.block import Block, PostNormBlock, PreNormBlock
 from moe_ffn.model.config import DecoderConfig
@@ -49,6 +50,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
+        require_count(vocab_size, "vocab_size")
+        require_count(max_seq_len, "max_seq_len")
         self.config = config
         self.max_seq_len = max_seq_len
         self.embedding = nn.Embedding(vocab_size, config.d_model)
@@ -75,13 +78,15 @@ class Decoder(nn.Module):
         """Logits over the vocabulary at every position.
 
         Args:
-            token_ids: int64 (B, S), S at most `max_seq_len`; a model that is not causal also takes
+            token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also takes
                 `mask_token_id`, which stands behind the vocabulary.
             mask: bool (B, S), True for real tokens; None when all are.
 
         Raises:
-            ValueError: the sequence is longer than `max_seq_len`.
+            TypeError, ValueError: a shape or a dtype is wrong, the sequence is longer than `max_seq_len`, or
+                an id is none of the vocabulary (which a GPU says in words of its own).
         """
+        _check_batch(token_ids, mask)
         if token_ids.shape[-1] > self.max_seq_len:
             raise ValueError(
                 f"the sequence has {token_ids.shape[-1]} tokens, but the model was built for "
@@ -109,11 +114,22 @@ class Decoder(nn.Module):
         }
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        token_ids = token_ids.long()  # narrower ones are taken too
         if self.mask_embedding is None:
-            return self.embedding(token_ids)
-        masked = (token_ids == self.mask_token_id).unsqueeze(-1)
-        known = self.embedding(token_ids.clamp(max=self.mask_token_id - 1))
-        return torch.where(masked, self.mask_embedding, known)
+            return self._look_up(token_ids, token_ids)
+        masked = token_ids == self.mask_token_id
+        known = self._look_up(token_ids.masked_fill(masked, 0), token_ids)
+        return torch.where(masked.unsqueeze(-1), self.mask_embedding, known)
+
+    def _look_up(self, known_ids: Tensor, token_ids: Tensor) -> Tensor:
+        try:
+            return self.embedding(known_ids)
+        except IndexError as error:
+            num_ids = self.mask_token_id + (self.mask_embedding is not None)
+            raise ValueError(
+                f"token_ids must lie in [0, {num_ids}), but reach from {int(token_ids.min())} to "
+                f"{int(token_ids.max())}"
+            ) from error
 
     def _run(self, layer: nn.Module, x: Tensor, context: TokenContext) -> FFNOutput:
         if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -121,3 +137,19 @@ class Decoder(nn.Module):
                 "FFNOutput", checkpoint(layer, x, self.positions, context, use_reentrant=False)
             )
         return layer(x, self.positions, context)
+
+
+def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
+    """Refuse what is no (B, S); of what dtype both are is `TokenContext`'s to check."""
+    for name, value in (("token_ids", token_ids), ("mask", mask)):
+        if value is None and name == "mask":
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, but is of type {type(value).__name__}")
+    if token_ids.ndim != 2:
+        raise ValueError(f"token_ids must be (batch, sequence), but has {tuple(token_ids.shape)}")
+    if mask is not None and mask.shape != token_ids.shape:
+        raise ValueError(
+            f"mask must have the shape of token_ids, {tuple(token_ids.shape)}, "
+            f"but has {tuple(mask.shape)}"
+        )

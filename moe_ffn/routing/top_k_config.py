@@ -66,7 +66,7 @@ class TopKOptionsConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Experts per token."""
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
-    scale: float = Field(default=1.0, gt=0)
+    scale: float = Field(default=1.0, gt=0, le=MOST)
     """Multiplies the weights (DeepSeek's routed scaling factor)."""
     groups: GroupsConfig | None = None
     """Limit each token to a few groups of experts; off by default."""

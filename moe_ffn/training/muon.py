@@ -84,6 +84,8 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in with_grad):
+                raise RuntimeError("Muon does not support sparse gradients; leave sparse=True out")
             if "num_fused" in group:
                 for parameter in with_grad:
                     self._step_muon(parameter, group)

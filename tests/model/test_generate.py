@@ -97,7 +97,7 @@ def test_the_mode_is_as_before(training: bool) -> None:
 
 def test_the_mode_is_restored_after_a_failure() -> None:
     model = decoder().train()
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="token_ids must lie in"):
         generate(model, torch.tensor([VOCAB]), 2)
     assert model.training
 
