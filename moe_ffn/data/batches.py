@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_ffn.config import require_count
 from moe_ffn.data.windows import epoch_starts, require_window, spread_starts, windows_per_epoch
 from moe_ffn.errors import ConfigError
 
@@ -48,6 +49,12 @@ class TrainBatches:
     world_size: int = 1
 
     def __post_init__(self) -> None:
+        _check_numbers(self.tokens, self.seq_len, self.batch_size)
+        require_count(self.world_size, "world_size")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank ({self.rank}) must lie in [0, world_size), and that is {self.world_size}"
+            )
         require_window(self.seq_len, len(self.tokens), "the train split")
         require_equal_shares(self.batch_size, self.world_size)
 
@@ -91,6 +98,7 @@ class ValidationBatches:
     """How many tokens to predict, rounded to whole sequences, of which there is at least one."""
 
     def __post_init__(self) -> None:
+        _check_numbers(self.tokens, self.seq_len, self.batch_size)
         require_window(self.seq_len, len(self.tokens), "the validation split")
 
     def __len__(self) -> int:
@@ -120,6 +128,15 @@ def require_equal_shares(batch_size: int, world_size: int) -> None:
             f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
             f"({world_size}): it counts the sequences of all ranks together"
         )
+
+
+def _check_numbers(tokens: np.ndarray, seq_len: int, batch_size: int) -> None:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"tokens must be whole numbers in one row, but are {tokens.dtype} of shape {tokens.shape}"
+        )
+    require_count(seq_len, "data.seq_len")
+    require_count(batch_size, "data.batch_size")
 
 
 def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:

@@ -10,10 +10,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from moe_ffn.data.tokenizer import Tokenizer, require_kind
-from moe_ffn.errors import ConfigError
+from moe_ffn.data.tokenizer import Tokenizer, require_bytes, require_kind
+from moe_ffn.errors import ConfigError, first_line, show
 
 _END = "<|endoftext|>"
+_STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
+_PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
+"""Capitals, spaces at both ends and in a row, and what a normalizer would compose or replace."""
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how `surrogateescape` shows bytes that are not UTF-8
 
 
@@ -37,13 +40,24 @@ class BPETokenizer(Tokenizer):
     """A trained byte-pair encoding; text that looks like the end-of-document token stays text."""
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
-        """`definition`: the content of a byte-level `tokenizer.json` of Hugging Face."""
-        self._definition = dict(definition)
-        self._bpe = _import_tokenizers().Tokenizer.from_str(json.dumps(self._definition))
+        """`definition`: the content of a byte-level `tokenizer.json` of Hugging Face.
+
+        Raises:
+            ConfigError: it is another kind of tokenizer, damaged, or one that loses text.
+        """
+        tokenizers = _import_tokenizers()
+        try:
+            self._definition = dict(definition)
+            self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self._definition))
+        except Exception as error:  # `tokenizers` raises nothing more precise
+            raise ConfigError(f"{_STORED} cannot be read: {first_line(error)}") from error
         self._bpe.encode_special_tokens = True
+        self._bpe.no_truncation()
+        self._bpe.no_padding()
         tokens = {index: token for token, index in self._bpe.get_vocab().items()}
         end = self._bpe.token_to_id(_END)
         byte_of = _alphabet()
+        _check_vocabulary(self._bpe.get_vocab(), byte_of)
         super().__init__(
             [
                 b"" if index == end else bytes(byte_of[character] for character in tokens[index])
@@ -52,10 +66,15 @@ class BPETokenizer(Tokenizer):
             end_of_document=end,
         )
         self._id_of_byte = {value: self._bpe.token_to_id(char) for char, value in byte_of.items()}
+        if b"".join(self.token_bytes[index] for index in self.encode(_PROBE)) != _PROBE:
+            raise ConfigError(
+                f"{_STORED} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
+            )
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        require_bytes(texts)
         # In each text, pieces of UTF-8 at even places and runs of other bytes at odd ones.
-        pieces = [_NOT_UTF8.split(text.decode("utf-8", "surrogateescape")) for text in texts]
+        pieces = [_NOT_UTF8.split(bytes(text).decode("utf-8", "surrogateescape")) for text in texts]
         utf8 = [piece for parts in pieces for piece in parts[::2]]
         encoded = iter(self._bpe.encode_batch_fast(utf8, add_special_tokens=False))
 
@@ -76,7 +95,21 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         require_kind(values, "bpe")
-        return cls(values["tokenizer"])
+        return cls(values.get("tokenizer", {}))
+
+
+def _check_vocabulary(ids: Mapping[str, int], byte_of: Mapping[str, int]) -> None:
+    """Raises ConfigError where tokens and ids are not one for one, or a token is not of bytes."""
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise ConfigError(f"{_STORED} does not give each of its {len(ids)} tokens an id of its own")
+    missing = [token for token in (_END, *byte_of) if token not in ids]
+    if missing:
+        raise ConfigError(f"{_STORED} has no token {show(missing[0])}")
+    foreign = [token for token in ids if token != _END and not set(token) <= byte_of.keys()]
+    if foreign:
+        raise ConfigError(
+            f"{_STORED} has the token {show(foreign[0])}, which is not written as bytes"
+        )
 
 
 def _alphabet() -> dict[str, int]:
