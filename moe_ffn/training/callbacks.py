@@ -24,7 +24,7 @@ from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.guard import Diverged
 from moe_ffn.training.loaders import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
-from moe_ffn.training.routing_by_layer import RoutingByLayer, mean_over_ranks
+from moe_ffn.training.routing_by_layer import RoutingByLayer, of_every_rank, of_this_rank
 from moe_ffn.training.routing_window import RoutingWindow
 from moe_ffn.training.rows import Row, routing_row
 
@@ -217,9 +217,9 @@ class _LossWindow:
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Means over the ranks, which any number of ranks may go on from."""
+        """With the sums of each rank, for the ranks that go on; every rank has to ask."""
         return {
-            "sums": {name: mean_over_ranks(value) for name, value in self.sums.items()},
+            "sums": {name: of_every_rank(value) for name, value in self.sums.items()},
             "num_batches": self.num_batches,
             "num_skipped": self.num_skipped,
             "tokens": self.tokens,
@@ -227,7 +227,7 @@ class _LossWindow:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums = dict(state["sums"])
+        self.sums = {name: of_this_rank(values_R) for name, values_R in state["sums"].items()}
         self.num_batches = state["num_batches"]
         self.num_skipped = state["num_skipped"]
         self.tokens = state["tokens"]

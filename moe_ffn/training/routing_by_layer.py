@@ -56,19 +56,38 @@ class RoutingByLayer:
         return self._loaded | counted
 
     def load_state_dict(self, state: dict[str, list[dict[str, Tensor]]]) -> None:
-        """Go on from there; what one rank has counts for all, since they are added up."""
+        """Go on from there; what one rank has counts for all, since they are added up.
+
+        Exact for counts, as those of `LoadMetrics` are, in whatever order.
+        """
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         self.layers = {}
         self._loaded = dict(state) if is_first else {}
 
 
-def mean_over_ranks(value: Tensor) -> Tensor:
-    """The same on every rank, each of which has to ask."""
-    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
-        return value
-    mean = value.clone()
-    distributed.all_reduce(mean)
-    return mean / distributed.get_world_size()
+def of_every_rank(value: Tensor) -> Tensor:
+    """The values (R,) that R ranks have of a scalar; every rank has to ask, and gets the same."""
+    num_ranks = _num_ranks()
+    if num_ranks == 1:
+        return value.reshape(1)
+    values = [torch.empty_like(value) for _ in range(num_ranks)]
+    distributed.all_gather(values, value)
+    return torch.stack(values)
+
+
+def of_this_rank(values_R: Tensor) -> Tensor:
+    """What this rank had when `of_every_rank` was asked; the mean where there were more or fewer of them.
+
+    Numbers that are added up are so kept apart: a sum that begins with another rank's, or with a mean, is
+    rounded in another order.
+    """
+    if len(values_R) != _num_ranks():
+        return values_R.mean()
+    return values_R[distributed.get_rank() if distributed.is_initialized() else 0]
+
+
+def _num_ranks() -> int:
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _states(metric: Metric) -> dict[str, Tensor]:
@@ -84,7 +103,7 @@ def reduce_over_ranks(metrics: Sequence[Metric]) -> None:
 
     torchmetrics by itself exchanges every state on its own: hundreds of times for a deep model.
     """
-    if not (distributed.is_initialized() and distributed.get_world_size() > 1):
+    if _num_ranks() == 1:
         return
     operations = (
         (dim_zero_sum, distributed.ReduceOp.SUM),

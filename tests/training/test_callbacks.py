@@ -21,9 +21,10 @@ from experiments.config import TrainConfig
 from experiments.sample_log import SampleLog
 from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.training import callbacks
+from moe_ffn.training import callbacks, routing_by_layer
 from moe_ffn.training.data_module import validation_batches
-from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
+from moe_ffn.training.objective import Objective
 from moe_ffn.training.routing_window import RoutingWindow
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
@@ -146,6 +147,46 @@ def test_tokens_are_those_of_all_ranks(
     steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
 
     assert steps.total_tokens == 2 * 64
+
+
+def test_a_row_cut_on_two_ranks_is_to_the_bit_what_it_would_have_been(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
+    unbroken, first, second = ([callbacks._LossWindow() for _ in range(2)] for _ in range(3))
+    for rank in range(2):
+        add_step(unbroken[rank], before[:, rank])
+        add_step(first[rank], before[:, rank])
+    for rank in range(2):
+
+        def all_gather(values: list[Tensor], value: Tensor) -> None:
+            for found, window in zip(values, first, strict=True):
+                found.copy_(window.sums["loss"])
+
+        fake = SimpleNamespace(
+            is_initialized=lambda: True,
+            get_world_size=lambda: 2,
+            get_rank=lambda rank=rank: rank,
+            all_gather=all_gather,
+        )
+        monkeypatch.setattr(routing_by_layer, "distributed", fake)
+        second[rank].load_state_dict(first[rank].state_dict())
+        add_step(second[rank], after[:, rank])
+        add_step(unbroken[rank], after[:, rank])
+
+    for name in ("loss", "objective"):
+        resumed, expected = (
+            torch.stack([window.sums[name] for window in windows]) for windows in (second, unbroken)
+        )
+        assert torch.equal(resumed, expected), name
+
+
+def add_step(window: callbacks._LossWindow, losses: Tensor) -> None:
+    """An optimizer step of so many batches, each of which has one number."""
+    for loss in losses:
+        objective = Objective(loss, loss, {})
+        window.add(TrainStepOutput(loss=loss, objective=objective, routings={}), tokens=1)
+    window.end_step(taken=True)
 
 
 class SaveAt(Callback):

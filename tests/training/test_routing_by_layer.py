@@ -12,21 +12,26 @@ from torch.distributed import ReduceOp
 
 from moe_ffn.metrics.routing import LoadMetrics, TokenMetrics
 from moe_ffn.training import routing_by_layer
-from moe_ffn.training.routing_by_layer import RoutingByLayer, mean_over_ranks
+from moe_ffn.training.routing_by_layer import RoutingByLayer, of_every_rank, of_this_rank
 
 
 def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """As if another rank had just the same, in place of a process that has."""
+    """As if another rank had just the same, or a number that is greater by one, in place of a process."""
 
     def all_reduce(value: Tensor, operation: Any = ReduceOp.SUM) -> None:
         if operation == ReduceOp.SUM:
             value.mul_(2)
+
+    def all_gather(values: list[Tensor], value: Tensor) -> None:
+        for other, found in enumerate(values):
+            found.copy_(value + other - rank)
 
     fake = SimpleNamespace(
         is_initialized=lambda: True,
         get_world_size=lambda: 2,
         get_rank=lambda: rank,
         all_reduce=all_reduce,
+        all_gather=all_gather,
         ReduceOp=ReduceOp,
     )
     monkeypatch.setattr(routing_by_layer, "distributed", fake)
@@ -78,7 +83,6 @@ def test_two_ranks_that_saw_the_same_measure_what_one_does(
 
     assert plain(two.close()) == expected
     assert expected["layer_01"]["logit_max"] == 8
-    assert mean_over_ranks(torch.tensor(3.0)) == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -110,3 +114,16 @@ def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any])
     found = second.state_dict()
     assert found.keys() == state.keys() == {"layer_00", "layer_01"}
     assert found["layer_01"][0]["pairs_E"].tolist() == [1, 3]
+
+
+def test_a_number_of_every_rank_comes_back_to_the_rank_that_had_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = of_every_rank(torch.tensor(2.0))
+    assert (alone.tolist(), of_this_rank(alone)) == ([2], 2)
+    for rank in (0, 1):
+        rank_of_two(monkeypatch, rank)
+        values_R = of_every_rank(torch.tensor(2.0 + rank))
+        assert values_R.tolist() == [2, 3]
+        assert of_this_rank(values_R) == values_R[rank]
+        assert of_this_rank(torch.tensor([1.0, 2.0, 6.0])) == 3, "of three ranks before"
