@@ -5,6 +5,8 @@ E experts, B sequences
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -54,8 +56,8 @@ class LoadMetrics(Metric):
     num_tokens: Tensor
     num_nonfinite: Tensor
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
+    def __init__(self, num_experts: int, **of_metric: Any) -> None:
+        super().__init__(**of_metric)
         require_count(num_experts, "num_experts")
         self.add_state("pairs_E", torch.zeros(num_experts, dtype=torch.int64), "sum")
         for name in ("num_dropped", "num_places", "num_tokens", "num_nonfinite"):
@@ -109,8 +111,8 @@ class TokenMetrics(Metric):
     shared_shares: Tensor
     logit_max: Tensor
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
+    def __init__(self, num_experts: int, **of_metric: Any) -> None:
+        super().__init__(**of_metric)
         require_count(num_experts, "num_experts")
         self.add_state("scores_E", torch.zeros(num_experts, dtype=torch.float32), "sum")
         for name in ("num_tokens", "num_sequences"):
@@ -171,8 +173,8 @@ class CoactivationMetrics(Metric):
     full_state_update = False
     counts_EE: Tensor
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
+    def __init__(self, num_experts: int, **of_metric: Any) -> None:
+        super().__init__(**of_metric)
         require_count(num_experts, "num_experts")
         shape = (num_experts, num_experts)
         self.add_state("counts_EE", torch.zeros(shape, dtype=torch.int64), "sum")

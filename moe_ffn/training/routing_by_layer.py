@@ -16,7 +16,7 @@ from moe_ffn.outputs import Routing
 class RoutingByLayer:
     """The same metrics for each sparse layer, made when the layer is first seen."""
 
-    def __init__(self, *metrics: Callable[[int], Metric]) -> None:
+    def __init__(self, *metrics: Callable[..., Metric]) -> None:
         """`metrics`: classes of `metrics.routing`, which are made of a number of experts."""
         self.metrics = metrics
         self.layers: dict[str, list[Metric]] = {}
@@ -27,9 +27,11 @@ class RoutingByLayer:
         for layer, routing in routings.items():
             if layer not in self.layers:
                 device = routing.logits_TE.device
-                made = [metric(routing.num_experts).to(device) for metric in self.metrics]
-                for metric in made:
-                    metric.sync_on_compute = False  # `close` does it for all of them at once
+                # Not when they compute: `close` does it for all of them at once.
+                made = [
+                    metric(routing.num_experts, sync_on_compute=False).to(device)
+                    for metric in self.metrics
+                ]
                 for metric, states in zip(made, self._loaded.pop(layer, []), strict=False):
                     for name, value in states.items():
                         setattr(metric, name, value.to(device))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torchmetrics import metric
 
-from moe_ffn.metrics.routing import LoadMetrics, TokenMetrics
+from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.training import routing_by_layer
 from moe_ffn.training.routing_by_layer import RoutingByLayer, of_every_rank, of_this_rank
 
@@ -83,6 +84,19 @@ def test_two_ranks_that_saw_the_same_measure_what_one_does(
 
     assert plain(two.close()) == expected
     assert expected["layer_01"]["logit_max"] == 8
+
+
+def test_ranks_exchange_what_they_have_once(
+    layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchmetrics by itself would add up a second time what all ranks have together."""
+    found = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
+    found.update(layers)
+    rank_of_two(monkeypatch, rank=0)
+    monkeypatch.setattr(metric, "jit_distributed_available", lambda: True)
+    monkeypatch.setattr(metric, "gather_all_tensors", lambda *_: pytest.fail("a second time"))
+
+    assert found.close().keys() == layers.keys()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
