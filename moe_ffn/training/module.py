@@ -119,6 +119,23 @@ class LanguageModel(LightningModule):
 
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
+        if self._num_ranks > 2:  # of two numbers the sum is the same in any order
+            self._settle_order_of_sums()
+
+    def _settle_order_of_sums(self) -> None:
+        """Make DistributedDataParallel lay out its buffers as it does from the second backward pass on.
+
+        Where a gradient lies in them decides in which order ranks add it up, so that the first step of a
+        run that goes on would be rounded in another way than the same one in the middle of a run.
+        """
+        if self.batch_at is None:
+            return
+        batch = self.transfer_batch_to_device(self.batch_at(0), self.device, 0)
+        with self.trainer.precision_plugin.train_step_context():
+            output: Any = self.trainer.strategy.training_step(batch, 0)
+        output["loss"].backward()
+        self.zero_grad(set_to_none=True)
+        self._forget_step()
 
     def on_train_batch_start(self, batch: LoadedBatch, batch_idx: int) -> None:
         self._seed_batch(batch["index"])
