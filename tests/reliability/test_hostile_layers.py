@@ -277,6 +277,7 @@ def test_memory_that_nobody_wrote_is_not_read(backend: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @every_block
 def test_the_default_device_of_torch_is_not_asked(name: str) -> None:
     block, x = build(BLOCKS[name]), tokens().requires_grad_()
