@@ -60,7 +60,9 @@ def test_the_import_of_torch_is_said_before_it_begins(folder: Path, program: str
 
 
 def test_of_several_ranks_the_first_alone_says_so(folder: Path) -> None:
-    assert answer(folder, "train", RANK="1") == (NO_TORCH, "")
+    second = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+
+    assert answer(folder, "train", **second, MASTER_PORT="1") == (NO_TORCH, "")
 
 
 @pytest.mark.parametrize("flag", ["--print-config", "--print-schema", "--help"])
