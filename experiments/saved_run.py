@@ -14,14 +14,11 @@ from torch import Tensor
 
 from experiments.config import TrainConfig
 from experiments.outside.recorded import say_changed_code
-from experiments.resuming.checkpoints import (
-    best_checkpoint,
-    newest_good,
-    refusal_to_load,
-)
+from experiments.resuming.checkpoints import best_checkpoint, newest_good
 from experiments.resuming.identity import identity_of_weights
 from experiments.resuming.request import own_config
 from experiments.resuming.run_record import RunRecord
+from experiments.resuming.weights import refusal_to_load
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,

@@ -1,4 +1,4 @@
-"""What callbacks and the guard of steps keep in a checkpoint, as types, and what has to agree in it."""
+"""Checks of what the callbacks and the step guard keep in a checkpoint: its types, and what has to agree."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from torch import Tensor
 from torchmetrics import Metric
 
-from experiments.resuming.kinds import (
-    MOST,
+from experiments.resuming.value_checks import (
+    MAX_COUNT,
     describe,
     malformed,
     require_count,
@@ -32,7 +32,7 @@ from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.guard import STEPS_OF_MEDIAN
 
-_Count = Annotated[int, Field(ge=0, le=MOST)]
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 def _require_measured(value: Any) -> Any:
@@ -67,7 +67,7 @@ class _Routing(_State):
     load: dict[str, list[dict[str, Tensor]]]
     idle_steps: dict[str, Tensor]
     probe: dict[str, Tensor]
-    last_look: Annotated[int, Field(ge=-MOST, le=MOST)]
+    last_look: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 
 
 _Key = tuple[AlarmKind, str | None, _Count]
@@ -91,7 +91,7 @@ class _Steps(_State):
 
 class _Validation(_State):
     last: dict[Literal["loss", "bits_per_byte"], float]
-    last_step: Annotated[int, Field(ge=-1, le=MOST)]
+    last_step: Annotated[int, Field(ge=-1, le=MAX_COUNT)]
     routing: dict[str, dict[str, Tensor]]
 
 

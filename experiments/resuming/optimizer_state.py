@@ -1,4 +1,4 @@
-"""What an optimizer keeps in a checkpoint, measured against one step of a fresh one."""
+"""Checks of what an optimizer keeps in a checkpoint, against what a fresh one keeps after one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from experiments.resuming.kinds import (
+from experiments.resuming.value_checks import (
     describe,
     malformed,
     require_count,

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import TrainConfig
-from experiments.resuming.checkpoint_content import require_training
-from experiments.resuming.checkpoints import (
-    best_checkpoint,
-    newest_good,
-    refusal_to_resume,
-)
+from experiments.resuming.checkpoints import best_checkpoint, newest_good
 from experiments.resuming.identity import (
     CHANGEABLE,
     PRECISION,
@@ -22,9 +17,11 @@ from experiments.resuming.identity import (
     changeable_options,
     differences,
 )
-from experiments.resuming.mending import cut_logs, mend_files
+from experiments.resuming.repair import cut_logs, repair_files
 from experiments.resuming.request import Resume
 from experiments.resuming.run_record import RunRecord, read_facts
+from experiments.resuming.training_state import require_training
+from experiments.resuming.weights import refusal_to_resume
 from experiments.run_folder import (
     CHECKPOINTS_FOLDER,
     DOCUMENTS_FILE,
@@ -126,13 +123,9 @@ def find_start(
     checkpoints, record = folder / CHECKPOINTS_FOLDER, RunRecord.read(folder, own)
     candidates = newest_first(checkpoints)
 
-    def refusal(values: Mapping[str, Any]) -> str | None:
-        of_another = refusal_to_resume(values, identity, module) or record.refusal(values[IDENTITY])
-        if of_another is None:
-            require_training(values, module, own.trainer.accumulate_grad_batches)
-        return of_another
-
-    found, passed_over = newest_good(candidates, refusal)
+    found, passed_over = newest_good(
+        candidates, lambda values: refusal_to_start(values, own, identity, module, record)
+    )
     if found is not None:
         others = candidates[candidates.index(found.path) + 1 :]
         passed_over += [
@@ -159,6 +152,24 @@ def find_start(
         )
     _require_that_none_was_saved(folder, own, record)
     return Start(0, None, (), {}, record.run_id)
+
+
+def refusal_to_start(
+    values: Mapping[str, Any],
+    own: TrainConfig,
+    identity: Mapping[str, Any],
+    module: LanguageModel,
+    record: RunRecord,
+) -> str | None:
+    """Why a run does not go on from a checkpoint with these values; None where it does.
+
+    Raises:
+        CheckpointError: the same, of what is malformed.
+    """
+    refusal = refusal_to_resume(values, identity, module) or record.refusal(values[IDENTITY])
+    if refusal is None:
+        require_training(values, module, own.trainer.accumulate_grad_batches)
+    return refusal
 
 
 def _holds(path: Path, step: int) -> str:
@@ -239,7 +250,7 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
         resumes = read_text(path, "replace") if (path := folder / RESUMES_FILE).exists() else ""
         write_whole(path, f"{resumes}{json.dumps(line)}\n")
-        files = mend_files(resume, files)
+        files = repair_files(resume, files)
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "

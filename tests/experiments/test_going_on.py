@@ -17,11 +17,12 @@ import yaml
 from experiments.command_line import to_yaml
 from experiments.config import TrainConfig
 from experiments.exit import exit_on_bad_input
-from experiments.resuming.checkpoints import newest_good, refusal_to_load, refusal_to_resume
+from experiments.resuming.checkpoints import newest_good
 from experiments.resuming.identity import differences, identity
 from experiments.resuming.request import NEWEST, Resume, find_resume, take_resume
 from experiments.resuming.run_record import Saved, read_saved
 from experiments.resuming.start import Start, find_start, go_back
+from experiments.resuming.weights import refusal_to_load, refusal_to_resume
 from experiments.train import main
 from moe_ffn.errors import ConfigError
 from moe_ffn.training import checkpoint_keeper

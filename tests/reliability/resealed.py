@@ -14,16 +14,13 @@ from typing import Any
 from experiments.assemble import build_module
 from experiments.command_line import read_config
 from experiments.config import TrainConfig
-from experiments.resuming.checkpoint_content import require_training
-from experiments.resuming.checkpoints import refusal_to_resume
 from experiments.resuming.identity import identity
 from experiments.resuming.run_record import LAST_SAVED_STEP, RunRecord
-from experiments.resuming.start import Start, find_start
+from experiments.resuming.start import Start, find_start, refusal_to_start
 from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
 from experiments.selftest.scene import options, run_here
 from moe_ffn.data.prepare import prepare
 from moe_ffn.training.checkpoint_file import (
-    IDENTITY,
     CheckpointError,
     read_checkpoint,
     write_checkpoint,
@@ -72,14 +69,10 @@ class Scene:
     def refuse(self, values: Mapping[str, Any]) -> str | None:
         """The reason why it does not go on from them."""
         try:
-            refusal = refusal_to_resume(values, self.identity, self.module) or RunRecord.read(
-                self.run, self.config
-            ).refusal(values[IDENTITY])
-            if refusal is None:
-                require_training(values, self.module, self.config.trainer.accumulate_grad_batches)
+            record = RunRecord.read(self.run, self.config)
+            return refusal_to_start(values, self.config, self.identity, self.module, record)
         except CheckpointError as error:
             return str(error)
-        return refusal
 
     def start(self, run: Path) -> Start:
         return find_start(run, self.config, self.identity, self.module)

@@ -1,4 +1,4 @@
-"""The one check of all that is read of a checkpoint beside its weights, before anything is touched.
+"""Checks of all that training goes on from, beside the weights, before anything is touched.
 
 A checksum says that a file is what was written; it does not say who wrote it, or that it was a whole state.
 What belongs into a checkpoint is not listed here but taken from the run itself: its fresh model, optimizer,
@@ -15,12 +15,12 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from packaging.version import Version
 
 from experiments.resuming.callback_states import require_callbacks, require_guard
-from experiments.resuming.kinds import (
+from experiments.resuming.optimizer_state import SCALER, require_optimizer
+from experiments.resuming.value_checks import (
     malformed,
     require_count,
     require_same_kind,
 )
-from experiments.resuming.optimizer_state import SCALER, require_optimizer
 from moe_ffn.errors import show
 from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.module import LanguageModel

@@ -1,6 +1,6 @@
-"""The files of a run that goes on: cut back to its checkpoint, and mended where they are damaged.
+"""The files of a run that goes on: cut back to its checkpoint, and repaired where they are damaged.
 
-What is lost is said, in a line for each file.
+A line for each file says what is lost.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
     return lost
 
 
-def mend_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
+def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
     """The files that a run is begun with, as they have to be; written where they are not, with a line."""
     facts = _facts_now(resume, files[FACTS_FILE])
     mended = {

@@ -1,7 +1,7 @@
-"""Whether a value read from a checkpoint is of the kind that belongs in its place.
+"""Checks of single values read from a checkpoint: their types, shapes and numbers.
 
-What is wrong is raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`. Of
-what stands in a file nothing is taken for granted: how deep it is, how long, or how large.
+What is wrong is raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`.
+Nothing is taken for granted of what a file holds: neither how deep it is, nor how long, nor how large.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from moe_ffn.errors import printable, shorten, show
 from moe_ffn.training.checkpoint_file import CheckpointError
 
-MOST = 2**53
-"""Whole numbers up to here are counts; larger ones are no steps, tokens or places of anything."""
+MAX_COUNT = 2**53
+"""No number of steps or tokens is larger."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_LEVELS = 50
+_MAX_LEVELS = 50
 """As deep as a config may be."""
 
 
 def malformed(path: str, problem: str) -> CheckpointError:
-    """What to raise of the value at `path`, a dotted key."""
+    """The error to raise about the value at `path`, a dotted key."""
     return CheckpointError(f"is malformed: {shorten(printable(path), 120)}: {problem}")
 
 
@@ -74,10 +74,10 @@ def require_keys(found: Any, keys: Mapping[str, Any] | Sequence[Any], path: str)
             raise malformed(path, f"has {show(key)}, which does not belong there")
 
 
-def require_count(found: Any, path: str, least: int = 0, most: int = MOST) -> None:
+def require_count(found: Any, path: str, least: int = 0, most: int = MAX_COUNT) -> None:
     """A whole number from `least` to `most`."""
     if type(found) is not int or not least <= found <= most:
-        bound = f"from {least} to {most}" if most < MOST else f"of at least {least}"
+        bound = f"from {least} to {most}" if most < MAX_COUNT else f"of at least {least}"
         raise malformed(path, f"must be a whole number {bound}, got {describe(found)}")
 
 
@@ -125,10 +125,10 @@ def require_finite(found: Tensor, path: str) -> None:
         raise CheckpointError(f"holds {what} in '{path}'")
 
 
-def require_plain(found: Any, path: str, levels: int = _MOST_LEVELS) -> None:
+def require_plain(found: Any, path: str, levels: int = _MAX_LEVELS) -> None:
     """Nested mappings and lists of text, numbers, true, false and null, as a config is made of."""
     if levels == 0:
-        raise malformed(path, f"is nested more than {_MOST_LEVELS} levels deep")
+        raise malformed(path, f"is nested more than {_MAX_LEVELS} levels deep")
     if isinstance(found, Mapping):
         for key, value in found.items():
             if not isinstance(key, str):
