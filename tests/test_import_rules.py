@@ -28,6 +28,7 @@ FOUNDATION = {
     "load_summary",
     "files",
     "transforms",
+    "json_object",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "load_summary": set(),
     "files": set(),
     "transforms": set(),
+    "json_object": {"files"},
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).

@@ -23,6 +23,7 @@ from moe_ffn.config import Config
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_text
 from moe_ffn.import_path import Code, file_of_module
+from moe_ffn.json_object import parse_object
 
 _OURS = {"moe_ffn", "experiments"}
 _MAX_BYTES = 10_000_000
@@ -100,16 +101,10 @@ def say_changed_code(folder: Path) -> None:
 
 def read_entries(text: str) -> dict[str, dict[str, Any]]:
     """Those of a `code.json`; empty where it is none."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
     kinds = {"path": str, "sha256": str, "copied": bool}
     return {
         name: entry
-        for name, entry in values.items()
+        for name, entry in (parse_object(text) or {}).items()
         if isinstance(entry, dict)
         and all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
         and "\0" not in entry["path"]

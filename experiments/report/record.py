@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -26,6 +25,7 @@ from experiments.run_folder import (
 from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_text
+from moe_ffn.json_object import parse_object
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -228,25 +228,7 @@ def _text(path: Path) -> str:
 
 def _mapping(path: Path) -> dict[str, Any]:
     """A JSON object; empty where the file is absent or only half written."""
-    value = _json(_text(path))
-    return value if isinstance(value, dict) else {}
-
-
-def _json(text: str) -> Any:
-    """None where this is no JSON; None, too, for a number that is not finite or beyond a float."""
-    try:
-        return json.loads(
-            text,
-            parse_constant=lambda _: None,
-            parse_float=lambda digits: _finite(float(digits)),
-            parse_int=lambda digits: int(digits) if _finite(float(digits)) is not None else None,
-        )
-    except (ValueError, RecursionError):
-        return None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return parse_object(_text(path), finite=True) or {}
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
@@ -260,8 +242,8 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file, one per line; a line that is none, or half written, is left out."""
     for line in _text(path).split("\n"):
-        value = _json(line)
-        if isinstance(value, dict):
+        value = parse_object(line, finite=True)
+        if value is not None:
             yield value
 
 

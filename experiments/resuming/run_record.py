@@ -18,7 +18,7 @@ from experiments.config import TrainConfig
 from experiments.resuming.identity import CHANGEABLE, RUN_ID, changeable_options
 from experiments.run_folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
 from moe_ffn.config import MOST
-from moe_ffn.files import read_text
+from moe_ffn.json_object import read_object
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.json_lines import read_lines
 
@@ -43,7 +43,7 @@ class Saved:
 
 def read_saved(path: Path) -> Saved | None:
     """None where the file is missing, or says nothing that can be."""
-    values = _read_mapping(path)
+    values = read_object(path) or {}
     run_id, step = _run_id(values), values.get(LAST_SAVED_STEP, "")
     if run_id is None or not (step is None or (type(step) is int and 0 <= step <= MOST)):
         return None
@@ -52,7 +52,7 @@ def read_saved(path: Path) -> Saved | None:
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Empty where they are no facts of a run."""
-    facts = _read_mapping(path)
+    facts = read_object(path) or {}
     return facts if facts.get("precision") in PRECISIONS else {}
 
 
@@ -129,12 +129,3 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _text(value: Any) -> str:
     return json.dumps(value, default=str)
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """Empty where the file is missing, or holds anything else."""
-    try:
-        values = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -35,6 +35,7 @@ from experiments.run_folder import (
 from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_text, remove_unfinished, write_whole
+from moe_ffn.json_object import read_object
 from moe_ffn.training.checkpoint_file import IDENTITY
 from moe_ffn.training.checkpoint_folder import step_name, step_of
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
@@ -96,10 +97,10 @@ def check_documents(folder: Path, now: Documents) -> None:
     Where the run's list is lost, the checkpoint still knows that the corpus is another.
     """
     try:
-        text = read_text(folder / DOCUMENTS_FILE)
-        change = changed(Documents.from_dict(json.loads(text)), now)
-    except (OSError, ValueError):
+        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE, finite=True))
+    except ConfigError:
         return
+    change = changed(began_with, now)
     if change:
         raise ConfigError(
             f"data.corpus: {change}, since '{folder}' began; put back what it was, or start a new run"

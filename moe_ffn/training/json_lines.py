@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.files import read_text, write_whole
+from moe_ffn.json_object import parse_object
 from moe_ffn.training.outage import Outage, count_taken
 
 
@@ -42,7 +43,7 @@ class JsonLines:
 def cut_lines(path: Path, step: int) -> None:
     """Remove what was written after optimizer step `step`, which a resumed run will write again."""
     lines = _whole_lines(path)
-    kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
+    kept = [line for line in lines if (value := _with_step(line)) and value["step"] <= step]
     if kept:
         write_whole(path, "".join(kept))
     else:
@@ -51,12 +52,12 @@ def cut_lines(path: Path, step: int) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects that have a step; none where there is no file."""
-    return [json.loads(line) for line in _whole_lines(path) if _step(line) is not None]
+    return [value for line in _whole_lines(path) if (value := _with_step(line)) is not None]
 
 
 def num_damaged(path: Path) -> int:
     """How many whole lines of a file are no objects with a step."""
-    return sum(_step(line) is None for line in _whole_lines(path))
+    return sum(_with_step(line) is None for line in _whole_lines(path))
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -68,10 +69,7 @@ def _whole_lines(path: Path) -> list[str]:
     return [f"{line}\n" for line in text.split("\n")[:-1]]
 
 
-def _step(line: str) -> int | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = value.get("step") if isinstance(value, dict) else None
-    return step if type(step) is int else None
+def _with_step(line: str) -> dict[str, Any] | None:
+    """The object in a line; None where it is none, or has no step."""
+    value = parse_object(line)
+    return value if value is not None and type(value.get("step")) is int else None

@@ -21,9 +21,10 @@ from experiments.resuming.checkpoints import newest_good
 from experiments.resuming.identity import differences, identity
 from experiments.resuming.request import NEWEST, Resume, find_resume, take_resume
 from experiments.resuming.run_record import Saved, read_saved
-from experiments.resuming.start import Start, find_start, go_back
+from experiments.resuming.start import Start, check_documents, find_start, go_back
 from experiments.resuming.weights import refusal_to_load, refusal_to_resume
 from experiments.train import main
+from moe_ffn.data.documents import Documents
 from moe_ffn.errors import ConfigError
 from moe_ffn.training import checkpoint_keeper
 from moe_ffn.training.checkpoint_file import CheckpointError, write_checkpoint
@@ -145,6 +146,17 @@ def test_differences_are_named_by_their_dotted_keys() -> None:
     now = {"a": 1, "b": {"c": 5, "d": 3, "g": 6}, "e": 7}
 
     assert differences(before, now) == {"b.c": (2, 5), "b.g": (None, 6), "e": ({"f": 4}, 7)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[" * 100_000, '{"corpus_sha256": "a", "count": Infinity, "digests": null}'],
+    ids=["empty", "half", "deep", "infinite"],
+)
+def test_a_damaged_list_of_documents_is_left_to_the_checkpoint(tmp_path: Path, text: str) -> None:
+    (tmp_path / "documents.json").write_text(text)
+
+    check_documents(tmp_path, Documents("b", 1, None))
 
 
 # -- from which checkpoint
