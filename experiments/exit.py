@@ -21,7 +21,7 @@ EXIT_SIGNAL = 128
 """To which the number of the signal is added, as shells do: 130 for Ctrl-C, 143 for SIGTERM."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
-MOST_LINES = 3
+MAX_LINES = 3
 """What is said of one command: the first mistakes are often the cause of the others."""
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -58,9 +58,9 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
             return main(sys.argv[1:])
     except ConfigError as error:
         lines = [without_middle(line) for line in str(error).split("\n")]
-        if len(lines) > MOST_LINES:
-            rest = len(lines) - (MOST_LINES - 1)
-            lines[MOST_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
+        if len(lines) > MAX_LINES:
+            rest = len(lines) - (MAX_LINES - 1)
+            lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
         for line in lines:
             print(f"error: {printable(line)}", file=sys.stderr)
         return EXIT_BAD_INPUT

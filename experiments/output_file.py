@@ -8,9 +8,6 @@ from pathlib import Path
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import write_whole
 
-PAGE = "<!doctype html>"
-"""How every page of ours begins."""
-
 
 def check_output(option: str, path: Path, opening: str) -> None:
     """Look whether `write_output` could write this file; writes nothing.

@@ -9,11 +9,11 @@ from experiments.versions import versions
 from experiments.wrapping import wrap
 from moe_ffn.errors import ConfigError
 
-MOST = 1_000_000_000
+MAX_COUNT = 1_000_000_000
 """Of anything that is counted: what is larger was not meant."""
 
 
-def whole_number(text: str, least: int = 0, most: int = MOST) -> int | None:
+def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:
     """What was typed, in the digits 0 to 9; None where it is no number within these limits."""
     # Python reads other digits too, and takes long for very many of them.
     if not (text.isascii() and text.isdigit() and len(text) <= 20):

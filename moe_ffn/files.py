@@ -75,7 +75,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
     return read_bytes(path).decode("utf-8", errors)
 
 
-def read_given(path: Path, most_bytes: int) -> bytes:
+def read_given(path: Path, max_bytes: int) -> bytes:
     """The beginning of what a person named: a file, a link to one, or a pipe, as `<(command)` makes.
 
     A pipe is read as long as somebody writes to it, and the first one is waited for a few seconds.
@@ -87,7 +87,7 @@ def read_given(path: Path, most_bytes: int) -> bytes:
     parts: list[bytes] = []
     has_waited = False
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        while (left := most_bytes - sum(map(len, parts))) > 0:
+        while (left := max_bytes - sum(map(len, parts))) > 0:
             part = file.read(left)
             if part is None:  # a writer who is not done yet
                 select.select([file], [], [])

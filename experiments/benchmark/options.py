@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.benchmark.shapes import Shape, parse_shape
-from experiments.parser import MOST, Parser, whole_number
+from experiments.parser import MAX_COUNT, Parser, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean, expand_path, reason
 from moe_ffn.experts.config import GatedExpertsConfig
 
@@ -55,7 +55,11 @@ def parse_options(argv: Sequence[str]) -> Options:
     given = _parser().parse_args(argv)
     rounds, warmup, threads = (
         _number(name, getattr(given, name), least, most)
-        for name, least, most in (("rounds", 1, MOST), ("warmup", 0, MOST), ("threads", 1, 4096))
+        for name, least, most in (
+            ("rounds", 1, MAX_COUNT),
+            ("warmup", 0, MAX_COUNT),
+            ("threads", 1, 4096),
+        )
     )
     shapes = tuple(parse_shape(text) for text in given.shape)
     suites = _known("--suite", given.suite, SUITES) if given.suite else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.memory import gigabytes, memory_limit
-from experiments.parser import MOST, whole_number
+from experiments.parser import MAX_COUNT, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -81,7 +81,7 @@ def parse_shape(text: str) -> Shape:
         size = whole_number(number, least=1)
         if size is None:
             raise ConfigError(
-                f"{where}: {name} must be a whole number from 1 to {MOST}, got '{number}'"
+                f"{where}: {name} must be a whole number from 1 to {MAX_COUNT}, got '{number}'"
             )
         sizes.append(size)
     if dtype not in DTYPES:

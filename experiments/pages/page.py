@@ -7,6 +7,9 @@ from pathlib import Path
 
 from moe_ffn.files import write_whole
 
+OPENING = "<!doctype html>"
+"""How every page begins."""
+
 STYLE = Path(__file__).with_name("style.css")
 
 
@@ -22,7 +25,7 @@ def html_page(title: str, body: str, *, script: str = "", head: str = "") -> str
     # A script ends at the first `</script`, wherever it stands, in a string too.
     safe_script = script.replace("</script", "<\\/script")
     return (
-        "<!doctype html>\n"
+        f"{OPENING}\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'

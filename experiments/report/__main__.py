@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.exit import exit_on_bad_input
-from experiments.output_file import PAGE, check_output
+from experiments.output_file import check_output
+from experiments.pages.page import OPENING
 from experiments.parser import Parser
 from moe_ffn.errors import ConfigError
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
     check_plotly()
     if options.output is not None:
-        check_output("--output", options.output, PAGE)
+        check_output("--output", options.output, OPENING)
     output = options.output or default_output(options.runs)
     if options.watch:
         watch(options.runs, output, every, lambda text: print(text, flush=True))

@@ -42,7 +42,7 @@ class Saved:
 
 
 def read_saved(path: Path) -> Saved | None:
-    """None where the file is missing, or says nothing that can be."""
+    """What is in a `saved.json`; None where it is missing or damaged."""
     values = read_object(path) or {}
     run_id, step = _run_id(values), values.get(LAST_SAVED_STEP, "")
     if run_id is None or not (step is None or (type(step) is int and 0 <= step <= MOST)):
@@ -51,14 +51,14 @@ def read_saved(path: Path) -> Saved | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Empty where they are no facts of a run."""
+    """What is in a `facts.json`; empty where it is missing or damaged."""
     facts = read_object(path) or {}
     return facts if facts.get("precision") in PRECISIONS else {}
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What tells the checkpoints of a run from those of any other."""
+    """The id and the options by which the checkpoints of a run are told from those of any other."""
 
     run_id: str | None
     """None where every file that had it is lost."""
@@ -66,12 +66,12 @@ class RunRecord:
     """None where `saved.json` is lost, or of another run."""
     options: Mapping[str, Any]
     """Dotted key -> value, of the options that may be changed."""
-    had: frozenset[tuple[str, str]]
-    """Every (dotted key, value as JSON) that the run has ever had of them."""
+    past_options: frozenset[tuple[str, str]]
+    """(dotted key, value as JSON) of these and of all that the run has had before."""
 
     @classmethod
     def read(cls, folder: Path, own: TrainConfig) -> RunRecord:
-        """That of the run in `folder`, whose `config.yaml` is `own`."""
+        """The record of the run in `folder`, whose `config.yaml` is `own`."""
         facts, saved = read_facts(folder / FACTS_FILE), read_saved(folder / SAVED_FILE)
         run_id = _run_id(facts) or (saved.run_id if saved else None)
         if saved is not None and saved.run_id != run_id:
@@ -79,8 +79,8 @@ class RunRecord:
         options = changeable_options(own)
         known: list[Mapping[str, Any]] = [options, {key: facts.get(key) for key in options}]
         known += _changes(folder / RESUMES_FILE)
-        had = {(key, _text(value)) for values in known for key, value in _leaves(values)}
-        return cls(run_id, saved, dict(_leaves(options)), frozenset(had))
+        past = {(key, _as_json(value)) for values in known for key, value in _leaves(values)}
+        return cls(run_id, saved, dict(_leaves(options)), frozenset(past))
 
     def refusal(self, identity: Mapping[str, Any]) -> str | None:
         """Why a checkpoint with this identity is of another run; None where it is of this one.
@@ -96,7 +96,7 @@ class RunRecord:
         if self.run_id not in (None, run_id):
             return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
         for key, value in _leaves(made_with):
-            if (key, _text(value)) not in self.had:
+            if (key, _as_json(value)) not in self.past_options:
                 return (
                     f"was made with {key} {value!s:.60}, but this run has {self.options.get(key)} in "
                     f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
@@ -127,5 +127,5 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _text(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, default=str)

@@ -13,9 +13,10 @@ from pathlib import Path
 import experiments.needed  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from experiments.announce import announce_import
 from experiments.exit import exit_on_bad_input
-from experiments.output_file import PAGE, check_output, write_output
+from experiments.output_file import check_output, write_output
 from experiments.outside.trust import FLAG
 from experiments.outside.trust import HELP as TRUST_HELP
+from experiments.pages.page import OPENING
 from experiments.parser import Parser, whole_number
 from experiments.run_folder import check_has_weights
 from moe_ffn.errors import ConfigError, reason
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     layers = None if given.layers is None else parse_layers(given.layers)
     text = read_text(given.text)
     if given.html is not None:
-        check_output("--html", given.html, PAGE)
+        check_output("--html", given.html, OPENING)
     # Only now: a mistake in the options should not wait for torch.
     announce_import("torch")
     from rich.console import Console

@@ -15,7 +15,7 @@ from experiments.exit import exit_on_bad_input
 from experiments.selftest import scene
 from moe_ffn.errors import ConfigError
 
-MOST_SECONDS = 5
+MAX_SECONDS = 5
 LONG = "x" * 5_000
 MANY_DIGITS = "9" * 5_000
 
@@ -48,7 +48,7 @@ def check_answer(program: str, *argv: str, named: str | None) -> scene.Finished:
     """
     before, start = names_below(Path()), time.process_time()
     done = scene.run_here(*argv, program=f"experiments.{program}")
-    assert time.process_time() - start < MOST_SECONDS, "took long"
+    assert time.process_time() - start < MAX_SECONDS, "took long"
     if named is None:
         assert done.code == 0, done.stderr
     else:
