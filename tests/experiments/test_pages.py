@@ -34,12 +34,16 @@ def test_a_page_follows_the_reader_s_light(browser: Browser, tmp_path: Path, dar
         assert ground == "rgb(255, 255, 255)"
 
 
-def test_a_page_is_put_in_its_place_whole(tmp_path: Path) -> None:
+def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "page.html"
     write_page(path, "old")
 
-    with pytest.raises(UnicodeEncodeError):
-        write_page(path, "\ud800")
+    def fail(descriptor: int) -> None:
+        raise OSError("a full disk")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="a full disk"):
+        write_page(path, "new")
 
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["page.html"]
