@@ -302,16 +302,16 @@ def test_the_text_may_come_through_a_pipe(
 
 
 def test_a_screen_without_unicode_gets_escapes(
-    trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
+    trace: Trace, moe_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    screen = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii"))
+    with (tmp_path / "screen").open("w", encoding="ascii") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "__stdout__", screen)
 
-    code, _, err = trace(moe_run.folder, "--text", "a b")
+        code, _, err = trace(moe_run.folder, "--text", "a b")
 
-    sys.stdout.flush()
     assert (code, err) == (0, "")
-    assert re.search(rb"^1  \\u2423 ", screen.getvalue(), re.MULTILINE)
+    assert re.search(r"^1  \\u2423 ", (tmp_path / "screen").read_text(), re.MULTILINE)
 
 
 # -- the page
