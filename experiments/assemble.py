@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning import Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from experiments.config import TrainConfig
@@ -46,7 +46,12 @@ from moe_ffn.training.metrics_file import MetricsFile
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.precision import resolve_precision
 from moe_ffn.training.progress import progress_display
-from moe_ffn.training.stopping import StopOnRequest, StopRequest
+from moe_ffn.training.stopping import (
+    EarlyStoppingByOptions,
+    StepTimer,
+    StopOnRequest,
+    StopRequest,
+)
 from moe_ffn.training.wandb_run import wandb_logger
 
 
@@ -205,10 +210,13 @@ def build_trainer(
     if options.early_stopping is not None:
         stopping = options.early_stopping
         callbacks.append(
-            EarlyStopping(
+            EarlyStoppingByOptions(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )
+    given = options.lightning_arguments()
+    if (max_time := given.pop("max_time", None)) is not None:
+        callbacks.append(StepTimer(max_time))
     # Last, so that what is saved is what all the others have made of the step.
     callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {
@@ -230,7 +238,7 @@ def build_trainer(
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
     }
-    return Trainer(**(arguments | options.lightning_arguments()))
+    return Trainer(**(arguments | given))
 
 
 def make_loggers(
@@ -275,6 +283,7 @@ def quiet_libraries() -> None:
     for message in (
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         ".*does not have many workers",
+        "Be aware that when using `ckpt_path`",  # of an early stopping that is given up
         "Experiment logs directory .* exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -19,12 +19,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import parse_config, read_config, validate
+from experiments.command_line import parse_config, validate
 from experiments.config import TrainConfig, not_a_folder_name
 from experiments.exit import exit_on_bad_input
 from experiments.outside.tags import comparable_options
 from experiments.outside.trust import FLAG, UntrustedCodeError, take_trust
 from experiments.resuming.identity import differences
+from experiments.resuming.request import own_config
 from experiments.run_folder import (
     CONFIG_FILE,
     SUMMARY_FILE,
@@ -187,7 +188,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
 
 def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
     """In which options, or code behind them, the run in `folder` is another, as `differences` names them."""
-    own = read_config(folder / CONFIG_FILE, TrainConfig, trust_code=trust_code)
+    own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
     return differences(comparable_options(own), comparable_options(config))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from lightning.pytorch.callbacks import EarlyStopping
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torchmetrics import Metric
@@ -31,6 +30,7 @@ from moe_ffn.training.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.checkpoint_file import CheckpointError
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.guard import STEPS_OF_MEDIAN
+from moe_ffn.training.stopping import EarlyStoppingByOptions
 
 _Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
@@ -153,7 +153,7 @@ def require_callbacks(found: Any, step: int, routers: Sequence[str]) -> None:
     for name in found:
         if not isinstance(name, str):
             raise malformed("callbacks", "must have keys of text")
-        if name.startswith(EarlyStopping.__qualname__):
+        if name.startswith(EarlyStoppingByOptions.__qualname__):
             stopping = _read(_Stopping, found[name], f"callbacks.{name}")
             require_tensor(stopping.best_score, (), f"callbacks.{name}.best_score", is_float=True)
     _of_callback(_Sample, found, SampleLog)

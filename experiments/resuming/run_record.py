@@ -92,7 +92,7 @@ class RunRecord:
         """
         run_id, made_with = _run_id(identity), identity.get(CHANGEABLE)
         if run_id is None or not isinstance(made_with, Mapping):
-            return "does not say of which run it is"
+            return "does not say of which run it is: an older version wrote it, or another program"
         if self.run_id not in (None, run_id):
             return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
         for key, value in _leaves(made_with):

@@ -191,8 +191,6 @@ def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunReco
     has_ended = (folder / SUMMARY_FILE).exists()
     if saved is not None and saved.step is not None:
         why = f"though {SAVED_FILE} says that {step_name(saved.step)} was saved; put it back"
-    elif saved is not None and has_ended:
-        why = "though the run has ended; put them back"
     elif saved is None and (has_ended or _last_row(folder) > _first_saved_step(own)):
         why = (
             f"though the run came further than its first, and {SAVED_FILE}, which says whether that was "

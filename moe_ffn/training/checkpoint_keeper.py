@@ -24,8 +24,8 @@ from moe_ffn.training.checkpoint_file import (
     verify,
     write_checkpoint,
 )
-from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints, step_name, step_of
-from moe_ffn.training.checkpoint_steps import put_names_right
+from moe_ffn.training.checkpoint_folder import BEST_NAME, step_name
+from moe_ffn.training.checkpoint_steps import likely_step, newest_first, put_names_right
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.outage import Outage
@@ -117,7 +117,9 @@ class CheckpointKeeper(Callback):
                     print(f"checkpoint: {before} is {now} now, by the step in it", file=sys.stderr)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self._had_stopped
+        # Unless it goes on with more patience, or without that rule.
+        still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
+        trainer.should_stop = trainer.should_stop or (self._had_stopped and still)
         if trainer.is_global_zero:
             with suppress(OSError):
                 require_folder(self.folder)
@@ -262,7 +264,7 @@ class CheckpointKeeper(Callback):
     def _remove_old(self, step: int) -> None:
         """All but the newest few before `step`, once the file of `step` is known to be good."""
         try:
-            old = [path for path in step_checkpoints(self.folder) if step_of(path) < step]
+            old = [path for path in newest_first(self.folder) if likely_step(path) < step]
             too_old = old[self.config.keep_last - 1 :]
             if too_old:
                 verify(self.folder / step_name(step))

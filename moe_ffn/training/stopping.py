@@ -1,4 +1,7 @@
-"""A run that is asked to end does so after the step it is at, with a checkpoint of it."""
+"""What ends a run before its last step: a signal, its time, a loss that falls no more.
+
+Each after the step that the run is at, with a checkpoint of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 
@@ -112,6 +115,26 @@ class StopOnRequest(Callback):
         if signum:
             self.keeper.save(trainer)
             raise Interrupted(signum, trainer.global_step)
+
+
+class StepTimer(Timer):
+    """Ends a run that has had its time, after the step it is at.
+
+    Lightning's own ends it after any batch, and what is accumulated of a step would be lost.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch["index"] + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class EarlyStoppingByOptions(EarlyStopping):
+    """Early stopping with the patience of the options, though a run may have begun with another."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})
 
 
 def _is_main_thread() -> bool:

@@ -65,10 +65,6 @@ def saved_step(step: Any) -> Do:
     return do
 
 
-def ended(folder: Path) -> None:
-    shutil.copy(trained() / "summary.json", folder)
-
-
 SAID = f"though saved.json says that {NEWEST} was saved; put it back, or start a new run"
 GUESSED = (
     "though the run came further than its first, and saved.json, which says whether that was saved, is "
@@ -83,9 +79,6 @@ LOST: dict[str, tuple[list[Do], str]] = {
     "and the rows": ([without_checkpoints, lose("metrics.csv")], SAID),
     "and the facts": ([without_checkpoints, lose("facts.json")], SAID),
     "and saved.json": ([without_checkpoints, lose("saved.json")], GUESSED),
-    "and nothing saved, though it has ended": (
-        [without_checkpoints, saved_step("null"), ended], "though the run has ended; put them back"
-    ),
     **{
         f"and saved.json has {step}": ([without_checkpoints, saved_step(step)], GUESSED)
         for step in (
