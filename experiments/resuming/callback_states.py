@@ -181,9 +181,8 @@ def _require_steps(steps: _Steps, step: int, routers: Sequence[str]) -> None:
         )
     require_count(window.num_skipped, f"{path}.window.num_skipped", most=step - steps.last_row_step)
     for name, value in window.sums.items():
-        # One number, or one of each rank.
-        shape = next(iter(window.sums.values())).shape[:1]
-        require_tensor(value, shape, f"{path}.window.sums.{name}", is_float=True)
+        num_ranks = max(next(iter(window.sums.values())).numel(), 1)
+        require_tensor(value, (num_ranks,), f"{path}.window.sums.{name}", is_float=True)
         require_finite(value, f"{path}.window.sums.{name}")
     layers = routing.idle_steps
     for layer, idle_E in layers.items():

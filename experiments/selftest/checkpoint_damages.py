@@ -62,8 +62,8 @@ def damages(marker: Path) -> list[Damage]:
         Damage("a folder", _folder, "is no file"),
         Damage("a pipe", _pipe, "is no file"),
         Damage("a link to a device without end", _link("/dev/zero"), "is no file"),
-        Damage("a link to nothing", _link("nowhere"), "No such file"),
-        Damage("a link to itself", lambda path: _link(path.name)(path), "symbolic links"),
+        Damage("a link to nothing", _link("nowhere"), "a symbolic link"),
+        Damage("a link to itself", lambda path: _link(path.name)(path), "a symbolic link"),
     ]  # fmt: skip
 
 

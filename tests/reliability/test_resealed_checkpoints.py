@@ -164,6 +164,8 @@ TRAINING: list[Case] = [
     (STEPS, "x", "callbacks.StepLogger"),
     (f"{STEPS}/window/tokens", -1, "window.tokens: must be at least 0, got -1"),
     (f"{STEPS}/window/sums/loss", torch.ones(2, 2), "window.sums.loss: must be a tensor ("),
+    (f"{STEPS}/window/sums/loss", torch.tensor(1.0), "must be a tensor (1,), got a tensor ()"),
+    (f"{STEPS}/window/sums/loss", torch.ones(0), "must be a tensor (1,), got a tensor (0,)"),
     (f"{STEPS}/window/sums/loss", filled(INF), "holds infinity in 'callbacks.StepLogger.window"),
     (f"{STEPS}/routing/load/layer_00", [], "routing.load.layer_00: must be a list of 1"),
     (f"{STEPS}/routing/load/layer_00/0/pairs_E", torch.ones(9), "pairs_E: must be a tensor (8,)"),
