@@ -330,7 +330,7 @@ OWN: dict[str, dict[str, str]] = {
     "no rows yet": {"logging__every_n_steps": "100"},
     "more rows than a median": {"trainer__max_steps": "40", "logging__every_n_steps": "1"},
 }  # fmt: skip
-SHORT = {"optimizer adafactor", "accumulation"}
+SHORT = {"optimizer adafactor"}
 
 
 @pytest.mark.parametrize(
