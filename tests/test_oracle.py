@@ -216,7 +216,8 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
             outputs[t] = outputs[t] + scale * routing.weights_N[n] * y_D
     y_BSD = torch.stack(outputs).view_as(x_BSD)
     if moe.shared_expert is not None:
-        y_BSD = combined(moe, y_BSD, plain_dense(moe.shared_expert, x_BSD), x_BSD)
+        clean_BSD = x_BSD * mask_BS.unsqueeze(-1)  # what padding holds is nobody's business
+        y_BSD = combined(moe, y_BSD, plain_dense(moe.shared_expert, clean_BSD), clean_BSD)
     return y_BSD, sorted(computed)
 
 
