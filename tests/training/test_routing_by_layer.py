@@ -90,11 +90,11 @@ def test_ranks_exchange_what_they_have_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchmetrics by itself would add up a second time what all ranks have together."""
-    found = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
-    found.update(layers)
     rank_of_two(monkeypatch, rank=0)
     monkeypatch.setattr(metric, "jit_distributed_available", lambda: True)
     monkeypatch.setattr(metric, "gather_all_tensors", lambda *_: pytest.fail("a second time"))
+    found = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
+    found.update(layers)
 
     assert found.close().keys() == layers.keys()
 
