@@ -23,6 +23,7 @@ What they need:
     case.py                what a chapter is, and a case of one; trying a case
     scene.py               a small corpus, and tiny runs in processes of their own or in this one
     same_run.py            when two runs came to the same
+    rank_group.py          several ranks, which train what they are told to
     finished_run.py        a finished run, of which cases damage a copy
     checkpoint_damages.py  what is done to a checkpoint
     config_fields.py       every field of a config, and what it must not be given

@@ -4,19 +4,31 @@ refused in a sentence.
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from experiments.run_folder import METRICS_FILE
 from experiments.saved_run import load_run
+from experiments.selftest.rank_group import CRASHED, RankGroup, rank_group
 from experiments.selftest.resume import Cut, cutting
 from experiments.selftest.same_run import differences
-from experiments.selftest.scene import options, run_here
+from experiments.selftest.scene import (
+    Finished,
+    finish,
+    options,
+    run,
+    run_here,
+    start,
+    wait_for_row,
+)
 from moe_ffn.training.checkpoint_file import read_checkpoint
 from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.metrics_file import STEP, read_rows
 
 BLOCKS = {
     "dense": "{type: dense, dropout: 0.1}",
@@ -125,3 +137,170 @@ def test_another_precision_is_refused(tmp_path: Path, precision: str, sentence: 
 
     assert lines[-1] == f"error: {sentence}"
     assert not (tmp_path / "runs").exists()
+
+
+# ------------------------------------------------------------------------------------- strategies
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_spawn", "ddp_fork", "ddp_notebook", "fsdp", "deepspeed", "deepspeed_stage_2", "xla", "ddp_", ""],
+)  # fmt: skip
+def test_another_strategy_is_refused(tmp_path: Path, strategy: str) -> None:
+    lines = train(*options(tmp_path, trainer__strategy=strategy or '""'), code=2).splitlines()
+
+    assert lines[-1] == (
+        "error: trainer.strategy: must be 'auto', 'ddp' (for several processes) or "
+        f"'ddp_find_unused_parameters_true', got '{strategy}'"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ddp_find_unused_parameters_true"])
+@pytest.mark.slow
+def test_one_rank_by_any_strategy_is_resumed_to_the_bit(
+    groups: Callable[[int], RankGroup], tmp_path: Path, strategy: str
+) -> None:
+    check_ranks(groups(1), tmp_path, BETWEEN, "top_k", strategy, "32-true", "1")
+
+
+# ------------------------------------------------------------------------------------- ranks
+
+BETWEEN = Cut("asked to end between two rows", 5)
+WITHIN = Cut("asked to end in an accumulation window", 3)
+VALIDATING = Cut("asked to end in a validation", 4, within="validation_step")
+CRASH = Cut("died between two rows", 7, is_crash=True)
+CUTS = (BETWEEN, WITHIN, VALIDATING, CRASH)
+UNUSED = "ddp_find_unused_parameters_true"
+
+RANKS = [
+    *((2, block, "ddp", "32-true", "1", BETWEEN) for block in BLOCKS),
+    *((2, "biased", "ddp", "32-true", batches, cut) for batches in ("1", "4") for cut in CUTS),
+    *((2, "top_k", "auto", precision, "2", BETWEEN) for precision in ON_CPU),
+    *((2, "top_k", UNUSED, "32-true", batches, WITHIN) for batches in ("1", "4")),
+    *((3, "biased", "ddp", precision, "1", BETWEEN) for precision in ON_CPU),
+    *((3, block, "ddp", "32-true", "1", BETWEEN) for block in ("dense", "top_k", "soft_moe")),
+    *((3, "biased", "ddp", "32-true", batches, cut) for batches in ("1", "4") for cut in CUTS[1:]),
+    *((3, "top_k", strategy, "32-true", "4", BETWEEN) for strategy in ("auto", UNUSED)),
+    *((4, block, "ddp", "32-true", "2", BETWEEN) for block in ("dense", "biased")),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Callable[[int], RankGroup]]:
+    """So many ranks, which stay until others are asked for: processes that import torch."""
+    found: list[tuple[int, RankGroup, contextlib.ExitStack]] = []
+
+    def group_of(num_ranks: int) -> RankGroup:
+        if found and (found[0][0] != num_ranks or found[0][1].is_over):
+            found.pop()[2].close()
+        if not found:
+            stack = contextlib.ExitStack()
+            found.append((num_ranks, stack.enter_context(rank_group(num_ranks)), stack))
+        return found[0][1]
+
+    yield group_of
+    for _, _, stack in found:
+        stack.close()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "block", "strategy", "precision", "batches", "cut"),
+    RANKS,
+    ids=["-".join([*map(str, case[:-1]), case[-1].name]) for case in RANKS],
+)
+@pytest.mark.slow
+def test_a_run_on_ranks_is_resumed_to_the_bit(
+    groups: Callable[[int], RankGroup],
+    tmp_path: Path,
+    num_ranks: int,
+    block: str,
+    strategy: str,
+    precision: str,
+    batches: str,
+    cut: Cut,
+) -> None:
+    check_ranks(groups(num_ranks), tmp_path, cut, block, strategy, precision, batches)
+
+
+def check_ranks(
+    group: RankGroup,
+    folder: Path,
+    cut: Cut,
+    block: str,
+    strategy: str,
+    precision: str,
+    batches: str,
+) -> None:
+    changes = changes_of(
+        block,
+        precision,
+        data__batch_size="12",
+        trainer__devices=str(len(group.processes)),
+        trainer__strategy=strategy,
+        trainer__accumulate_grad_batches=batches,
+    )
+    expect(group.train(*options(folder, run__name="whole", **changes)), 0)
+    ended = group.train(*options(folder, run__name="cut", **changes), cut=cut)
+    expect(ended, CRASHED if cut.is_crash else 128 + signal.SIGTERM)
+
+    expect(group.train("--resume", str(folder / "runs/cut")), 0)
+
+    assert differences(folder / "runs/whole", folder / "runs/cut") == []
+
+
+def expect(done: Finished, code: int) -> None:
+    assert done.code == code, (done.code, done.stderr[-1000:])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 3)])
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on_with_the_same_data(
+    groups: Callable[[int], RankGroup], tmp_path: Path, before: int, after: int
+) -> None:
+    """Between two rows: what the row has of the other ranks counts for it too."""
+    changes = changes_of("dense", "32-true", data__batch_size="12", model__dropout="0.0")
+    changes |= {"model__ffn": "dense", "trainer__max_steps": "12"}
+    whole = options(tmp_path, run__name="whole", **changes)
+    expect(groups(1).train(*whole), 0)
+    several = {"trainer__devices": str(before), "trainer__strategy": "ddp"}
+    argv = options(tmp_path, run__name="cut", **changes, **several)
+    expect(groups(before).train(*argv, cut=BETWEEN), 128 + signal.SIGTERM)
+
+    resume = ("--resume", str(tmp_path / "runs/cut"), "--trainer.devices", str(after))
+    expect(groups(after).train(*resume), 0)
+
+    found, expected = (losses(tmp_path / "runs" / name) for name in ("cut", "whole"))
+    assert list(found) == list(expected) == ["2", "4", "6", "8", "10", "12"]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def losses(run_folder: Path) -> dict[str, float]:
+    rows = read_rows(run_folder / METRICS_FILE)
+    return {row[STEP]: float(row["train/loss"]) for row in rows if "train/loss" in row}
+
+
+# ------------------------------------------------------------------------------------- processes
+
+
+LONG = changes_of("top_k", "32-true", trainer__max_steps="40", data__batch_size="12")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
+def test_ranks_that_the_program_starts_end_with_it_and_go_on(
+    tmp_path: Path, num_ranks: int, signum: signal.Signals
+) -> None:
+    """At any moment, whichever it is; the signal reaches the first rank alone."""
+    changes = LONG | {"trainer__devices": str(num_ranks), "trainer__strategy": "ddp"}
+    expect(run(*options(tmp_path, run__name="whole", **changes)), 0)
+    process = start(*options(tmp_path, run__name="cut", **changes))
+    wait_for_row(tmp_path / "runs/cut", 10, process)
+    process.send_signal(signum)
+    expect(finish(process), -signum if signum == signal.SIGKILL else 128 + signum)
+
+    resumed = run("--resume", str(tmp_path / "runs/cut"))
+
+    expect(resumed, 0)
+    assert differences(tmp_path / "runs/whole", tmp_path / "runs/cut") == []
