@@ -18,6 +18,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._pending: list[str] = []
+        self._num_tried = 0  # of those, how many a write that failed may have left in the file
         self._outage = Outage(path)
 
     @property
@@ -33,11 +34,13 @@ class JsonLines:
         with self._outage.expected():
             # Whole, since these files are short, so that no disk can leave half a line.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A disk that failed after it took some of them has those already.
             kept = _whole_lines(self.path)
-            fresh = self._pending[count_taken(kept, self._pending) :]
-            write_whole(self.path, "".join([*kept, *fresh]))
+            # A disk that failed after it took some of them has those already.
+            num_taken = count_taken(kept, self._pending[: self._num_tried])
+            self._num_tried = len(self._pending)
+            write_whole(self.path, "".join([*kept, *self._pending[num_taken:]]))
             self._pending.clear()
+            self._num_tried = 0
 
 
 def cut_lines(path: Path, step: int) -> None:
