@@ -30,6 +30,7 @@ class FakeTrainer:
         self.global_step = 0
         self.is_global_zero = True
         self.should_stop = False
+        self.early_stopping_callbacks: list[Any] = []
         self.accumulate_grad_batches = 1
         self.loggers: list[Any] = []
         self.lightning_module: Any = nn.Linear(2, 2)
@@ -352,17 +353,22 @@ def test_a_validation_alone_saves_the_best_and_no_step(
     assert [path.name for path in folder.iterdir()] == ["best.ckpt"]
 
 
-def test_an_early_stop_is_remembered(make: Callable[..., FakeTrainer], folder: Path) -> None:
+@pytest.mark.parametrize(("patience", "stops"), [(1, True), (2, False), (None, False)])
+def test_an_early_stop_is_remembered_as_long_as_its_rule_holds(
+    make: Callable[..., FakeTrainer], folder: Path, patience: int | None, stops: bool
+) -> None:
     """Or a run that is killed after it would train on when it is resumed."""
     stopped: Any = make(every_n_steps=2)
     stopped.should_stop = True
     stopped.step(2)
 
     resumed: Any = make(every_n_steps=2)
+    if patience is not None:
+        resumed.early_stopping_callbacks = [SimpleNamespace(wait_count=1, patience=patience)]
     resumed.keeper.load_state_dict(stopped.keeper.state_dict())
     resumed.keeper.on_train_start(resumed, resumed.lightning_module)
 
-    assert resumed.should_stop
+    assert resumed.should_stop is stops
 
 
 def test_leftovers_of_a_dead_process_are_removed(
