@@ -28,8 +28,7 @@ from experiments.option_tree import option_tree
 from experiments.outside.trust import UntrustedCodeError, trusted_code_alone
 from experiments.parser import Parser
 from experiments.ranks import is_first_rank
-from moe_ffn.config import Config
-from moe_ffn.config_schema import json_schema
+from moe_ffn.config import Config, json_schema
 from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason, shorten
 from moe_ffn.files import read_given
 from moe_ffn.import_path import (

@@ -23,7 +23,7 @@ from experiments.run_folder import (
     SUMMARY_FILE,
     named_run_folder,
 )
-from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
+from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import is_inner
 from moe_ffn.training.config import PRECISIONS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.config import Config
-from moe_ffn.data.config import DataConfig
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.data.prepare import DataConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import (
     CheckpointsConfig,
     LoggingConfig,

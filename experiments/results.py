@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.config import TrainConfig
 from experiments.run_folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.tables import expert_use, load_table
-from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
+from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.errors import printable
 from moe_ffn.files import write_whole
 from moe_ffn.training.alarms import Advice

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.ffn.config import FFNConfig
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.layer_names import short_name
 from moe_ffn.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.sizes import linear_flops

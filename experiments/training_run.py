@@ -65,8 +65,7 @@ from experiments.run_folder import (
 )
 from experiments.run_lock import locked
 from experiments.tables import describe_data, model_table
-from moe_ffn.data.prepare import PreparedData, prepare
-from moe_ffn.data.unigram import unigram_loss
+from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
 from moe_ffn.errors import first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.training.checkpoint_folder import BEST_NAME

@@ -7,12 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.config import MOST, Config
 from moe_ffn.outputs import Routing, count_pairs
 from moe_ffn.sizes import ceil_of_share, share_of
+
+
+class CapacityConfig(Config, frozen=True):
+    """How many (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
+
+    factor: float | None = Field(default=None, gt=0, le=MOST)
+    """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
+    imbalance; null drops nothing."""
+    eval_factor: float | None = Field(default=None, gt=0, le=MOST)
+    """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
+    drop: Literal["position", "probability", "random"] = "position"
+    """Whom a full expert drops: the latest positions, the smallest weights, or, in training, anyone.
+    Only the first is causal."""
+    renormalize: bool = False
+    """Scale the weights a token keeps up to the sum they had before dropping."""
+
+    @property
+    def is_limited(self) -> bool:
+        return self.factor is not None or self.eval_factor is not None
+
+    @property
+    def not_causal_because(self) -> str | None:
+        if self.drop == "position" or not self.is_limited:
+            return None
+        return (
+            f"capacity.drop '{self.drop}' lets later tokens displace earlier ones; use 'position'"
+        )
+
 
 Priority = Callable[[Routing], Tensor]
 """Routing -> (N,): the pairs with the lowest values are served first; equal ones in pair order."""

@@ -27,6 +27,7 @@ from moe_ffn.import_path import FileTag, import_class, tag_of
 MOST = 10**9
 """No count and no width is larger: what is, is a slip of the keyboard, and would overflow far from here."""
 
+
 FAMILY_KEY = "x-family"
 """Where a schema names a family instead of its members."""
 
@@ -168,7 +169,7 @@ class TaggedConfig(Config, frozen=True):
         tag = data.get("type")
         if isinstance(tag, str) and tag in cls.members:
             return cls.members[tag]
-        known = ", ".join(cls.members)
+        known = ", ".join(sorted(cls.members))
         if tag is None:
             near = [key for key in map(str, data) if key != "type" and is_near("type", key)]
             slip = f", but there is '{near[0]}'" if near else ""
@@ -226,3 +227,38 @@ def _mistake(
 ) -> InitErrorDetails:
     error = PydanticCustomError(kind, "{message}", {"message": message, **context})
     return InitErrorDetails(type=error, loc=(key,), input=data)
+
+
+def json_schema(root: type[Config]) -> dict[str, Any]:
+    """The JSON schema of `root`, every family in it as an `anyOf` over its named members."""
+    families = {family.__name__: family for family in TaggedConfig.__subclasses__()}
+    definitions: dict[str, Any] = {}
+
+    def define(cls: type[Config]) -> dict[str, Any]:
+        schema = cls.model_json_schema()
+        for name, definition in schema.pop("$defs", {}).items():
+            definitions.setdefault(name, resolve(definition))
+        return resolve(schema)
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if FAMILY_KEY not in node:
+            return {key: resolve(value) for key, value in node.items()}
+        name = node[FAMILY_KEY]
+        if name not in definitions:
+            definitions[name] = {}  # claims the name before members that refer back to it
+            family = families[name]
+            named = [define(member) for member in dict.fromkeys(family.members.values())]
+            own = {
+                "type": "object",
+                "required": ["type"],
+                "properties": {"type": {"type": "string", "pattern": ":"}},
+            }
+            definitions[name] = {"anyOf": [*named, {"enum": list(family.members)}, own]}
+        rest = {key: resolve(value) for key, value in node.items() if key != FAMILY_KEY}
+        return {"$ref": f"#/$defs/{name}", **rest}
+
+    return {**define(root), "$defs": definitions}

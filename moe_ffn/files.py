@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import secrets
 import select
@@ -11,13 +13,15 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Literal, overload
+from typing import Any, BinaryIO, Literal, overload
 
 UNFINISHED = ".unfinished"
 """How the name of a file ends that is being written, or was when its process died."""
 
+
 DAMAGED = ".damaged"
 """How the name of a file ends that keeps what another was before it was mended."""
+
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -27,11 +31,14 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
+
 # Windows lacks both, and has neither pipes nor links where anybody could put one.
 _NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 
+
 WRITER_SECONDS = 5.0
 """How long a pipe may be without anybody who writes to it."""
+
 
 _NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that cannot sync a folder."""
@@ -53,8 +60,12 @@ def kind_of(path: Path) -> str | None:
 
 @overload
 def open_file(path: Path) -> BufferedReader: ...
+
+
 @overload
 def open_file(path: Path, mode: Literal["ab", "r+b"]) -> BinaryIO: ...
+
+
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
     """Open a file that is one: no link is followed, and no other end of a pipe waited for.
 
@@ -194,3 +205,44 @@ def _require_file(path: Path, but: Collection[str] = ()) -> None:
 
 def _kind(found: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
+
+
+def read_object(path: Path, *, finite: bool = False) -> dict[str, Any] | None:
+    """The JSON object in a file; None where the file cannot be read or holds anything else.
+
+    Args:
+        finite: with None in the place of every number that no finite float holds.
+    """
+    try:
+        return parse_object(read_text(path), finite=finite)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def parse_object(text: str, *, finite: bool = False) -> dict[str, Any] | None:
+    """The JSON object that `text` is, as `read_object` reads it; None where it is anything else."""
+    numbers = _FINITE if finite else {}
+    try:
+        value = json.loads(text, **numbers)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # RecursionError: thousands of brackets, one inside the other
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _whole(digits: str) -> int | None:
+    return None if _number(digits) is None else int(digits)
+
+
+def _number(digits: str) -> float | None:
+    value = float(digits)
+    return value if math.isfinite(value) else None
+
+
+_FINITE: dict[str, Any] = {
+    "parse_constant": lambda _: None,  # NaN, Infinity, -Infinity
+    "parse_float": _number,
+    "parse_int": _whole,
+}

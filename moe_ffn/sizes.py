@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
 
 from moe_ffn.config import MOST
 from moe_ffn.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 LARGEST_SHARE = 10**9
 """Of what `share_of` returns, and of its denominator: times a number of pairs, both fit into int64."""
+
 
 _WIDEST = 10 * MOST
 
@@ -75,3 +76,15 @@ def gated_params(d_model: int, width: int, bias: bool) -> int:
 def linear_flops(d_in: int, d_out: int) -> int:
     """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
     return 2 * d_in * d_out
+
+
+@torch.no_grad()
+def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
+    """Fill (..., out, in) weights, and their bias, from U(-1/sqrt(in), 1/sqrt(in)).
+
+    That is what `nn.Linear` does for one matrix; `nn.init` would count the expert axis as fan-in.
+    """
+    bound = 1 / math.sqrt(weight.shape[-1])
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)

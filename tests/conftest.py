@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.config import TopKRouterConfig
+from moe_ffn.routing import TopKRouterConfig
 
 # The same examples every time, however slow the machine. `--hypothesis-profile many` is what
 # `python -m experiments.selftest properties` asks for.

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from shape_family import OWN, Drawing, Named, Oval, Shape, Square, mistakes
 
-from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.ffn import DenseConfig
 
 
 def test_a_name_is_short_for_a_mapping() -> None:
@@ -103,7 +103,7 @@ def test_a_class_may_be_defined_again_under_its_own_name() -> None:
         ),
         ("math:Shape", "'math' has no 'Shape'"),
         ("math:pi", "'math:pi' must be a subclass of Shape, got 3.14159"),
-        ("moe_ffn.ffn.config:DenseConfig", "must be a subclass of Shape, got <class"),
+        ("moe_ffn.ffn:DenseConfig", "must be a subclass of Shape, got <class"),
         ("nowhere.py:Shape", "importing 'nowhere.py' failed: FileNotFoundError"),
         (f"{OWN}:Nam", f"'{OWN}' has no 'Nam'; did you mean 'Named'?"),
         (f"{OWN}:Shape", f"'{OWN}:Shape' must define area"),

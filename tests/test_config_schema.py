@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from moe_ffn import DecoderConfig, FFNConfig
-from moe_ffn.config import TaggedConfig
-from moe_ffn.config_schema import json_schema
-from moe_ffn.experts.config import ExpertsConfig
-from moe_ffn.model.config import NormConfig, PositionsConfig
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.config import TaggedConfig, json_schema
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.positions import PositionsConfig
+from moe_ffn.routing import RouterConfig
 
 FAMILIES: list[type[TaggedConfig]] = [
     FFNConfig,

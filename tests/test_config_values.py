@@ -11,7 +11,7 @@ from shape_family import OWN, Drawing, Options, mistakes
 
 from moe_ffn.config import Config
 from moe_ffn.errors import did_you_mean, explain
-from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.ffn import DenseConfig
 
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     "unknown": ({"titel": "x"}, "titel: unknown; did you mean 'title'?"),

@@ -19,6 +19,15 @@ from moe_ffn.import_path import (
 )
 
 
+@pytest.fixture
+def _heeding_ctrl_c() -> Iterator[None]:
+    """As in a terminal; a shell lets what it starts in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeding_ctrl_c")
 def test_ctrl_c_while_a_file_is_imported_is_ctrl_c(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")

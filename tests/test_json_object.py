@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.json_object import parse_object, read_object
+from moe_ffn.files import parse_object, read_object
 
 DEEP = "[" * 100_000
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from moe_ffn import TokenContext
 from moe_ffn.activations import GATE_ACTIVATIONS
-from moe_ffn.experts.config import ExpertsConfig
-from moe_ffn.ffn.config import CombineConfig
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 D_MODEL, NUM_EXPERTS = 8, 4  # of `build_moe`
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.bias_rules import SignRule
-from moe_ffn.balancing.config import SignRuleConfig
+from moe_ffn.balancing.bias_rules import SignRule, SignRuleConfig
 from moe_ffn.balancing.losses import (
     cv_squared,
     load_balancing_loss,
@@ -28,7 +27,7 @@ from moe_ffn.balancing.losses import (
 )
 from moe_ffn.capacity import by_position, by_probability, limit
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.config import (
+from moe_ffn.routing import (
     RouterConfig,
     SigmoidTopKRouterConfig,
     SinkhornRouterConfig,

@@ -16,8 +16,8 @@ from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Timed
 from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import LinearRouter, routing_of_pairs
-from moe_ffn.routing.config import TopKRouterConfig
 
 SHAPE = Shape(8192, 256, 512, 8, 1, "fp32")
 

@@ -18,10 +18,10 @@ from experiments.benchmark.layers import AUTO, REFERENCE, SAME, ours
 from experiments.benchmark.report import Row, ratio, spread, table, times
 from experiments.benchmark.session import Session, version_of
 from experiments.benchmark.timing import Timed
-from moe_ffn.data.config import DataConfig
 from moe_ffn.data.corpus import stdlib_documents
-from moe_ffn.ffn.sparse_config import MoEConfig
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.data.prepare import DataConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ObjectiveConfig, TrainerConfig
 from moe_ffn.training.objective import objective
 from moe_ffn.training.optimizer_config import AdamWConfig

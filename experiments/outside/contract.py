@@ -22,24 +22,20 @@ from torch.optim import Optimizer
 
 from experiments.config import TrainConfig
 from experiments.outside.tags import tagged_parts
-from moe_ffn.balancing.bias_rules import BiasRule
-from moe_ffn.balancing.config import BiasRuleConfig
+from moe_ffn.balancing.bias_rules import BiasRule, BiasRuleConfig
 from moe_ffn.config import TaggedConfig
-from moe_ffn.data.config import CorpusConfig
-from moe_ffn.data.corpus import Document
-from moe_ffn.dispatch.plan import make_plan
+from moe_ffn.data.corpus import CorpusConfig, Document
+from moe_ffn.dispatch import make_plan
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.experts.base import Experts
+from moe_ffn.ffn import FFNConfig, MoEConfig, SoftMoEConfig
 from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.combine import Combine
-from moe_ffn.ffn.combine_config import CombineConfig
-from moe_ffn.ffn.config import FFNConfig, MoEConfig, SoftMoEConfig
+from moe_ffn.ffn.shared_expert import Combine, CombineConfig
 from moe_ffn.import_path import explaining_outside_errors, is_outside
-from moe_ffn.model.config import NormConfig, PositionsConfig
-from moe_ffn.model.positions import Positions
+from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
-from moe_ffn.routing.base import Router, routing_of_pairs
-from moe_ffn.routing.base_config import RouterConfig
+from moe_ffn.routing.base import Router, RouterConfig, routing_of_pairs
 from moe_ffn.training.optimizer_config import OptimizerConfig
 from moe_ffn.training.schedule_config import ScheduleConfig
 

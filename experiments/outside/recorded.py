@@ -21,9 +21,8 @@ from experiments.ranks import is_first_rank
 from experiments.run_folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.config import Config
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import read_text
+from moe_ffn.files import parse_object, read_text
 from moe_ffn.import_path import Code, file_of_module
-from moe_ffn.json_object import parse_object
 
 _OURS = {"moe_ffn", "experiments"}
 _MAX_BYTES = 10_000_000

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from experiments.report.markup import finite, number, short, text
 from experiments.report.record import Alarm, Run
-from moe_ffn.data.unigram import WORSE_THAN_UNIGRAM
+from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import short_name
 from moe_ffn.training.config import AlarmsConfig
 

@@ -24,8 +24,7 @@ from experiments.run_folder import (
 )
 from experiments.run_lock import is_trained_here
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import read_text
-from moe_ffn.json_object import parse_object
+from moe_ffn.files import parse_object, read_text
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""

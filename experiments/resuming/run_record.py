@@ -18,7 +18,7 @@ from experiments.config import TrainConfig
 from experiments.resuming.identity import CHANGEABLE, RUN_ID, changeable_options
 from experiments.run_folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
 from moe_ffn.config import MOST
-from moe_ffn.json_object import read_object
+from moe_ffn.files import read_object
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.json_lines import read_lines
 

@@ -34,8 +34,7 @@ from experiments.run_folder import (
 )
 from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import read_text, remove_unfinished, write_whole
-from moe_ffn.json_object import read_object
+from moe_ffn.files import read_object, read_text, remove_unfinished, write_whole
 from moe_ffn.training.checkpoint_file import IDENTITY
 from moe_ffn.training.checkpoint_folder import step_name, step_of
 from moe_ffn.training.checkpoint_keeper import CheckpointKeeper

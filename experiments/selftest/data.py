@@ -20,8 +20,7 @@ _MEGABYTE = 1 << 20
 
 def _prepare(folder: Path, given: str, **changes: Any) -> Any:
     """The data of a config in `folder`."""
-    from moe_ffn.data.config import DataConfig
-    from moe_ffn.data.prepare import prepare
+    from moe_ffn.data.prepare import DataConfig, prepare
 
     corpus = {"type": "text", "paths": [given]}
     options = {"corpus": corpus, "seq_len": 8, "cache_dir": str(folder / "cache"), **changes}
@@ -84,8 +83,7 @@ def _shrunk_while_read(folder: Path) -> str:
 
 def _changed_while_read(folder: Path, change: Callable[[Path], None]) -> str:
     """The change comes after the first pass over the text and before the second."""
-    from moe_ffn.data.config import DataConfig
-    from moe_ffn.data.prepare import prepare
+    from moe_ffn.data.prepare import DataConfig, prepare
     from moe_ffn.errors import ConfigError
 
     corpus = scene.write_corpus(folder / "corpus")
@@ -238,9 +236,9 @@ _LARGE = """
 import json, resource, sys
 import numpy as np
 from moe_ffn.data.batches import TrainBatches
-from moe_ffn.data.config import DataConfig
+from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.prepare import prepare
-from moe_ffn.data.unigram import unigram_loss
+from moe_ffn.data.prepare import unigram_loss
 
 
 def private_bytes():

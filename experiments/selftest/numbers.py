@@ -194,7 +194,7 @@ def _routes_the_huge(dtype: str, autocast: bool) -> str:
     import torch
 
     from moe_ffn.outputs import TokenContext
-    from moe_ffn.routing.config import RouterConfig
+    from moe_ffn.routing import RouterConfig
 
     count = 0
     num_tokens, d_model, num_experts = 32, 16, 4

@@ -135,7 +135,7 @@ def _many_folders(folder: Path, how: str) -> str:
 
 _PREPARE = """
 import sys
-from moe_ffn.data.config import DataConfig
+from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.prepare import prepare
 corpus, cache, percent = sys.argv[1:]
 data = prepare(DataConfig.model_validate({

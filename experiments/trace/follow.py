@@ -16,7 +16,7 @@ from experiments.trace.visible import visible
 from experiments.trace.way import Choice, Layer, Prediction, TokenTrace, Visit, Way
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
-from moe_ffn.ffn.config import FFNConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.ffn import FFNConfig, MixtureOfDepthsConfig, MoEConfig
 from moe_ffn.layer_names import is_inner, parse_layer
 from moe_ffn.outputs import Routing
 

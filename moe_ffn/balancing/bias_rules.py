@@ -9,13 +9,61 @@ T tokens, E experts
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.balancing.config import QuantileRuleConfig, SignRuleConfig
 from moe_ffn.balancing.losses import pairs_per_expert
+from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.outputs import Routing
+
+
+class BiasRuleConfig(TaggedConfig, frozen=True):
+    """Moves the correction bias of routers towards balance, once per optimizer step, without a loss."""
+
+    @abstractmethod
+    def build(self) -> BiasRule: ...
+
+
+class SignRuleConfig(BiasRuleConfig, frozen=True):
+    """bias += rate * sign(mean(pairs) - pairs): DeepSeek-V3's loss-free balancing.
+
+    Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+    """
+
+    type: Literal["sign"] = "sign"
+    rate: float = Field(default=1e-3, gt=0)
+    """How far a bias moves per optimizer step."""
+    centre: bool = False
+    """Subtract the mean from each step's move, as torchtitan does."""
+
+    def build(self) -> BiasRule:
+        return SignRule(self)
+
+
+class QuantileRuleConfig(BiasRuleConfig, frozen=True):
+    """Quantile balancing: the bias at which each expert would have taken its even share (Megatron-LM)."""
+
+    type: Literal["quantile"] = "quantile"
+    ema: float = Field(default=0.9, ge=0, lt=1)
+    """How much of the old bias is kept at each step."""
+
+    def build(self) -> BiasRule:
+        return QuantileRule(self)
+
+
+class SparsityRuleConfig(Config, frozen=True):
+    """ReMoE's rule for the weight of the ReLU sparsity loss; only 'relu' routers are concerned.
+
+    Wang et al. 2024 (arXiv:2412.14711), equation 8: one weight for the whole model.
+    """
+
+    initial_weight: float = Field(default=1e-8, gt=0)
+    """The weight before the first step."""
+    factor: float = Field(default=1.2, gt=1)
+    """What it is multiplied by after a step with too many experts per token, or divided by."""
 
 
 class BiasRule(ABC):
@@ -83,3 +131,15 @@ class QuantileRule(BiasRule):
         fresh_E = -observed_E / num_batches
         moved_E = self.ema * bias_E + (1 - self.ema) * fresh_E
         return moved_E - moved_E.mean()
+
+
+def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Tensor:
+    """The weight of `relu_sparsity_loss` for the next step (ReMoE, arXiv:2412.14711, equation 8).
+
+    Args:
+        weight: of the step that ended.
+        density: experts per token over `Routing.target_k`, the mean of that step's batches, ranks and
+            layers; above 1 the sparsity is below its target, 1 - k / E.
+        factor: multiplies the weight where the density is above 1, and divides it below.
+    """
+    return weight * factor ** (density - 1).sign()

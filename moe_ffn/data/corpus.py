@@ -7,18 +7,71 @@ import fnmatch
 import glob
 import os
 import sysconfig
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from moe_ffn.config import TaggedConfig
 from moe_ffn.errors import ConfigError, expand_path, reason
+
+
+class CorpusConfig(TaggedConfig, frozen=True):
+    """Where the text comes from."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[Document]:
+        """All documents, in the same order at every call; ConfigError where there are none."""
+
+
+class StdlibConfig(CorpusConfig, frozen=True):
+    """The source of the running Python's standard library: about 390 files, 8 MB."""
+
+    type: Literal["stdlib"] = "stdlib"
+
+    def documents(self) -> Iterator[Document]:
+        return stdlib_documents()
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in paths:
+        raise ValueError("holds an empty path; leave it out (the current folder is '.')")
+    return paths
+
+
+class TextConfig(CorpusConfig, frozen=True):
+    """Your own UTF-8 text files; each file is one document."""
+
+    type: Literal["text"] = "text"
+
+    paths: Annotated[
+        tuple[str, ...],
+        Field(strict=False, min_length=1),
+        AfterValidator(_none_empty),
+        BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
+    ]
+    """Files, folders (searched recursively) or globs (`books/**/*.txt`). Hidden and binary files
+    found in a folder or by a glob are skipped. What stands in fields (.jsonl, .csv, .parquet) is for
+    type hf_dataset."""
+
+    def documents(self) -> Iterator[Document]:
+        return text_documents(self.paths)
+
 
 BLOCK_BYTES = 1 << 16
 """The most bytes a block holds: enough to encode efficiently, small enough to spread over cores."""
 
+
 Split = Literal["train", "validation"]
+
 
 _NOT_SOURCE = frozenset(
     {"test", "tests", "idlelib", "tkinter", "turtledemo", "encodings", "distutils", "lib2to3"}
@@ -27,6 +80,8 @@ _NOT_SOURCE = frozenset(
 
 
 _RECORDS = frozenset({".json", ".jsonl", ".ndjson", ".csv", ".parquet"})
+
+
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z"})
 
 

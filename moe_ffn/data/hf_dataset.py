@@ -7,10 +7,45 @@ import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moe_ffn.data.corpus import Document, Split, blocks
+from pydantic import Field
+
+from moe_ffn.data.corpus import CorpusConfig, Document, Split, blocks
 from moe_ffn.errors import ConfigError, did_you_mean, expand_path, first_line
+
+
+class HFDatasetConfig(CorpusConfig, frozen=True):
+    """A data set read by Hugging Face `datasets`; each row is one document."""
+
+    type: Literal["hf_dataset"] = "hf_dataset"
+
+    path: str = Field(min_length=1)
+    """A name on the hub (`roneneldan/TinyStories`), a folder written by `save_to_disk`, or a local
+    folder, .json, .jsonl, .ndjson, .csv, .parquet or .txt file."""
+
+    name: str | None = None
+    """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
+
+    split: str = Field(default="train", min_length=1)
+    """The split that is trained on, and validated on where `validation_split` is not given."""
+
+    validation_split: str | None = Field(default=None, min_length=1)
+    """The split that is validated on; by default `data.validation_percent` of the rows of
+    `split`."""
+
+    text_column: str = "text"
+    """The column that holds the text."""
+
+    def documents(self) -> Iterator[Document]:
+        return hf_documents(
+            path=self.path,
+            name=self.name,
+            split=self.split,
+            validation_split=self.validation_split,
+            text_column=self.text_column,
+        )
+
 
 _READERS = {
     ".json": "json",
@@ -21,7 +56,11 @@ _READERS = {
     ".txt": "text",
     ".text": "text",
 }
+
+
 _HUB_TIMEOUT_S = 5.0
+
+
 _ROWS_AT_ONCE = 1024
 
 

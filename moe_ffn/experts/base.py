@@ -6,14 +6,48 @@ T tokens, D model width, E experts, O out, I in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import describe_options
-from moe_ffn.dispatch.plan import Plan
-from moe_ffn.experts.config import ExpertsConfig
-from moe_ffn.initialization import init_linear_
+from moe_ffn.config import MOST, TaggedConfig, describe_options
+from moe_ffn.dispatch import Plan
+from moe_ffn.sizes import (
+    init_linear_,
+)
+
+
+class ExpertsConfig(TaggedConfig, frozen=True):
+    """What one expert is; all E of a layer are alike.
+
+    By default the `experts_per_token` experts of a token share the width of the dense block, so that
+    a layer costs what the dense block costs.
+    """
+
+    @abstractmethod
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
+
+    @abstractmethod
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int: ...
+
+    @abstractmethod
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        """Forward FLOPs of one expert on one token."""
+
+
+class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
+    """The options that plain and gated experts share."""
+
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
+    bias: bool = False
+    """Add a bias to every matrix."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of zeroing an activated hidden unit, in training."""
+    backend: Literal["auto", "loop", "bmm", "cpu", "grouped_mm", "triton"] = "auto"
+    """How the products are computed; every backend gives the same result."""
 
 
 class Experts(nn.Module, ABC):

@@ -5,13 +5,72 @@ T tokens, D model width, E experts, F hidden width
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Literal
+
+from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
-from moe_ffn.experts.base import Experts, describe_experts, stacked_linear
-from moe_ffn.experts.config import ThreeMatrixExpertsConfig
+from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
+from moe_ffn.config import MOST
+from moe_ffn.dispatch import Plan
+from moe_ffn.experts.base import Experts, _MatrixExpertsConfig, describe_experts, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
+from moe_ffn.sizes import gated_params, gated_width, linear_flops
+
+
+class ThreeMatrixExpertsConfig(_MatrixExpertsConfig, frozen=True):
+    """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
+
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        """What stands for activation(gate) * up; None where that is what is computed."""
+        return None
+
+    @property
+    @abstractmethod
+    def gate_activation(self) -> Activation: ...
+
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or gated_width(d_model / experts_per_token)
+
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return gated_params(d_model, self.width(d_model, experts_per_token), self.bias)
+
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return 3 * linear_flops(d_model, self.width(d_model, experts_per_token))
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return GatedExperts(self, d_model, num_experts, experts_per_token)
+
+
+class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
+
+    type: GatedType = "swiglu"
+
+    @property
+    def gate_activation(self) -> Activation:
+        return GATE_ACTIVATIONS[self.type]
+
+
+class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
+
+    type: Literal["clamped_swiglu"] = "clamped_swiglu"
+    alpha: float = Field(default=1.702, gt=0, le=MOST)
+    """Slope inside the sigmoid."""
+    limit: float = Field(default=7.0, gt=0, le=MOST)
+    """Bound of the gate from above, and of the linear part on both sides."""
+
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        return ClampedSwiGLU(self.alpha, self.limit)
+
+    @property
+    def gate_activation(self) -> Activation:
+        return "silu"
 
 
 class GatedExperts(Experts):

@@ -5,13 +5,36 @@ T tokens, D model width, E experts, F hidden width
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
-from moe_ffn.experts.base import Experts, describe_experts, stacked_linear
-from moe_ffn.experts.config import MLPExpertsConfig
+from moe_ffn.activations import Activation
+from moe_ffn.dispatch import Plan
+from moe_ffn.experts.base import Experts, _MatrixExpertsConfig, describe_experts, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
+from moe_ffn.sizes import linear_flops, mlp_params, round_width
+
+
+class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
+    """Plain experts: down(act(up x)). The experts of a token share a width of 4 * d_model."""
+
+    type: Literal["mlp"] = "mlp"
+    activation: Activation = "gelu"
+    """Element-wise function between the two matrices."""
+
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or round_width(4 * d_model / experts_per_token)
+
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return mlp_params(d_model, self.width(d_model, experts_per_token), self.bias)
+
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return 2 * linear_flops(d_model, self.width(d_model, experts_per_token))
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return MLPExperts(self, d_model, num_experts, experts_per_token)
 
 
 class MLPExperts(Experts):

@@ -1,1 +1,56 @@
-"""Feed-forward blocks behind one interface, one file per family."""
+"""Feed-forward blocks behind one interface. One file per family, config and module together.
+
+A new family is one file beside these, and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from moe_ffn.capacity import CapacityConfig
+from moe_ffn.config import require_count
+from moe_ffn.errors import ConfigError, explain
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.conv import ConvConfig
+from moe_ffn.ffn.dense import DenseConfig, GatedConfig, IdentityConfig
+from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.ffn.shared_expert import CombineConfig
+from moe_ffn.ffn.soft_moe import SoftMoEConfig
+from moe_ffn.ffn.zero_computation import ZeroComputationConfig
+
+__all__ = [
+    "CapacityConfig",
+    "CombineConfig",
+    "ConvConfig",
+    "DenseConfig",
+    "FFNBlock",
+    "FFNConfig",
+    "GatedConfig",
+    "IdentityConfig",
+    "MixtureOfDepthsConfig",
+    "MoEConfig",
+    "SoftMoEConfig",
+    "ZeroComputationConfig",
+    "build_ffn",
+]
+
+
+def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:
+    """A feed-forward block from a plain mapping, a type name or a config.
+
+        build_ffn({"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}}, d_model=512)
+        build_ffn("swiglu", d_model=512)
+
+    Raises:
+        ConfigError: one line per mistake, naming the key.
+
+    """
+    require_count(d_model, "d_model")
+    try:
+        return FFNConfig.model_validate(config).build(d_model)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(error))) from error

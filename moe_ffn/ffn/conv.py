@@ -5,15 +5,63 @@ T tokens, B sequences, S tokens of a sequence, D model width
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.activations import activation_function
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.dense_config import ConvConfig
+from moe_ffn.activations import Activation, activation_function
+from moe_ffn.config import MOST
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, flatten_tokens
+from moe_ffn.sizes import linear_flops, linear_params
+
+
+class ConvConfig(FFNConfig, frozen=True):
+    """Two 1-D convolutions over positions; with kernel size 1 it is the dense block.
+
+    Vaswani et al. 2017, section 3.3: "another way of describing this is as two convolutions with
+    kernel size 1".
+    """
+
+    type: Literal["conv"] = "conv"
+    kernel_size: int = Field(default=3, ge=1, le=MOST)
+    """Positions each convolution sees."""
+    causal: bool = True
+    """Look back only. False centres the kernel, which a causal model refuses."""
+    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    """Hidden width; 4 * d_model by default."""
+    activation: Activation = "gelu"
+    """Element-wise function between the two convolutions."""
+    bias: bool = False
+    """Add a bias to both convolutions."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of zeroing a hidden unit, in training."""
+
+    @property
+    def not_causal_because(self) -> str | None:
+        if self.causal or self.kernel_size == 1:
+            return None
+        return (
+            f"its causal (false) with kernel_size ({self.kernel_size}) looks ahead; set it to true"
+        )
+
+    def width(self, d_model: int) -> int:
+        return self.d_ff or 4 * d_model
+
+    def build(self, d_model: int) -> FFNBlock:
+        return ConvFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        width, k = self.width(d_model), self.kernel_size
+        up = linear_params(k * d_model, width, self.bias)
+        return up + linear_params(k * width, d_model, self.bias)
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        return 2 * linear_flops(self.kernel_size * d_model, self.width(d_model))
 
 
 class ConvFFN(FFNBlock):

@@ -5,14 +5,90 @@ B sequences, S tokens of a sequence, M the most tokens of one sequence that pass
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from einops import rearrange, repeat
+from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.sparse_config import MixtureOfDepthsConfig
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.dense import GatedConfig
+from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens
+from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
+
+
+class MixtureOfDepthsConfig(FFNConfig, frozen=True):
+    """Mixture-of-depths: a router decides which tokens pass through a block at all, k of every one.
+
+    Raposo et al. 2024 (arXiv:2404.02258). The tokens left out get 0, so that the residual stream
+    carries them past. Expert choice is the paper's router; `relu` is a causal one.
+    """
+
+    type: Literal["mixture_of_depths"] = "mixture_of_depths"
+    ffn: FFNConfig = GatedConfig()
+    """The block that some tokens pass through."""
+    router: RouterConfig = ExpertChoiceRouterConfig(k=0.5, score="sigmoid")
+    """Which tokens, and with what weight; its k is their share."""
+
+    is_sparse: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
+        if isinstance(self.ffn, MixtureOfDepthsConfig):
+            raise ValueError(
+                "ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their "
+                "router.k instead"
+            )
+        if self.share >= 1:
+            raise ValueError(
+                f"router.type ('{self.router.type}') sends {self.share:g} of the tokens through the "
+                "block, so it leaves none out; use 'expert_choice' with score: sigmoid, or 'relu', "
+                "with k below 1"
+            )
+        self.router.check_num_experts(1)
+        return self
+
+    @property
+    def share(self) -> float:
+        """Of the tokens, those that pass through the block."""
+        return self.router.experts_per_token(1)
+
+    @property
+    def not_causal_because(self) -> str | None:
+        if self.router.not_causal_because:
+            return self.router.not_causal_because.replace("'top_k'", "'relu'")
+        if isinstance(self.ffn, MoEConfig) and self.ffn.capacity.is_limited:
+            return (
+                "its ffn.capacity grows with the number of tokens chosen, later ones among them; set "
+                "ffn.capacity.factor and eval_factor to null"
+            )
+        return self.ffn.not_causal_because
+
+    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
+        inner = self.ffn.routers()
+        routers = {"routing": (self.router, 1)}
+        return routers | ({"inner_routing": inner["routing"]} if inner else {})
+
+    def build(self, d_model: int) -> FFNBlock:
+        return MixtureOfDepthsFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        return self.router.num_params(d_model, 1) + self.ffn.num_params(d_model)
+
+    def num_active_params(self, d_model: int) -> int:
+        router = self.router.num_params(d_model, 1)
+        return router + round(self.share * self.ffn.num_active_params(d_model))
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        router = self.router.flops_per_token(d_model, 1)
+        inner_length = max(round(self.share * seq_len), 1)
+        return router + round(self.share * self.ffn.flops_per_token(d_model, inner_length))
+
+    def describe(self) -> str:
+        return f"{self.router.describe()} of ({self.ffn.describe()})"
 
 
 class MixtureOfDepthsFFN(FFNBlock):

@@ -6,18 +6,124 @@ T tokens, D model width
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar, Literal
 
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_ffn.capacity import DROP_POLICIES, Priority, limit
-from moe_ffn.config import describe_options
-from moe_ffn.dispatch.plan import make_plan
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.combine import share_of_norms
-from moe_ffn.ffn.sparse_config import MoEConfig
-from moe_ffn.ffn.zero_computation import ZeroComputationExperts
+from moe_ffn.capacity import DROP_POLICIES, CapacityConfig, Priority, limit
+from moe_ffn.config import MOST, describe_options
+from moe_ffn.dispatch import make_plan
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.gated import GatedExpertsConfig
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
+from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
+from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
+
+
+class MoEConfig(FFNConfig, frozen=True):
+    """A routed Mixture of Experts: a router sends each token to a few of many experts."""
+
+    type: Literal["moe"] = "moe"
+    num_experts: int = Field(default=8, ge=1, le=MOST)
+    """E, the experts the router chooses from."""
+    router: RouterConfig = TopKRouterConfig()
+    """Who goes where."""
+    experts: ExpertsConfig = GatedExpertsConfig()
+    """What one expert is."""
+    capacity: CapacityConfig = CapacityConfig()
+    """How many tokens an expert takes; dropless by default."""
+    zero_computation: ZeroComputationConfig = ZeroComputationConfig()
+    """Experts that cost nothing, which the router chooses from too; none by default."""
+    shared_expert: FFNConfig | None = None
+    """A block that every token passes through beside its routed experts (DeepSeekMoE)."""
+    combine: CombineConfig = SumConfig()
+    """How the shared expert's output joins the routed one."""
+
+    is_sparse: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _check_parts_against_each_other(self) -> MoEConfig:
+        self._check_router()
+        if self.shared_expert is None and self.combine.type != "sum":
+            raise ValueError(
+                f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
+                "null; give it one, such as 'swiglu', or leave combine out"
+            )
+        if self.shared_expert is not None and self.shared_expert.is_sparse:
+            raise ValueError(
+                f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
+                "token passes through a shared expert; use 'swiglu' or 'dense'"
+            )
+        return self
+
+    def _check_router(self) -> None:
+        try:
+            self.router.check_num_experts(self.num_routable)
+        except ValueError as error:
+            if self.zero_computation.total == 0:
+                raise
+            raise ValueError(
+                f"{error}; the router counts num_experts ({self.num_experts}) and zero_computation "
+                f"({self.zero_computation.total}) together"
+            ) from error
+
+    @property
+    def num_routable(self) -> int:
+        """What the router chooses from: the experts, and behind them those without computation."""
+        return self.num_experts + self.zero_computation.total
+
+    @property
+    def experts_per_token(self) -> float:
+        """Experts with a network that a token passes through, on average, if all are chosen equally often."""
+        share = self.num_experts / self.num_routable
+        return self.router.experts_per_token(self.num_routable) * share
+
+    @property
+    def not_causal_because(self) -> str | None:
+        shared = self.shared_expert.not_causal_because if self.shared_expert else None
+        return self.router.not_causal_because or self.capacity.not_causal_because or shared
+
+    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
+        return {"routing": (self.router, self.num_routable)}
+
+    def build(self, d_model: int) -> FFNBlock:
+        return MoEFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        return self._always_on_params(d_model) + self.num_experts * self._expert_params(d_model)
+
+    def num_active_params(self, d_model: int) -> int:
+        return self._always_on_params(d_model) + round(
+            self.experts_per_token * self._expert_params(d_model)
+        )
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        routed = round(
+            self.experts_per_token * self.experts.flops_per_pair(d_model, self.experts_per_token)
+        )
+        shared = 0
+        if self.shared_expert is not None:
+            shared = self.shared_expert.flops_per_token(d_model, seq_len)
+            shared += self.combine.flops_per_token(d_model)
+        router = self.router.flops_per_token(d_model, self.num_routable)
+        return routed + shared + router + self.zero_computation.flops_per_token(d_model)
+
+    def describe(self) -> str:
+        return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
+
+    def _expert_params(self, d_model: int) -> int:
+        return self.experts.params_per_expert(d_model, self.experts_per_token)
+
+    def _always_on_params(self, d_model: int) -> int:
+        shared = 0
+        if self.shared_expert is not None:
+            shared = self.shared_expert.num_params(d_model) + self.combine.num_params(d_model)
+        router = self.router.num_params(d_model, self.num_routable)
+        return router + shared + self.zero_computation.num_params(d_model)
 
 
 class MoEFFN(FFNBlock):

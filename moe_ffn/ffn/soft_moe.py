@@ -5,15 +5,61 @@ B sequences, S tokens of a sequence, D model width, E experts, P slots of all ex
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
+from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.dispatch.plan import Plan
-from moe_ffn.ffn.base import FFNBlock
-from moe_ffn.ffn.sparse_config import SoftMoEConfig
+from moe_ffn.config import MOST
+from moe_ffn.dispatch import Plan
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.gated import GatedExpertsConfig
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
+from moe_ffn.sizes import linear_flops
+
+
+class SoftMoEConfig(FFNConfig, frozen=True):
+    """Soft MoE: experts work on slots, weighted means of all tokens; nothing is chosen or dropped.
+
+    Puigcerver et al. 2023 (arXiv:2308.00951). Every token reaches every expert, so it returns no routing.
+    """
+
+    type: Literal["soft_moe"] = "soft_moe"
+    num_experts: int = Field(default=8, ge=1, le=MOST)
+    """E, the experts."""
+    slots_per_expert: int = Field(default=32, ge=1, le=MOST)
+    """Slots of each expert and sequence; as many slots as tokens cost what top-1 routing does."""
+    experts: ExpertsConfig = GatedExpertsConfig()
+    """What one expert is; by default as wide as the dense block."""
+
+    @property
+    def not_causal_because(self) -> str | None:
+        return "type 'soft_moe' mixes all tokens of a sequence; use 'moe' with router.type 'top_k'"
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_experts * self.slots_per_expert
+
+    def build(self, d_model: int) -> FFNBlock:
+        return SoftMoEFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        experts = self.num_experts * self.experts.params_per_expert(d_model, 1)
+        return experts + d_model * self.num_slots + 1
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        # Logits, and the sums into the slots and out of them; then each slot passes its expert.
+        mixing = 3 * linear_flops(d_model, self.num_slots)
+        return mixing + round(self.num_slots * self.experts.flops_per_pair(d_model, 1) / seq_len)
+
+    def describe(self) -> str:
+        return (
+            f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.num_slots} slots"
+        )
 
 
 class SoftMoEFFN(FFNBlock):

@@ -7,12 +7,38 @@ from __future__ import annotations
 
 import torch
 from einops import einsum, rearrange
+from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import describe_options
-from moe_ffn.ffn.sparse_config import ZeroComputationConfig
-from moe_ffn.initialization import init_linear_
+from moe_ffn.config import MOST, Config, describe_options
 from moe_ffn.outputs import Routing
+from moe_ffn.sizes import init_linear_, linear_flops, linear_params
+
+
+class ZeroComputationConfig(Config, frozen=True):
+    """Experts without a network that a router may choose beside the real ones, at no cost.
+
+    MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
+    """
+
+    num_zero: int = Field(default=0, ge=0, le=MOST)
+    """Experts that return 0: the token is left out."""
+    num_copy: int = Field(default=0, ge=0, le=MOST)
+    """Experts that return the token as it is."""
+    num_constant: int = Field(default=0, ge=0, le=MOST)
+    """Experts that mix the token with a learned vector."""
+
+    @property
+    def total(self) -> int:
+        return self.num_zero + self.num_copy + self.num_constant
+
+    def num_params(self, d_model: int) -> int:
+        return self.num_constant * (d_model + linear_params(d_model, 2, bias=False))
+
+    def flops_per_token(self, d_model: int) -> int:
+        return self.num_constant * linear_flops(d_model, 2) + linear_flops(
+            self.num_constant, d_model
+        )
 
 
 class ZeroComputationExperts(nn.Module):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.activations import Activation, ClampedSwiGLU, activation_function
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.outputs import summarize
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine, outside_graphs
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine
 from moe_ffn.kernels.dtypes import compute_dtype
 

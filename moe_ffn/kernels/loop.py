@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine, outside_graphs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import grouped_mm
 from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.bmm import bmm

@@ -8,10 +8,49 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.model.config import AttentionConfig
+from moe_ffn.config import MOST, Config
 from moe_ffn.model.positions import Positions
+from moe_ffn.sizes import linear_flops, linear_params
+
+
+class AttentionConfig(Config, frozen=True):
+    """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
+
+    num_heads: int = Field(default=4, ge=1, le=MOST)
+    """Query heads; must divide d_model."""
+    num_kv_heads: int | None = Field(default=None, ge=1, le=MOST)
+    """Key and value heads, shared by groups of query heads; num_heads by default."""
+    bias: bool = False
+    """Add a bias to the four projections."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping an attention weight, in training."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> AttentionConfig:
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.kv_heads}) must divide num_heads ({self.num_heads})"
+            )
+        return self
+
+    def num_params(self, d_model: int) -> int:
+        d_kv = d_model // self.num_heads * self.kv_heads
+        query_and_output = 2 * linear_params(d_model, d_model, self.bias)
+        return query_and_output + 2 * linear_params(d_model, d_kv, self.bias)
+
+    def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
+        """Forward FLOPs per token; in a causal sequence it attends to (seq_len + 1) / 2 on average."""
+        d_kv = d_model // self.num_heads * self.kv_heads
+        projections = 2 * linear_flops(d_model, d_model) + 2 * linear_flops(d_model, d_kv)
+        attended = (seq_len + 1) / 2 if causal else seq_len
+        return projections + round(4 * d_model * attended)
 
 
 class SelfAttention(nn.Module):

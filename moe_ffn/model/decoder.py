@@ -6,21 +6,236 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn.config import require_count
-from moe_ffn.layer_names import layer_names
-from moe_ffn.model.block import Block, PostNormBlock, PreNormBlock
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.config import MOST, Config, TaggedConfig, require_count
+from moe_ffn.ffn import FFNConfig, MoEConfig
+from moe_ffn.layer_names import layer_names, parse_layer
+from moe_ffn.model.attention import AttentionConfig, SelfAttention
+from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
+from moe_ffn.routing.base import Router
+from moe_ffn.sizes import linear_flops
 
-if TYPE_CHECKING:
-    from moe_ffn.routing.base import Router
+LEAST_EPS = 1e-30
+"""Below it, float32 would take it for nothing, and the norm of a zero vector would be NaN."""
+
+
+class NormConfig(TaggedConfig, frozen=True):
+    """How activations are normalised."""
+
+    @abstractmethod
+    def build(self, d_model: int) -> nn.Module: ...
+
+    @abstractmethod
+    def num_params(self, d_model: int) -> int: ...
+
+
+class RMSNormConfig(NormConfig, frozen=True):
+    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    type: Literal["rms_norm"] = "rms_norm"
+    eps: float = Field(default=1e-6, ge=LEAST_EPS)
+    """Added to the mean square."""
+
+    def num_params(self, d_model: int) -> int:
+        return d_model
+
+    def build(self, d_model: int) -> nn.Module:
+        from torch import nn
+
+        return nn.RMSNorm(d_model, eps=self.eps)
+
+
+class LayerNormConfig(NormConfig, frozen=True):
+    """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
+
+    type: Literal["layer_norm"] = "layer_norm"
+    eps: float = Field(default=1e-5, ge=LEAST_EPS)
+    """Added to the variance."""
+
+    def num_params(self, d_model: int) -> int:
+        return 2 * d_model
+
+    def build(self, d_model: int) -> nn.Module:
+        from torch import nn
+
+        return nn.LayerNorm(d_model, eps=self.eps)
+
+
+def _string_keys(value: Any) -> Any:
+    """YAML reads the layer `0:` as a number."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
+
+
+class DecoderConfig(Config, frozen=True):
+    """A Transformer over tokens: a causal decoder, or a bidirectional encoder."""
+
+    d_model: int = Field(default=128, ge=1, le=MOST)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=4, ge=1, le=10_000)
+    """Blocks of attention and feed-forward."""
+    causal: bool = True
+    """Predict the next token from those before it. False: see both sides, guess masked tokens."""
+    ffn: FFNConfig = MoEConfig()
+    """The feed-forward block of every layer."""
+    ffn_at: Annotated[dict[str, FFNConfig], BeforeValidator(_string_keys)] = Field(default={})
+    """Layers that differ, by Python slice: {"0": {type: dense}, "1::2": {type: moe}}; the last wins."""
+    attention: AttentionConfig = AttentionConfig()
+    """Self-attention."""
+    positions: PositionsConfig = RotaryConfig()
+    """How the model knows where a token stands."""
+    norm: NormConfig = RMSNormConfig()
+    """How activations are normalised."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Before each sublayer, x + f(norm(x)), or after the sum, norm(x + f(x)), as in 2017."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of dropping a unit of the embeddings and of each sublayer's output, in training."""
+    tie_embeddings: bool = True
+    """Use the token embeddings as the output matrix."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by sqrt(d_model), as in 2017."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward pass: less memory."""
+
+    @model_validator(mode="after")
+    def _check_parts_against_each_other(self) -> DecoderConfig:
+        if self.d_model % self.attention.num_heads:
+            raise ValueError(
+                f"attention.num_heads ({self.attention.num_heads}) must divide d_model ({self.d_model})"
+            )
+        if self.positions.type == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"positions.type 'rope' needs an even head width, but d_model ({self.d_model}) / "
+                f"attention.num_heads ({self.attention.num_heads}) is {self.head_dim}"
+            )
+        if self.positions.type == "sinusoidal" and self.d_model % 2:
+            raise ValueError(
+                f"positions.type 'sinusoidal' needs an even d_model, got {self.d_model}"
+            )
+        for layer, ffn in enumerate(self.layer_ffns()):
+            if self.causal and not ffn.is_causal:
+                raise ValueError(
+                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: "
+                    f"{ffn.not_causal_because}, or set model.causal: false"
+                )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.attention.num_heads
+
+    def layer_ffns(self) -> list[FFNConfig]:
+        """The feed-forward config of each layer, first to last."""
+        layers = [self.ffn] * self.num_layers
+        for where, ffn in self.ffn_at.items():
+            chosen = range(self.num_layers)[_parse_slice(where)]
+            if not chosen:
+                raise ValueError(
+                    f"ffn_at '{where}' names none of the {self.num_layers} layers "
+                    f"(0 to {self.num_layers - 1})"
+                )
+            for layer in chosen:
+                layers[layer] = ffn
+        return layers
+
+    def routed_ffn(self, layer: str) -> FFNConfig:
+        """The block behind a routing, by the routing's name."""
+        number, is_inner = parse_layer(layer)
+        ffn = self.layer_ffns()[number]
+        return getattr(ffn, "ffn", ffn) if is_inner else ffn
+
+    def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
+        """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""
+        return Decoder(self, vocab_size, max_seq_len)
+
+    def num_params(self, vocab_size: int, max_seq_len: int) -> int:
+        ffn = sum(ffn.num_params(self.d_model) for ffn in self.layer_ffns())
+        return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
+
+    def num_active_params(self, vocab_size: int, max_seq_len: int) -> int:
+        """Parameters that one token passes through, embeddings included."""
+        ffn = sum(ffn.num_active_params(self.d_model) for ffn in self.layer_ffns())
+        return ffn + self._params_beside_ffn(vocab_size, max_seq_len)
+
+    def flops_per_token(self, vocab_size: int, seq_len: int) -> int:
+        """Forward FLOPs of the matrix products for one token; training costs three times that."""
+        ffn = sum(ffn.flops_per_token(self.d_model, seq_len) for ffn in self.layer_ffns())
+        attention = self.attention.flops_per_token(self.d_model, seq_len, self.causal)
+        attention *= self.num_layers
+        return ffn + attention + linear_flops(self.d_model, vocab_size)
+
+    def num_norm_params(self) -> int:
+        """Two norms a layer, and a last one where the stream itself is never normalised."""
+        num_norms = 2 * self.num_layers + (self.norm_placement == "pre")
+        return num_norms * self.norm.num_params(self.d_model)
+
+    def _params_beside_ffn(self, vocab_size: int, max_seq_len: int) -> int:
+        return (
+            vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+            + (0 if self.causal else self.d_model)  # the embedding of the mask
+            + self.positions.num_params(self.d_model, max_seq_len)
+            + self.num_layers * self.attention.num_params(self.d_model)
+            + self.num_norm_params()
+        )
+
+
+def _parse_slice(text: str) -> slice:
+    """`"1::2"` as a slice; a lone `"3"` is that one layer."""
+    try:
+        numbers = [int(part) if part.strip() else None for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1 and numbers[0] is not None:
+        first = numbers[0]
+        return slice(first, first + 1 or None)
+    if len(numbers) not in (2, 3) or numbers[2:] == [0]:
+        raise ValueError(
+            f"ffn_at '{text}' must be a layer or a Python slice, such as '0' or '1::2'"
+        )
+    return slice(*numbers)
+
+
+class Block(nn.Module, ABC):
+    """Holds the parts; the subclasses say where the norms stand."""
+
+    def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config.attention, config.d_model, config.causal)
+        self.attention_norm = config.norm.build(config.d_model)
+        self.ffn = ffn.build(config.d_model)
+        self.ffn_norm = config.norm.build(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @abstractmethod
+    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
+        """The residual stream after this layer, and where its tokens were routed."""
+
+
+class PreNormBlock(Block):
+    """x + f(norm(x)): the stream itself is never normalised (Xiong et al. 2020)."""
+
+    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
+        ffn = self.ffn(self.ffn_norm(x), context)
+        return replace(ffn, hidden=x + self.dropout(ffn.hidden))
+
+
+class PostNormBlock(Block):
+    """norm(x + f(x)), as in Vaswani et al. 2017."""
+
+    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
+        attended = self.dropout(self.attention(x, positions, context.mask))
+        x = self.attention_norm(x + attended)
+        ffn = self.ffn(x, context)
+        return replace(ffn, hidden=self.ffn_norm(x + self.dropout(ffn.hidden)))
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,57 @@ B batch, H heads, S sequence, D model width, d head width
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import Literal
+
 import torch
 from einops import rearrange, repeat
+from pydantic import Field
 from torch import Tensor, nn
+
+from moe_ffn.config import TaggedConfig
+
+
+class PositionsConfig(TaggedConfig, frozen=True):
+    """How the model knows where a token stands."""
+
+    @abstractmethod
+    def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
+
+    def num_params(self, d_model: int, max_seq_len: int) -> int:
+        return 0
+
+
+class RotaryConfig(PositionsConfig, frozen=True):
+    """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
+
+    type: Literal["rope"] = "rope"
+    base: float = Field(default=10_000.0, gt=1)
+    """The longest wavelength is about 2 pi * base positions."""
+
+    def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
+        return Rotary(self.base, head_dim, max_seq_len)
+
+
+class SinusoidalConfig(PositionsConfig, frozen=True):
+    """Fixed sines and cosines, added to the embeddings (Vaswani et al. 2017, section 3.5)."""
+
+    type: Literal["sinusoidal"] = "sinusoidal"
+
+    def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
+        return Sinusoidal(d_model, max_seq_len)
+
+
+class LearnedConfig(PositionsConfig, frozen=True):
+    """One learned vector per position, added to the embeddings."""
+
+    type: Literal["learned"] = "learned"
+
+    def num_params(self, d_model: int, max_seq_len: int) -> int:
+        return max_seq_len * d_model
+
+    def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
+        return Learned(d_model, max_seq_len)
 
 
 class Positions(nn.Module):

@@ -5,11 +5,39 @@ T tokens, D model width, E experts, C places at each expert
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, comparable, routing_of_pairs
+from moe_ffn.routing.base import (
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    comparable,
+    routing_of_pairs,
+)
+
+
+class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
+    """BASE: in training, the assignment of highest total score in which all experts have equally many.
+
+    Lewis et al. 2021, BASE layers (arXiv:2103.16716): one expert per token, weighted by the sigmoid
+    of its score; evaluation takes the highest score.
+    """
+
+    type: Literal["balanced_assignment"] = "balanced_assignment"
+
+    @property
+    def not_causal_because(self) -> str | None:
+        return "router.type 'balanced_assignment' balances tokens against later ones; use 'top_k'"
+
+    def experts_per_token(self, num_experts: int) -> float:
+        return 1
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return BalancedAssignmentRouter(self, d_model, num_experts)
 
 
 class BalancedAssignmentRouter(LinearRouter):

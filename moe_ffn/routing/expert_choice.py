@@ -6,15 +6,47 @@ B groups of tokens, S tokens of a group, E experts, C tokens listed per expert a
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from einops import rearrange, repeat
+from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, comparable
-from moe_ffn.routing.config import ExpertChoiceRouterConfig
+from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
 from moe_ffn.sizes import ceil_of_share, share_of
+
+
+class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """Expert choice: each expert takes its most probable tokens, k * tokens / num_experts of them.
+
+    Zhou et al. 2022 (arXiv:2202.09368). Perfectly balanced; a token may get many experts or none.
+    """
+
+    type: Literal["expert_choice"] = "expert_choice"
+    k: float = Field(default=2.0, gt=0)
+    """Experts per token, on average; the paper's capacity factor."""
+    among: Literal["sequence", "batch"] = "sequence"
+    """The tokens that an expert chooses from: those of one sequence, so that a sequence does not
+    depend on its neighbours, or of the whole batch, as in the paper."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """How logits become weights: against the other experts, or each by itself."""
+
+    @property
+    def not_causal_because(self) -> str | None:
+        return "router.type 'expert_choice' ranks tokens against later ones; use 'top_k'"
+
+    def check_num_experts(self, num_experts: int) -> None:
+        super().check_num_experts(num_experts)
+        if num_experts == 1 and self.score == "softmax":
+            raise ValueError(
+                "router.score (softmax) with a single expert makes every weight a constant 1, so the "
+                "router would never learn; set router.score: sigmoid"
+            )
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return ExpertChoiceRouter(self, d_model, num_experts)
 
 
 class ExpertChoiceRouter(LinearRouter):

@@ -6,13 +6,41 @@ T tokens, D model width, E experts, K experts per token
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.config import MOST
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, routing_of_pairs
-from moe_ffn.routing.config import ForcedRouterConfig
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    routing_of_pairs,
+)
+
+
+class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """Forced balance or imbalance, whatever the token: for benchmarks and tests.
+
+    The k experts of a token are decided by its position; their weights are softmax probabilities, so
+    the cost is that of `top_k`.
+    """
+
+    type: Literal["forced"] = "forced"
+    k: int = Field(default=2, ge=1, le=MOST)
+    """Experts per token."""
+    skew: float = Field(default=0.0, ge=0, le=1)
+    """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
+
+    def describe(self) -> str:
+        return f"{self.type} k={self.k} skew={self.skew:g}"
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return ForcedRouter(self, d_model, num_experts)
 
 
 class ForcedRouter(LinearRouter):

@@ -5,13 +5,39 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import describe_options
+from moe_ffn.config import MOST, describe_options
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import Router, RouterLinear, routing_of_pairs
-from moe_ffn.routing.config import HashRouterConfig
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    Router,
+    RouterLinear,
+    routing_of_pairs,
+)
+
+
+class HashRouterConfig(FixedKConfig, frozen=True):
+    """Hash: the token's id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
+
+    type: Literal["hash"] = "hash"
+    k: int = Field(default=1, ge=1, le=MOST)
+    """Experts per token, all different, each with weight 1 / k."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the hash function."""
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        return 0
+
+    def flops_per_token(self, d_model: int, num_experts: int) -> int:
+        return 0
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return HashRouter(self, num_experts)
 
 
 class HashRouter(Router):

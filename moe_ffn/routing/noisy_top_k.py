@@ -5,13 +5,58 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from moe_ffn.config import MOST
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, RouterLinear, routing_of_pairs
-from moe_ffn.routing.config import NoisyTopKRouterConfig
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    RouterLinear,
+    routing_of_pairs,
+)
+from moe_ffn.sizes import linear_params
+
+
+class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """Top-k of logits with learned Gaussian noise, softmax over the k (Shazeer et al. 2017).
+
+    arXiv:1701.06538, section 2.1. The noise is added in training only.
+    """
+
+    type: Literal["noisy_top_k"] = "noisy_top_k"
+    k: int = Field(default=2, ge=1, le=MOST)
+    """Experts per token. At least 2: the softmax over a single one is a constant 1."""
+
+    has_selection_probs: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _keep_the_router_gradient(self) -> NoisyTopKRouterConfig:
+        if self.k == 1:
+            raise ValueError(
+                "k (1) makes every weight a constant 1, the softmax over a single expert, so the router "
+                "would never learn; set k >= 2"
+            )
+        return self
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        return super().num_params(d_model, num_experts) + linear_params(
+            d_model, num_experts, bias=False
+        )
+
+    def flops_per_token(self, d_model: int, num_experts: int) -> int:
+        return 2 * super().flops_per_token(d_model, num_experts)  # logits, and the noise's scale
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return NoisyTopKRouter(self, d_model, num_experts)
+
 
 LEAST_NOISE = 1e-2
 """Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""

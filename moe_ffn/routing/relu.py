@@ -5,13 +5,35 @@ T tokens, D model width, E experts
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from einops import repeat
+from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, routing_of_pairs
-from moe_ffn.routing.config import ReLURouterConfig
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    routing_of_pairs,
+)
+
+
+class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """ReLU routing: every expert with a positive logit, weighted by it (Wang et al. 2024, ReMoE).
+
+    arXiv:2412.14711. `objective.sparsity_rule` brings the average to k experts per token.
+    """
+
+    type: Literal["relu"] = "relu"
+    k: float = Field(default=2.0, gt=0)
+    """Experts per token that the sparsity rule aims at, on average; about half of all at the start."""
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return ReLURouter(self, d_model, num_experts)
 
 
 class ReLURouter(LinearRouter):

@@ -5,12 +5,45 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.config import MOST
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, comparable, routing_of_pairs
-from moe_ffn.routing.config import SinkhornRouterConfig
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    comparable,
+    routing_of_pairs,
+)
+
+
+class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """Sinkhorn: in training, top-k of the scores after they were made balanced by Sinkhorn's rule.
+
+    Clark et al. 2022, S-BASE (arXiv:2202.01169), as Megatron-LM has it. Weights are of the plain
+    scores, sigmoid for k = 1 and softmax otherwise; evaluation is plain top-k.
+    """
+
+    type: Literal["sinkhorn"] = "sinkhorn"
+    k: int = Field(default=1, ge=1, le=MOST)
+    """Experts per token."""
+    tolerance: float = Field(default=1e-4, gt=0)
+    """Stop when no column's factor changes by more than this share of itself."""
+    max_iterations: int = Field(default=100, ge=1, le=MOST)
+    """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
+
+    @property
+    def not_causal_because(self) -> str | None:
+        return "router.type 'sinkhorn' balances tokens against later ones; use 'top_k'"
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return SinkhornRouter(self, d_model, num_experts)
 
 
 class SinkhornRouter(LinearRouter):

@@ -5,12 +5,69 @@ T tokens, D model width, E experts, K experts listed per token
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from moe_ffn.config import MOST
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import LinearRouter, routing_of_pairs
-from moe_ffn.routing.config import TopPRouterConfig
+from moe_ffn.routing.base import (
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    routing_of_pairs,
+)
+
+
+class TopPRouterConfig(LinearRouterConfig, frozen=True):
+    """Top-p: the fewest most probable experts that together reach probability p.
+
+    Huang et al. 2024, "Harder Tasks Need More Experts" (arXiv:2403.07652): an undecided token gets
+    more experts. Without `objective.router_entropy` a router may stay undecided for ever.
+    """
+
+    type: Literal["top_p"] = "top_p"
+    p: float = Field(default=0.4, gt=0, le=1)
+    """The probability that a token's experts have to reach together."""
+    max_k: int | None = Field(default=None, ge=1, le=MOST)
+    """The most experts per token; num_experts by default."""
+    renormalize: bool = False
+    """Divide the weights of a token by their sum. Not for max_k = 1: it would be a constant 1."""
+
+    @model_validator(mode="after")
+    def _keep_the_router_gradient(self) -> TopPRouterConfig:
+        if self.max_k == 1 and self.renormalize:
+            raise ValueError(
+                "renormalize (true) with max_k (1) makes every weight a constant 1, so the router "
+                "would never learn; set renormalize: false or max_k >= 2"
+            )
+        return self
+
+    def check_num_experts(self, num_experts: int) -> None:
+        if self.max_k is not None and self.max_k > num_experts:
+            raise ValueError(
+                f"router.max_k ({self.max_k}) must not exceed num_experts ({num_experts}); "
+                "lower router.max_k or raise num_experts"
+            )
+        # The most probable of E experts has at least 1 / E, which then is enough every time.
+        if self.renormalize and self.p * num_experts <= 1:
+            raise ValueError(
+                f"router.renormalize (true) with router.p ({self.p:g}) not above 1 / num_experts "
+                f"(1 / {num_experts}) gives every token a single expert with a constant weight 1, so "
+                "the router would never learn; set router.renormalize: false or raise router.p"
+            )
+
+    def experts_per_token(self, num_experts: int) -> float:
+        """The most there can be: how many there are depends on the data."""
+        return self.max_k or num_experts
+
+    def describe(self) -> str:
+        return f"{self.type} p={self.p:g}"
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return TopPRouter(self, d_model, num_experts)
 
 
 class TopPRouter(LinearRouter):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from moe_ffn.layer_names import parse_layer
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import (
     ROWS_BEFORE_SPIKES,
     AlarmsConfig,

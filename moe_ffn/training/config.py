@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from moe_ffn.balancing.config import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
+from moe_ffn.balancing.bias_rules import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
 from moe_ffn.config import MOST, Config, errors_at
 from moe_ffn.errors import show
 

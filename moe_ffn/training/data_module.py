@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning import LightningDataModule, Trainer
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
-from moe_ffn.data.config import DataConfig
-from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.prepare import DataConfig, PreparedData
 from moe_ffn.training.loaders import TrainLoader, ValidationLoader
 from moe_ffn.training.module import LanguageModel
 

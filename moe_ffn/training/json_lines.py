@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.files import read_text, write_whole
-from moe_ffn.json_object import parse_object
+from moe_ffn.files import parse_object, read_text, write_whole
 from moe_ffn.training.outage import Outage, count_taken
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_ffn.metrics.language import LanguageMetrics
-from moe_ffn.model.config import DecoderConfig
-from moe_ffn.model.decoder import DecoderOutput
+from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.blame import where_it_began
 from moe_ffn.training.config import GuardConfig, ObjectiveConfig

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from moe_ffn.balancing.bias_rules import sparsity_weight_after
 from moe_ffn.balancing.losses import pairs_per_expert
-from moe_ffn.balancing.sparsity import sparsity_weight_after
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router
 from moe_ffn.training.config import ObjectiveConfig

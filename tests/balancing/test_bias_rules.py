@@ -8,14 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.bias_rules import BiasRule, QuantileRule, SignRule
-from moe_ffn.balancing.config import BiasRuleConfig, QuantileRuleConfig, SignRuleConfig
+from moe_ffn.balancing.bias_rules import (
+    BiasRule,
+    BiasRuleConfig,
+    QuantileRule,
+    QuantileRuleConfig,
+    SignRule,
+    SignRuleConfig,
+    sparsity_weight_after,
+)
 from moe_ffn.balancing.losses import pairs_per_expert
-from moe_ffn.balancing.sparsity import sparsity_weight_after
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing import SigmoidTopKRouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.routing.config import SigmoidTopKRouterConfig
 
 NUM_EXPERTS = 8
 

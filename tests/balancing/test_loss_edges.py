@@ -10,8 +10,12 @@ import torch
 from every_loss import LOSSES, random_logits, routing_of
 from torch import Tensor
 
-from moe_ffn import build_ffn, pooled_load_balancing_loss
-from moe_ffn.balancing.losses import pairs_per_expert, pairs_per_sequence
+from moe_ffn import build_ffn
+from moe_ffn.balancing.losses import (
+    pairs_per_expert,
+    pairs_per_sequence,
+    pooled_load_balancing_loss,
+)
 
 # Sums of some ten float64 numbers in another order.
 EXACT = 1e-12

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import load_balancing_loss
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 READS: dict[str, str] = {
     **dict.fromkeys(LOAD_BALANCING, "scores_TE"),

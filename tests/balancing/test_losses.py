@@ -27,7 +27,7 @@ from moe_ffn.balancing.losses import (
     sequence_load_balancing_loss,
 )
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import ReLURouterConfig
+from moe_ffn.routing import ReLURouterConfig
 
 # Sums of a few float64 numbers of the order of 1.
 EXACT = 1e-12

@@ -6,11 +6,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from moe_ffn.balancing.config import SparsityRuleConfig
+from moe_ffn.balancing.bias_rules import SparsityRuleConfig, sparsity_weight_after
 from moe_ffn.balancing.losses import pairs_per_expert, relu_sparsity_loss
-from moe_ffn.balancing.sparsity import sparsity_weight_after
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import ReLURouterConfig
+from moe_ffn.routing import ReLURouterConfig
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moe_ffn.data.corpus as corpus
+from moe_ffn.data import corpus as corpus
 from moe_ffn.data.corpus import (
     BLOCK_BYTES,
     blocks,

@@ -1,22 +1,13 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config_schema import json_schema
-from moe_ffn.data.config import (
-    BPEConfig,
-    BytesConfig,
-    CorpusConfig,
-    DataConfig,
-    HFDatasetConfig,
-    StdlibConfig,
-    TextConfig,
-    TokenizerConfig,
-)
+from moe_ffn.config import json_schema
+from moe_ffn.data.corpus import CorpusConfig, StdlibConfig, TextConfig
+from moe_ffn.data.hf_dataset import HFDatasetConfig
+from moe_ffn.data.prepare import DataConfig
+from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
 from moe_ffn.errors import explain
 
 
@@ -24,15 +15,6 @@ def complaints(values: dict[str, object]) -> list[str]:
     with pytest.raises(ValidationError) as raised:
         DataConfig.model_validate(values)
     return explain(raised.value)
-
-
-def test_importing_the_config_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys, moe_ffn.data.config as c; c.DataConfig();"
-        "sys.exit(', '.join({'torch', 'numpy', 'datasets', 'tokenizers'} & set(sys.modules)) or None)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_defaults_are_the_standard_library_as_bytes() -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import moe_ffn.data.prepare as prepare_module
+from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
-from moe_ffn.data.config import BPEConfig, BytesConfig, DataConfig, TextConfig, TokenizerConfig
+from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.documents import changed
-from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
 from moe_ffn.errors import ConfigError
 
 Prepare = Callable[..., PreparedData]
@@ -210,7 +211,7 @@ class TestCache:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("moe_ffn.data.encode._SplitFile.add", full)
+        monkeypatch.setattr("moe_ffn.data.prepare._SplitFile.add", full)
         message = (
             r"data\.cache_dir: '.*cache' cannot be written \(No space left on device\); "
             "make room, or name another folder"
@@ -271,7 +272,7 @@ class TestConcurrency:
         config = config_of(texts, tmp_path / "cache", tokenizer="bpe")
         code = (
             "import json, sys\n"
-            "from moe_ffn.data.config import DataConfig\n"
+            "from moe_ffn.data.prepare import DataConfig\n"
             "from moe_ffn.data.prepare import prepare\n"
             "config = DataConfig.model_validate(json.loads(sys.argv[1]))\n"
             "print(prepare(config, progress=False).folder)"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.data.config import BPEConfig, DataConfig, TextConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.corpus import TextConfig
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.data.tokenizer import BPEConfig
 
 
 @pytest.fixture

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ffn.data.bpe import BPETokenizer, train_bpe
-from moe_ffn.data.config import BPEConfig, BytesConfig, TokenizerConfig
-from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer
+from moe_ffn.data.tokenizer import (
+    BPEConfig,
+    BPETokenizer,
+    BytesConfig,
+    BytesTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    train_bpe,
+)
 from moe_ffn.errors import ConfigError
 
 TEXT = b"the theme of the thesis\n    def there(self):  # <|endoftext|> caf\xc3\xa9\n" * 20

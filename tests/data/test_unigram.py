@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-import moe_ffn.data.unigram as unigram
-from moe_ffn.data.unigram import unigram_loss
+from moe_ffn.data import prepare as unigram
+from moe_ffn.data.prepare import unigram_loss
 
 
 def test_the_loss_equals_the_one_worked_by_hand() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ffn.data.windows import epoch_starts, require_window, spread_starts, windows_per_epoch
+from moe_ffn.data.batches import epoch_starts, require_window, spread_starts, windows_per_epoch
 from moe_ffn.errors import ConfigError
 
 SIZES = {"num_tokens": st.integers(9, 200), "seq_len": st.integers(1, 8)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from moe_ffn.dispatch.plan import make_plan
+from moe_ffn.dispatch import make_plan
 
 
 def test_pairs_are_sorted_by_expert_and_keep_token_order(make_routing: Any) -> None:

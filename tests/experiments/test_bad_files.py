@@ -121,7 +121,7 @@ def test_whose_code_is_run_is_said_before_it_is(
     path = tmp_path / "own.py"
     path.write_text(
         "import sys; print('mine', file=sys.stderr)\n"
-        "from moe_ffn.ffn.config import IdentityConfig\n"
+        "from moe_ffn.ffn import IdentityConfig\n"
         "class Block(IdentityConfig):\n    type: str\n"
     )
     argv = ["--model.ffn.type", f"{path}:Block", "--print-config"]

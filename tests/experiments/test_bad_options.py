@@ -90,13 +90,13 @@ REFUSED = {
         re.compile(r"model\.ffn\.type: .*'?nowhere/block\.py'? .*No such file"),
     ),
     "class that does not exist": (
-        "--model.ffn.type moe_ffn.ffn.config:MoEConfg",
-        "model.ffn.type: 'moe_ffn.ffn.config' has no 'MoEConfg'; did you mean 'MoEConfig'?",
+        "--model.ffn.type moe_ffn.ffn:MoEConfg",
+        "model.ffn.type: 'moe_ffn.ffn' has no 'MoEConfg'; did you mean 'MoEConfig'?",
     ),
     "class of another family": (
-        "--model.ffn.type moe_ffn.routing.config:TopKRouterConfig",
-        "model.ffn.type: 'moe_ffn.routing.config:TopKRouterConfig' must be a subclass of FFNConfig, "
-        "got <class 'moe_ffn.routing.top_k_config.TopKRouterConfig'>",
+        "--model.ffn.type moe_ffn.routing:TopKRouterConfig",
+        "model.ffn.type: 'moe_ffn.routing:TopKRouterConfig' must be a subclass of FFNConfig, "
+        "got <class 'moe_ffn.routing.top_k.TopKRouterConfig'>",
     ),
     # -- values
     "text for a number": (

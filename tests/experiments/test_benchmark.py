@@ -50,7 +50,7 @@ from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Rounds, Timed, Timing, interleave, order
 from moe_ffn.kernels.select import BACKENDS
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 16, 8, 4, 2, "fp32")

@@ -130,13 +130,14 @@ import math
 import torch
 from torch import nn
 from moe_ffn import Router, RouterConfig, routing_of_pairs
-from moe_ffn.balancing.config import BiasRuleConfig
-from moe_ffn.data.config import CorpusConfig
+from moe_ffn.balancing.bias_rules import BiasRuleConfig
+from moe_ffn.data.corpus import CorpusConfig
 from moe_ffn.experts.base import Experts
-from moe_ffn.experts.config import ExpertsConfig
-from moe_ffn.ffn.combine import Combine
-from moe_ffn.ffn.combine_config import CombineConfig
-from moe_ffn.model.config import NormConfig, PositionsConfig
+from moe_ffn.experts import ExpertsConfig
+from moe_ffn.ffn.shared_expert import Combine
+from moe_ffn.ffn.shared_expert import CombineConfig
+from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.model.positions import Positions
 from moe_ffn.training.optimizer_config import OptimizerConfig
 from moe_ffn.training.schedule_config import ScheduleConfig

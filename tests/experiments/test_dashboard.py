@@ -15,7 +15,7 @@ from layer_measures import MEASURES
 from experiments.dashboard.library import workspaces as ws
 from experiments.dashboard.panels import LOAD_FIGURE
 from experiments.dashboard.workspace import GROUP_COLORS, build_workspace, to_json
-from moe_ffn.ffn.config import FFNConfig
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.training.config import ObjectiveConfig
 
 STEP = "trainer/global_step"

@@ -21,8 +21,8 @@ from experiments.option_tree import option_tree
 from experiments.resuming.request import FLAGS
 from experiments.wrapping import wrap
 from moe_ffn.errors import ConfigError
-from moe_ffn.ffn.config import FFNConfig
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.routing import RouterConfig
 from moe_ffn.training.config import LIGHTNING_ARGUMENTS
 
 Show = Callable[..., str]

@@ -27,7 +27,7 @@ from moe_ffn.import_path import find_code
 OWN = """
 import sys
 from moe_ffn import FFNConfig
-from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.ffn import DenseConfig
 %s
 class Own(FFNConfig, frozen=True):
     rank: int = 4

@@ -20,10 +20,10 @@ from experiments import sample_log
 from experiments.generate import own_prompt
 from experiments.sample_log import SampleLog
 from experiments.sampling import first_words
-from moe_ffn.data.config import DataConfig, TextConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.corpus import TextConfig
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import SampleConfig
 from moe_ffn.training.json_lines import read_lines
 from moe_ffn.training.module import LanguageModel

@@ -14,7 +14,7 @@ from experiments.trace.follow import expert_names, unrouted_layers, visits_by_la
 from experiments.trace.legend import mean_entropy, short
 from experiments.trace.visible import visible
 from experiments.trace.way import Choice, Layer, Visit
-from moe_ffn.ffn.config import GatedConfig, MoEConfig
+from moe_ffn.ffn import GatedConfig, MoEConfig
 from moe_ffn.outputs import Routing
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])

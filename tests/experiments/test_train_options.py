@@ -15,7 +15,7 @@ import torch
 from experiments.config import TrainConfig
 from experiments.run_folder import check_run_folder, make_run_folder
 from moe_ffn.errors import ConfigError
-from moe_ffn.ffn.config import FFNConfig
+from moe_ffn.ffn import FFNConfig
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]
@@ -248,7 +248,7 @@ def test_an_own_block_names_its_run(
 ) -> None:
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks" / "own.py").write_text(
-        "from moe_ffn.ffn.config import DenseConfig, FFNConfig\n"
+        "from moe_ffn.ffn import DenseConfig, FFNConfig\n"
         "class LowRank(FFNConfig, frozen=True):\n"
         "    rank: int = 4\n"
         "    def build(self, d_model): return DenseConfig(d_ff=self.rank).build(d_model)\n"

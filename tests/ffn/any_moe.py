@@ -16,12 +16,12 @@ from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
 from moe_ffn.activations import Activation
-from moe_ffn.experts.config import ExpertsConfig
-from moe_ffn.ffn.config import CombineConfig
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.outputs import FFNOutput, Routing, flatten_tokens
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 SOME = settings(max_examples=settings().max_examples // 2)
 FEW = settings(max_examples=settings().max_examples // 10)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ffn import ConfigError, FFNConfig, build_ffn
-from moe_ffn.ffn.config import DenseConfig
+from moe_ffn.ffn import DenseConfig
 from moe_ffn.ffn.moe import MoEFFN
 
 OWN_FFN = """
@@ -154,11 +154,10 @@ def test_own_file_that_fails_says_why_and_can_be_mended(tmp_path: Path) -> None:
         ("math:pi", "type: 'math:pi' must be a subclass of FFNConfig, got 3.14"),
         ("math:tau_config", "type: 'math' has no 'tau_config'"),
         (":C", "type: importing '' failed: ValueError: Empty module name"),
-        ("moe_ffn.ffn.config:FFNConfig", "must define build, flops_per_token, num_params"),
+        ("moe_ffn.ffn:FFNConfig", "must define build, flops_per_token, num_params"),
         (
-            "moe_ffn.routing.config:TopKRouterConfig",
-            "must be a subclass of FFNConfig, got "
-            "<class 'moe_ffn.routing.top_k_config.TopKRouterConfig'>",
+            "moe_ffn.routing:TopKRouterConfig",
+            "must be a subclass of FFNConfig, got <class 'moe_ffn.routing.top_k.TopKRouterConfig'>",
         ),
     ],
 )
@@ -170,9 +169,9 @@ def test_import_paths_that_lead_nowhere_are_told(tag: str, message: str) -> None
 # --------------------------------------------------------------------------------- refusals
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "unknown_type": ("swigl", "type: unknown 'swigl'; did you mean 'swiglu'?; known: identity, "),
-    "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: identity, dense, "),
-    "missing_type": ({"d_ff": 8}, "type: missing; one of: identity, dense, "),
+    "unknown_type": ("swigl", "type: unknown 'swigl'; did you mean 'swiglu'?; known: bilinear, "),
+    "unknown_type_far_off": ("xyz", "type: unknown 'xyz'; known: bilinear, conv, dense, "),
+    "missing_type": ({"d_ff": 8}, "type: missing; one of: bilinear, conv, dense, "),
     "type_is_a_number": ({"type": 3}, "type: must be a name, got 3; known: "),
     "type_is_a_list": ({"type": ["moe"]}, "type: must be a name, got ['moe']; known: "),
     "unknown_key": (
@@ -189,7 +188,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "unknown_type_below": (
         {"type": "moe", "experts": "mlpp"},
-        "experts.type: unknown 'mlpp'; did you mean 'mlp'?; known: mlp, swiglu",
+        "experts.type: unknown 'mlpp'; did you mean 'mlp'?; known: bilinear, clamped_swiglu, geglu",
     ),
     "not_a_mapping": (3, "must be a mapping of options, got 3"),
     "nothing": (None, "must be a mapping of options, got None"),

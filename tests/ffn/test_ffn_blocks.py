@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.activations import GATE_ACTIVATIONS
-from moe_ffn.ffn.config import DenseConfig, GatedConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.ffn import DenseConfig, GatedConfig, MixtureOfDepthsConfig, MoEConfig
 
 D_MODEL = 8
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from moe_ffn import DecoderConfig, FFNConfig, TokenContext, build_ffn
-from moe_ffn.dispatch.plan import make_plan
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.dispatch import make_plan
+from moe_ffn.routing import RouterConfig
 
 D_MODEL = 16
 LONGEST_LINE = 200

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

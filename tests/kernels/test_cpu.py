@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.activations import Activation, ClampedSwiGLU
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import dtypes
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu import blocks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.activations import Activation, ClampedSwiGLU
-from moe_ffn.dispatch.plan import Plan
+from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.select import run_experts

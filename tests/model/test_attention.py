@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.model.attention import SelfAttention, attention_mask
-from moe_ffn.model.config import AttentionConfig, RotaryConfig
-from moe_ffn.model.positions import Positions
+from moe_ffn.model.attention import AttentionConfig, SelfAttention, attention_mask
+from moe_ffn.model.positions import Positions, RotaryConfig
 
 D_MODEL = 16
 

@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn import Decoder, DecoderConfig, DecoderOutput, FFNConfig, TokenContext
+from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.capacity import DROP_POLICIES
-from moe_ffn.ffn.config import DenseConfig
-from moe_ffn.model.config import NormConfig, PositionsConfig
+from moe_ffn.ffn import DenseConfig
+from moe_ffn.model.decoder import DecoderOutput, NormConfig
+from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 VOCAB, MAX_LEN = 11, 12
 

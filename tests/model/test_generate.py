@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ffn import Decoder, DecoderConfig, DecoderOutput
+from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.model.decoder import DecoderOutput
 from moe_ffn.model.generate import generate
 
 VOCAB, MAX_LEN = 7, 6

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from moe_ffn import ConfigError
-from moe_ffn.model.config import (
-    DecoderConfig,
-    LearnedConfig,
-    PositionsConfig,
-    RotaryConfig,
-    SinusoidalConfig,
-)
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.model.positions import LearnedConfig, PositionsConfig, RotaryConfig, SinusoidalConfig
 
 # The tables are float32 of size one; a sum over a head's few units keeps about six digits.
 FLOAT32 = 1e-5

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.selftest import scene
-from moe_ffn.data.config import DataConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 
 ROOMS = (0, 1, 19, 20, 21, 160, 307, 308, 309, 600, 661, 662, 1000, 2500, 4096, 5000, 5141)

@@ -13,8 +13,7 @@ import torch
 from refusing import refuses
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
-from moe_ffn.data.bpe import BPETokenizer, train_bpe
-from moe_ffn.data.tokenizer import BytesTokenizer, Tokenizer
+from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, Tokenizer, train_bpe
 
 # -------------------------------------------------------------------------------------- tokenizers
 

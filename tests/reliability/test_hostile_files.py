@@ -23,8 +23,7 @@ from experiments.run_folder import (
     SUMMARY_FILE,
 )
 from experiments.selftest import scene
-from moe_ffn.data.config import DataConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 
 

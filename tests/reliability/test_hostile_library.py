@@ -21,8 +21,8 @@ from moe_ffn import (
     FFNConfig,
     TopKRouterConfig,
     build_ffn,
-    pairs_per_expert,
 )
+from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.metrics import LanguageMetrics, LoadMetrics, churn, load_cv, max_violation, top1_margin
 from moe_ffn.metrics.functional import rank_max_violation
 from moe_ffn.metrics.routing import CoactivationMetrics, TokenMetrics

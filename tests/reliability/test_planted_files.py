@@ -36,8 +36,7 @@ from experiments.run_folder import (
 from experiments.run_lock import LOCK_FILE, is_trained_here, locked
 from experiments.selftest.finished_run import finished_run
 from experiments.selftest.scene import run_here, write_corpus
-from moe_ffn.data.config import DataConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import set_aside, write_whole
 from moe_ffn.training.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint

@@ -23,8 +23,7 @@ from experiments.run_folder import (
     TOKENIZER_FILE,
 )
 from experiments.selftest.scene import options, run_here
-from moe_ffn.data.config import DataConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.prepare import DataConfig, prepare
 
 NOBODY = 65534
 PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, flatten_tokens
+from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.routing.config import RouterConfig
 
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
 

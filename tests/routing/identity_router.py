@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.routing.config import RouterConfig
 
 
 def identity_router(config: RouterConfig, num_experts: int) -> Router:

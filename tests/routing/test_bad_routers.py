@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_ffn import ConfigError, build_ffn
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 WITH_K = [name for name, cls in RouterConfig.members.items() if "k" in cls.model_fields]
 WITH_JITTER = [name for name, cls in RouterConfig.members.items() if "jitter" in cls.model_fields]

@@ -11,8 +11,8 @@ from identity_router import experts_of, identity_router, load_of, random_logits,
 from torch import Tensor
 
 from moe_ffn.outputs import TokenContext
+from moe_ffn.routing import BalancedAssignmentRouterConfig
 from moe_ffn.routing.balanced_assignment import assign
-from moe_ffn.routing.config import BalancedAssignmentRouterConfig
 
 CONFIG = BalancedAssignmentRouterConfig()
 PRECISION = 0.02

@@ -24,7 +24,7 @@ from every_router import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.routing.config import RouterConfig
+from moe_ffn.routing import RouterConfig
 
 NUM_TOKENS = BATCH * LENGTH
 

@@ -27,8 +27,8 @@ from every_router import (
 )
 
 from moe_ffn.metrics.functional import nonfinite_tokens
+from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.routing.config import RouterConfig
 
 NUM_TOKENS = BATCH * LENGTH
 

@@ -11,7 +11,7 @@ from identity_router import identity_router, load_of, random_logits, real_pairs,
 from torch import Tensor
 
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import ExpertChoiceRouterConfig
+from moe_ffn.routing import ExpertChoiceRouterConfig
 
 
 def scores_of(row: list[float], score: str) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from identity_router import experts_of, random_logits, real_pairs, route
 
-from moe_ffn.routing.config import GroupsConfig, SigmoidTopKRouterConfig, TopKRouterConfig
+from moe_ffn.routing import GroupsConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 
 NUM_EXPERTS = 12
 

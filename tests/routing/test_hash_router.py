@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.config import HashRouterConfig
+from moe_ffn.routing import HashRouterConfig
 from moe_ffn.routing.hash import hash_of
 
 MASK = 0xFFFFFFFF

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import NoisyTopKRouterConfig
+from moe_ffn.routing import NoisyTopKRouterConfig
 from moe_ffn.routing.noisy_top_k import LEAST_NOISE, selection_probabilities
 
 # The noise's projection starts at zero: softplus(0) = ln 2, plus the least noise.

@@ -6,7 +6,7 @@ import torch
 from identity_router import identity_router, random_logits, real_pairs, route
 
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import ReLURouterConfig
+from moe_ffn.routing import ReLURouterConfig
 
 
 def test_the_pairs_equal_those_worked_by_hand() -> None:

@@ -17,7 +17,7 @@ from identity_router import (
 from torch import Tensor
 
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import SinkhornRouterConfig
+from moe_ffn.routing import SinkhornRouterConfig
 from moe_ffn.routing.sinkhorn import sinkhorn
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4

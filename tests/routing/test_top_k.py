@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext, build_ffn
 from moe_ffn.errors import explain
+from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
-from moe_ffn.routing.config import TopKRouterConfig
 
 
 def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from identity_router import experts_of, identity_router, random_logits, real_pairs, route
 
 from moe_ffn.outputs import TokenContext
-from moe_ffn.routing.config import TopPRouterConfig
+from moe_ffn.routing import TopPRouterConfig
 
 PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
 

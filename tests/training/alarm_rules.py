@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.alarms import Advice, AlarmRules
 from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, TrainerConfig
 from moe_ffn.training.optimizer_config import AdamWConfig

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import explain
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.optimizer import (
     build_schedule,
     load_scalars_exactly,

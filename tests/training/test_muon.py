@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.muon import orthogonalize
 from moe_ffn.training.optimizer_config import MuonConfig
 

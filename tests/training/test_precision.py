@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.ffn.config import FFNConfig
-from moe_ffn.model.config import DecoderConfig
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.outputs import FFNOutput
 from moe_ffn.training.config import ObjectiveConfig
 from moe_ffn.training.objective import objective

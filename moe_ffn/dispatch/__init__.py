@@ -1,1 +1,0 @@
-"""WHERE: the pairs sorted by expert; a plan, not moved data."""
