@@ -20,12 +20,11 @@ from unittest.mock import patch
 
 from pydantic import Field
 
-from experiments.announce import announce_import
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.exit import EXIT_SIGNAL, exit_on_bad_input
-from experiments.ranks import check_environment
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
 from moe_ffn.errors import ConfigError
+from moe_ffn.ranks import check_environment
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -50,9 +49,9 @@ def main(argv: Sequence[str]) -> int:
     announce_import("torch", "lightning")
     import torch
 
-    from experiments.assemble import quiet_libraries
     from moe_ffn.data.prepare import prepare
-    from moe_ffn.training.precision import resolve_precision
+    from moe_ffn.runs.assemble import quiet_libraries
+    from moe_ffn.training.config import resolve_precision
 
     quiet_libraries()
     data = prepare(config.data)
@@ -97,8 +96,8 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -
     """Tokens per second of the loop one would write by hand."""
     import torch
 
-    from experiments.assemble import build_module
     from moe_ffn.data.batches import TrainBatches
+    from moe_ffn.runs.assemble import build_module
     from moe_ffn.training.objective import objective
     from moe_ffn.training.optimizer import build_schedule
 
@@ -137,7 +136,8 @@ def time_program(
     """
     from lightning.pytorch.callbacks import Callback
 
-    from experiments.assemble import (
+    from moe_ffn.ffn import moe
+    from moe_ffn.runs.assemble import (
         build_module,
         build_trainer,
         make_callbacks,
@@ -145,9 +145,8 @@ def time_program(
         make_token_data,
         run_facts,
     )
-    from moe_ffn.ffn import moe
-    from moe_ffn.training.loggers import close
-    from moe_ffn.training.stopping import Interrupted
+    from moe_ffn.training.monitoring.wandb import close
+    from moe_ffn.training.recovery.stopping import Interrupted
 
     starts: list[float] = []
 

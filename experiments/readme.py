@@ -25,14 +25,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from experiments import train
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.parser import Parser
-from experiments.report.tables import flatten
-from experiments.run_folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
+from moe_ffn.cli import train
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import Parser
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import write_whole
+from moe_ffn.report.tables import flatten
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -1,53 +1,7 @@
-"""Train a Transformer language model whose feed-forward block is one word of YAML.
+"""`python -m experiments.train --help`; the program itself is `moe_ffn.cli.train`."""
 
-python -m experiments.train --help
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from experiments.announce import announce_import
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input, undisturbed
-from experiments.model_size import check_fits, saying_what_it_needs
-from experiments.outside.trust import FLAG, take_trust
-from experiments.ranks import check_environment, is_first_rank
-from experiments.resuming.request import FLAGS, find_resume, take_resume
-from experiments.run_folder import check_run_folder
-from moe_ffn.errors import ConfigError
-from moe_ffn.import_path import explaining_outside_errors
-
-COMMAND = "python -m experiments.train"
-
-
-def main(argv: Sequence[str]) -> int:
-    trust_code, argv = take_trust(argv)
-    run, options = take_resume(argv)
-    if run is None:
-        if trust_code:
-            raise ConfigError(
-                f"{FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
-            )
-        resume, config = None, parse_config(options, TrainConfig, COMMAND, FLAGS)
-    else:
-        resume = find_resume(run, options, command=COMMAND, trust_code=trust_code)
-        config = resume.config
-    check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
-    if resume is None and is_first_rank():  # which makes the folder
-        check_run_folder(config)
-    with explaining_outside_errors():
-        check_fits(config)
-    # Only now: a mistake in the options should not wait for torch and lightning.
-    announce_import("torch", "lightning")
-    with saying_what_it_needs(config):
-        with undisturbed():
-            from experiments.training_run import train
-
-        train(config, resume)
-    return 0
-
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main
 
 if __name__ == "__main__":
     raise SystemExit(exit_on_bad_input(main))

@@ -18,14 +18,13 @@ PACKAGE = REPOSITORY / "moe_ffn"
 
 # What stands below every room: values and arithmetic that know no FFN.
 FOUNDATION = {
+    "activations",
     "config",
     "errors",
-    "outputs",
-    "activations",
-    "sizes",
-    "layer_names",
-    "load_summary",
     "files",
+    "layer_names",
+    "outputs",
+    "sizes",
     "transforms",
 }
 
@@ -38,9 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": set(),
     "sizes": {"config", "errors"},
     "layer_names": set(),
-    "load_summary": set(),
     "files": set(),
     "transforms": set(),
+    "ranks": {"errors"},
+    "trust": {"errors", "files", "import_path", "ranks"},
+    # Options from YAML files.
+    "option_tree": {"config", "errors"},
+    "config_files": {"config", "errors", "files", "import_path", "option_tree", "ranks", "trust"},
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).
@@ -57,21 +60,43 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
     "training": FOUNDATION | {"balancing", "metrics", "model", "data", "routing"},
-    # The public names.
-    "__init__": FOUNDATION | {"capacity", "balancing", "routing", "experts", "ffn", "model"},
+}
+for _room, _below in {
+    # A run's folder and all that is read back from it; figures and pages of it; the programs.
+    "runs": {
+        "training",
+        "capacity",
+        "experts",
+        "ffn",
+        "trust",
+        "ranks",
+        "config_files",
+        "import_path",
+    },
+    "report": {"runs"},
+    "cli": {"report", "option_tree"},
+}.items():
+    MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
+MAY_IMPORT["__init__"] = FOUNDATION | {
+    "capacity",
+    "balancing",
+    "routing",
+    "experts",
+    "ffn",
+    "model",
 }
 """Room or file of the package -> what it may import of the package."""
 
 ONLY_PLACES = {
-    "lightning": {"moe_ffn/training", "experiments"},
-    "wandb": {"moe_ffn/training/wandb_", "experiments"},
-    "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "experiments"},
-    "yaml": {"moe_ffn/data", "moe_ffn/training", "experiments"},
+    "lightning": {"moe_ffn/training", "moe_ffn/runs", "moe_ffn/cli/training_run.py", "experiments"},
+    "wandb": {"moe_ffn/training/monitoring/wandb.py", "moe_ffn/report/dashboard"},
+    "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "moe_ffn/runs"},
+    "yaml": {"moe_ffn/config_files.py", "experiments/selftest"},
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
-    "plotly": {"experiments/report", "moe_ffn/training/load_figure.py"},
-    "wandb_workspaces": {"experiments/dashboard"},
+    "plotly": {"moe_ffn/report", "moe_ffn/training/monitoring/wandb.py"},
+    "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""
 

@@ -181,8 +181,8 @@ def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
 def test_the_quoted_message_is_the_real_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from experiments.exit import exit_on_bad_input
-    from experiments.train import main
+    from moe_ffn.cli.exit import exit_on_bad_input
+    from moe_ffn.cli.train import main
 
     monkeypatch.setattr(sys, "argv", ["train", "--model.ffn.num_expert", "3"])
     assert exit_on_bad_input(main) == 2

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.announce import announce_import
 from experiments.benchmark.options import Options, parse_options
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.exit import announce_import, exit_on_bad_input
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import write_whole
 

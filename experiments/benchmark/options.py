@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from experiments.benchmark.shapes import Shape, parse_shape
-from experiments.parser import MAX_COUNT, Parser, whole_number
+from moe_ffn.cli.parser import MAX_COUNT, Parser, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean, expand_path, reason
 from moe_ffn.experts.gated import GatedExpertsConfig
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.memory import gigabytes, memory_limit
-from experiments.parser import MAX_COUNT, whole_number
+from moe_ffn.cli.memory import gigabytes, memory_limit
+from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -22,10 +22,9 @@ from moe_ffn.data.corpus import stdlib_documents
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.config import ObjectiveConfig, TrainerConfig
-from moe_ffn.training.objective import objective
-from moe_ffn.training.optimizer_config import AdamWConfig
-from moe_ffn.training.precision import resolve_precision
+from moe_ffn.training.config import TrainerConfig, resolve_precision
+from moe_ffn.training.objective import ObjectiveConfig, objective
+from moe_ffn.training.optimizer import AdamWConfig
 
 DENSE_MODEL = "dense swiglu"
 

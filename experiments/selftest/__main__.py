@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from experiments.exit import EXIT_FAILED, exit_on_bad_input
-from experiments.parser import Parser
 from experiments.selftest.case import Chapter, Outcome, try_case
 from experiments.selftest.chapters import CHAPTERS
+from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
+from moe_ffn.cli.parser import Parser
 from moe_ffn.errors import ConfigError, did_you_mean
 
 

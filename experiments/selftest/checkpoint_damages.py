@@ -100,7 +100,7 @@ def _rewritten(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], N
     """A checkpoint whose checksum is right."""
 
     def rewrite(path: Path) -> None:
-        from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
+        from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
         values = read_checkpoint(path)
         change(values)
@@ -175,7 +175,7 @@ def _nan(path: Path) -> None:
 
 
 def _a_list(path: Path) -> None:
-    from moe_ffn.training.checkpoint_file import write_checkpoint
+    from moe_ffn.training.recovery.checkpoint_file import write_checkpoint
 
     anything: Any = [1, 2, 3]
     write_checkpoint(anything, path)
@@ -208,7 +208,7 @@ def sealed_archive(marker: Path) -> Callable[[Path], object]:
     """An archive that runs code, and whose checksum is right."""
 
     def write(path: Path) -> None:
-        from moe_ffn.training.checkpoint_file import write_checkpoint
+        from moe_ffn.training.recovery.checkpoint_file import write_checkpoint
 
         write_checkpoint({"state_dict": _Hostile(marker)}, path)
 

@@ -43,7 +43,7 @@ def ask(folder: Path, content: bytes) -> Answer:
     """What `experiments.train` answers in this process; its training is replaced by an error."""
     importlib.import_module("experiments.train")  # whose time is not that of the answer
     (folder / "mine.yaml").write_bytes(content)
-    training = ModuleType("experiments.training_run")
+    training = ModuleType("moe_ffn.cli.training_run")
     training.__dict__["train"] = _was_accepted
     start = time.process_time()
     with contextlib.chdir(folder), patch.dict(sys.modules, {training.__name__: training}):
@@ -117,7 +117,7 @@ def _file(options: dict[str, Any]) -> bytes:
 
 def _with(field: Any, value: Any, name: str | None = None) -> bytes:
     """A config with `value` at a field, and what the field needs around it."""
-    from experiments.command_line import merge
+    from moe_ffn.config_files import merge
 
     options: dict[str, Any] = {}
     for path, needed in field.chosen:
@@ -127,8 +127,8 @@ def _with(field: Any, value: Any, name: str | None = None) -> bytes:
 
 
 def _fields() -> list[Any]:
-    from experiments.config import TrainConfig
     from experiments.selftest.config_fields import fields_of
+    from moe_ffn.runs.config import TrainConfig
 
     return fields_of(TrainConfig)
 

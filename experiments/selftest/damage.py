@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.checkpoint_damages import Damage, damages, sealed_archive
 from experiments.selftest.finished_run import (
@@ -25,6 +24,7 @@ from experiments.selftest.finished_run import (
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import run
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE
 
 NUM_BIT_FLIPS = 100
 
@@ -100,11 +100,11 @@ def _require_refused(read: Callable[[], object], damage: Damage, name: str) -> N
 @cache
 def _expected() -> tuple[Any, dict[str, Any], Any]:
     """What that run has to agree in with a checkpoint: options, identity, and its module."""
-    from experiments.assemble import build_module
-    from experiments.command_line import read_config
-    from experiments.config import TrainConfig
-    from experiments.resuming.identity import identity
+    from moe_ffn.config_files import read_config
     from moe_ffn.data.prepare import prepare
+    from moe_ffn.runs.assemble import build_module
+    from moe_ffn.runs.config import TrainConfig
+    from moe_ffn.runs.record import identity
 
     config = read_config(finished_run() / CONFIG_FILE, TrainConfig)
     data = prepare(config.data, progress=False)
@@ -112,14 +112,14 @@ def _expected() -> tuple[Any, dict[str, Any], Any]:
 
 
 def _start(folder: Path) -> Any:
-    from experiments.resuming.start import find_start
+    from moe_ffn.runs.start import find_start
 
     return find_start(folder, *_expected())
 
 
 def _load(folder: Path) -> tuple[Any, str]:
     """The model of a run, and what was said of it."""
-    from experiments.saved_run import load_run
+    from moe_ffn.runs.saved_model import load_run
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -129,7 +129,7 @@ def _load(folder: Path) -> tuple[Any, str]:
 def _same_weights(state: Any, checkpoint: Path) -> bool:
     import torch
 
-    from moe_ffn.training.checkpoint_file import read_checkpoint
+    from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
     values = read_checkpoint(checkpoint)["state_dict"]
     return all(torch.equal(value, values[f"decoder.{name}"]) for name, value in state.items())
@@ -137,7 +137,7 @@ def _same_weights(state: Any, checkpoint: Path) -> bool:
 
 def _bit_flips(folder: Path) -> str:
     """Spread over the whole file, the last byte among them."""
-    from moe_ffn.training.checkpoint_file import CheckpointError, read_checkpoint
+    from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_checkpoint
 
     copied = finished_copy(folder)
     path = copied / CHECKPOINTS_FOLDER / NEWEST

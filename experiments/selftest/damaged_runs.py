@@ -8,16 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from experiments.run_folder import (
-    ALARMS_FILE,
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    FACTS_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    SUMMARY_FILE,
-    TOKENIZER_FILE,
-)
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.checkpoint_damages import garbage
 from experiments.selftest.finished_run import (
@@ -29,6 +19,16 @@ from experiments.selftest.finished_run import (
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import options, run, run_here
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.folder import (
+    ALARMS_FILE,
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    FACTS_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_FILE,
+)
 
 Do = Callable[[Path], object]
 """Damages a file."""
@@ -172,7 +172,7 @@ def _problem(program: str, damaged: Path, name: str, counts: dict[int, int]) -> 
 
 def _flipped_bits_of_a_vocabulary(folder: Path) -> str:
     """One flipped bit in the vocabulary of a BPE makes other text of the same weights."""
-    from experiments.saved_run import load_run
+    from moe_ffn.runs.saved_model import load_run
 
     vocabulary = "{type: bpe, vocab_size: 512}"
     done = run(

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import SkipTest
 
-from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.same_run import require_same
 from experiments.selftest.scene import Finished, finish, lasting_folder, options, run, start_command
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
 
 SAVE_OFTEN = {"checkpoints__every_n_steps": "2", "run__name": "run"}
 
@@ -188,7 +188,7 @@ def _two_ranks(folder: Path) -> str:
 def _require_same_weights(folder: Path) -> None:
     import torch
 
-    from moe_ffn.training.checkpoint_file import read_checkpoint
+    from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
     name = Path(CHECKPOINTS_FOLDER) / "step_00000012.ckpt"
     one, other = (read_checkpoint(place / name)["state_dict"] for place in (_undisturbed(), folder))
@@ -202,7 +202,7 @@ def _fits_in_part(folder: Path) -> str:
 
     import torch
 
-    from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
+    from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
     path = folder / "step_00000001.ckpt"
     values: dict[str, Any] = {"weights": [torch.full((1000,), float(n)) for n in range(20)]}

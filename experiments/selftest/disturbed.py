@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.exit import exit_on_bad_input
-from experiments.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE
 
 BEGIN, END = 5, 9
 """The optimizer steps after which a disturbance begins and ends."""
@@ -80,7 +80,7 @@ def _mend_sync(run: Path) -> None:
 
 def _slow_down(run: Path) -> None:
     """A disk that takes a fifth of a second, where a tenth counts as slow."""
-    from moe_ffn.training import checkpoint_keeper
+    from moe_ffn.training.recovery import checkpoint_keeper
 
     def crawl(descriptor: int) -> None:
         time.sleep(0.2)
@@ -133,8 +133,8 @@ class Reader(threading.Thread):
         self.look()
 
     def look(self) -> None:
-        from moe_ffn.training.checkpoint_file import CheckpointError, read_checkpoint
-        from moe_ffn.training.metrics_file import num_damaged
+        from moe_ffn.training.monitoring.metrics_file import num_damaged
+        from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_checkpoint
 
         for path in (self.folder / CHECKPOINTS_FOLDER).glob("*.ckpt"):
             try:
@@ -149,8 +149,8 @@ class Reader(threading.Thread):
 
 def main(argv: Sequence[str]) -> int:
     report, name, run, *options = argv
-    from experiments.train import main as train
-    from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
+    from moe_ffn.cli.train import main as train
+    from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
     events, folder, reader = DISTURBANCES[name], Path(run), Reader(Path(run))
     step_end = CheckpointKeeper.on_train_batch_end

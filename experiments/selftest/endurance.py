@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from experiments.run_folder import METRICS_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.scene import finish, options, start
+from moe_ffn.runs.folder import METRICS_FILE
 
 STEPS, SHORT_STEPS = 20_000, 60
 

@@ -15,15 +15,15 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from experiments.assemble import (
+from moe_ffn.data.prepare import prepare
+from moe_ffn.runs.assemble import (
     build_module,
     build_trainer,
     make_callbacks,
     make_token_data,
     quiet_libraries,
 )
-from experiments.config import TrainConfig
-from moe_ffn.data.prepare import prepare
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import Objective

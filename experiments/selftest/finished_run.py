@@ -6,8 +6,8 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from experiments.run_folder import CHECKPOINTS_FOLDER, SUMMARY_FILE
 from experiments.selftest.scene import lasting_folder, options, run
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, SUMMARY_FILE
 
 OLDER, NEWEST, BEST = "step_00000008.ckpt", "step_00000012.ckpt", "best.ckpt"
 

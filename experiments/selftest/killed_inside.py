@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable
 from unittest.mock import patch
 
-from experiments.exit import exit_on_bad_input
-from experiments.train import main
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main
 
 MOMENTS = {
     # Called once for each group of parameters: after the first, half of them are updated.
     "update": "torch.optim.adam.adam",
     # Called with a file that is written but has no checksum and no name yet.
-    "save": "moe_ffn.training.checkpoint_file._seal",
+    "save": "moe_ffn.training.recovery.checkpoint_file._seal",
 }
 
 

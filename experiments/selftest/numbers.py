@@ -13,7 +13,7 @@ from experiments.selftest.case import Case, Chapter
 from experiments.selftest.scene import options, run
 
 if TYPE_CHECKING:
-    from experiments.config import TrainConfig
+    from moe_ffn.runs.config import TrainConfig
 
 FFNS = {
     "dense": "dense",
@@ -108,8 +108,8 @@ def _skips_once(folder: Path, ffn: str, place: str, value: float, accumulate: in
 
 
 def _config(folder: Path, ffn: str, accumulate: int) -> TrainConfig:
-    from experiments.command_line import parse_config
-    from experiments.config import TrainConfig
+    from moe_ffn.cli.command_line import parse_config
+    from moe_ffn.runs.config import TrainConfig
 
     given = options(
         folder,

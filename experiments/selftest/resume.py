@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from experiments.run_folder import METRICS_FILE
 from experiments.selftest.case import Case, Chapter
 from experiments.selftest.same_run import require_same
 from experiments.selftest.scene import (
@@ -24,6 +23,7 @@ from experiments.selftest.scene import (
     start,
     wait_for_row,
 )
+from moe_ffn.runs.folder import METRICS_FILE
 
 MAX_STEPS, VALIDATE_EVERY, BATCH_SIZE = 14, 4, 16
 """Rows end at even steps, validations are at 4, 8, 12 and the end, and an epoch of the tiny corpus ends in
@@ -180,7 +180,7 @@ def _died_after_the_last_validation(folder: Path) -> None:
     changes = {"trainer__validate_every_n_steps": "4", "trainer__max_steps": "6"}
     _train(options(folder, run__name="whole", **changes))
     argv = options(folder, run__name="cut", **changes)
-    with patch("experiments.training_run.make_results", side_effect=Crash):
+    with patch("moe_ffn.cli.training_run.make_results", side_effect=Crash):
         _train(argv, Cut("died", 0, is_crash=True))
     _train(["--resume", str(folder / "runs/cut")])
     require_same(folder / "runs/whole", folder / "runs/cut")
@@ -233,7 +233,7 @@ def _from_two_ranks_to_one(folder: Path) -> str:
 
 
 def _losses(folder: Path) -> dict[str, float]:
-    from moe_ffn.training.metrics_file import STEP, read_rows
+    from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
 
     rows = read_rows(folder / METRICS_FILE)
     return {row[STEP]: float(row["train/loss"]) for row in rows if "train/loss" in row}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.run_folder import (
+from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
@@ -25,9 +25,12 @@ def differences(one: Path, other: Path) -> list[str]:
     """Where two run folders differ: metrics, alarms, samples, summary, the newest checkpoint and the best,
     with weights, optimizer, router biases and every other state; empty where nowhere.
     """
-    from moe_ffn.training.checkpoint_file import read_checkpoint
-    from moe_ffn.training.checkpoint_folder import BEST_NAME, step_checkpoints
-    from moe_ffn.training.metrics_file import num_damaged, read_rows
+    from moe_ffn.training.monitoring.metrics_file import num_damaged, read_rows
+    from moe_ffn.training.recovery.checkpoint_file import (
+        BEST_NAME,
+        read_checkpoint,
+        step_checkpoints,
+    )
 
     found = [
         *_differ(read_rows(one / METRICS_FILE), read_rows(other / METRICS_FILE), METRICS_FILE),

@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from experiments.exit import exit_on_bad_input
-from experiments.run_folder import METRICS_FILE
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.runs.folder import METRICS_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 _WORDS = ("the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n")
@@ -157,7 +157,7 @@ def wait_for_row(
     folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60
 ) -> None:
     """Return once the run in `folder` has written a row of optimizer step `step` or a later one."""
-    from moe_ffn.training.metrics_file import STEP, read_rows
+    from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
 
     deadline = time.monotonic() + timeout
     while not any(int(row[STEP]) >= step for row in read_rows(folder / METRICS_FILE)):

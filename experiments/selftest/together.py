@@ -105,8 +105,8 @@ def _without_a_name(folder: Path) -> None:
 
 _MAKE_FOLDERS = """
 import sys
-from experiments.config import TrainConfig
-from experiments.run_folder import make_run_folder
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import make_run_folder
 from moe_ffn.errors import ConfigError
 for number in range(200):
     name = {"name": f"run-{number}"} if sys.argv[2] == "named" else {}
@@ -233,9 +233,9 @@ _LONG = {"trainer__max_steps": "150", "logging__every_n_steps": "1"}
 
 def _pages_of_a_run(folder: Path) -> str:
     """While every value on the page grows, none goes back."""
-    from experiments.report.page import write_report
-    from experiments.report.record import read_run
-    from experiments.run_folder import CONFIG_FILE
+    from moe_ffn.report.page import write_report
+    from moe_ffn.runs.folder import CONFIG_FILE
+    from moe_ffn.runs.reader import read_run
 
     process = start(*options(folder, run__name="read", **_LONG))
     read, page = folder / "runs" / "read", folder / "page.html"

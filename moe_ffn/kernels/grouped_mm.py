@@ -11,8 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import ExpertWeights, combine
-from moe_ffn.kernels.dtypes import compute_dtype
+from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype
 
 ROW_BYTES = 16
 """grouped_mm wants rows whose length in bytes is a multiple of this."""

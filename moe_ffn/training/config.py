@@ -5,42 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
+import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from moe_ffn.balancing.bias_rules import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
 from moe_ffn.config import MOST, Config, errors_at
 from moe_ffn.errors import show
-
-
-class ObjectiveConfig(Config, frozen=True):
-    """The weights of what is added to the cross-entropy, and the rules that need no weight.
-
-    Each loss is a mean over the sparse layers; docs/routing.md compares them.
-    """
-
-    load_balance: float = Field(default=0.01, ge=0)
-    """Weight of the Switch load-balancing loss, which is 1 at balance; of each batch and rank by itself."""
-    load_balance_global: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of all batches and ranks of an optimizer step together. With
-    accumulation it costs one more forward pass of each batch."""
-    load_balance_sequence: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of each sequence by itself (DeepSeek-V3)."""
-    load_balance_pooled: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of all layers' tokens together, as Hugging Face has it."""
-    importance_cv2: float = Field(default=0.0, ge=0)
-    """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer 2017)."""
-    load_cv2: float = Field(default=0.0, ge=0)
-    """Weight of that of the experts' smooth load; for router.type 'noisy_top_k' alone."""
-    router_z: float = Field(default=0.001, ge=0)
-    """Weight of the router z-loss."""
-    router_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the entropy of each token's scores, which makes top-p routers decide."""
-    sparsity_rule: SparsityRuleConfig = SparsityRuleConfig()
-    """The rule that brings routers of type 'relu' to their k; no other router is concerned."""
-    bias_rule: BiasRuleConfig = SignRuleConfig()
-    """The rule that moves the bias of routers with correction_bias; no other router is concerned."""
-    masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the tokens that a model with causal: false has to guess."""
+from moe_ffn.training.recovery.guard import GuardConfig
 
 
 class EarlyStoppingConfig(Config, frozen=True):
@@ -50,17 +20,6 @@ class EarlyStoppingConfig(Config, frozen=True):
     """Validations without improvement before stopping."""
     min_delta: float = Field(default=0.0, ge=0)
     """The least fall, in nats per token, that counts as improvement."""
-
-
-class GuardConfig(Config, frozen=True):
-    """Which optimizer steps are skipped: those with NaN or infinity in the loss or the gradient, always, and
-    those with a loss that is far too high.
-    """
-
-    max_loss_ratio: float | None = Field(default=10.0, gt=1)
-    """Loss of a step over the median of the last 32 steps taken that is far too high; null: none is."""
-    max_skipped_in_a_row: int = Field(default=10, ge=1)
-    """So many steps skipped one after the other end the run, with exit code 3."""
 
 
 LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str, str]] = {
@@ -126,7 +85,7 @@ begin processes of their own (`ddp_spawn`, `ddp_fork`) would leave what is measu
 
 OWNED_LIGHTNING_ARGUMENTS = {
     "barebones": "the loggers and checkpoints of a run are its result",
-    "callbacks": "they are objects; write a program with experiments.assemble",
+    "callbacks": "they are objects; write a program with moe_ffn.runs.assemble",
     "check_val_every_n_epoch": "use trainer.validate_every_n_steps",
     "default_root_dir": "use run.output_dir",
     "enable_autolog_hparams": "config.yaml holds them",
@@ -146,7 +105,7 @@ OWNED_LIGHTNING_ARGUMENTS = {
     "model_registry": "checkpoints are kept in the run's folder",
     "num_sanity_val_steps": "the first validation comes soon enough",
     "overfit_batches": "give data.corpus a small text",
-    "plugins": "they are objects; write a program with experiments.assemble",
+    "plugins": "they are objects; write a program with moe_ffn.runs.assemble",
     "reload_dataloaders_every_n_epochs": "batches depend on their number alone",
     "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
     "use_distributed_sampler": "every rank takes its part of each batch already",
@@ -285,14 +244,19 @@ class LoggingConfig(Config, frozen=True):
     """Weights & Biases, beside the CSV that is always written."""
 
 
-class SampleConfig(Config, frozen=True):
-    """The text that the trained model writes at the end."""
+def resolve_precision(precision: str, device: str) -> str:
+    """The format that `auto` stands for on a kind of device; any other name as it is.
 
-    prompt: str | None = Field(default=None, min_length=1)
-    """What it starts from; by default the first words of the validation split."""
-    num_tokens: int = Field(default=256, ge=0, le=MOST)
-    """How many tokens to write; 0 writes none."""
-    temperature: float = Field(default=0.7, ge=0)
-    """Divides the logits; 0 always takes the most probable token."""
-    top_k: int | None = Field(default=40, ge=1, le=MOST)
-    """Choose among this many most probable tokens; null among all."""
+    bfloat16 on a GPU that multiplies it natively, float32 everywhere else. The kind of device decides,
+    and never a measurement: the format changes the result of a run, and a timing differs from one
+    minute to the next.
+
+    Args:
+        precision: `auto`, or a name that `lightning.Trainer` takes.
+        device: `torch.device.type`.
+    """
+    if precision != "auto":
+        return precision
+    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16-mixed"
+    return "32-true"

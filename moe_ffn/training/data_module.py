@@ -2,12 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 from lightning import LightningDataModule, Trainer
 
-from moe_ffn.data.batches import TrainBatches, ValidationBatches
+from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData
-from moe_ffn.training.loaders import TrainLoader, ValidationLoader
-from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.objective import IGNORED_TARGET
+
+
+class TrainLoader:
+    """The run's batches in order, from wherever the run stands.
+
+    `start` is asked at every `__iter__`: the position comes from the optimizer step, because a
+    counter kept here would include the batch an interrupted run had fetched but not trained on.
+    """
+
+    def __init__(self, batches: TrainBatches, num_batches: int, start: Callable[[], int]) -> None:
+        self.batches = batches
+        self.num_batches = num_batches
+        self.start = start
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        for index in range(self.start(), self.num_batches):
+            yield self.batch(index)
+
+    def batch(self, index: int) -> LoadedBatch:
+        """Any batch of the run."""
+        return _loaded(index, self.batches[index])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: by having the two methods a loader tells Lightning that it can be resumed."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load: `start` knows the position."""
+
+
+FILLER = -1
+"""The index of a batch that counts for nothing."""
+
+
+class ValidationLoader:
+    """The same fixed batches every time; with several ranks, each takes every W-th.
+
+    Ranks wait for each other in every forward pass, so all take part in equally many: where the batches
+    run out, a rank gets the first one again as a filler, all its targets ignored.
+    """
+
+    def __init__(self, batches: ValidationBatches, rank: int = 0, world_size: int = 1) -> None:
+        self.batches = batches
+        self.indices = range(rank, -(-len(batches) // world_size) * world_size, world_size)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        for index in self.indices:
+            if index < len(self.batches):
+                yield _loaded(index, self.batches[index])
+            else:
+                yield _filler(self.batches[0])
+
+
+def _filler(batch: Batch) -> LoadedBatch:
+    ignored = torch.full_like(batch.target_ids, IGNORED_TARGET)
+    return _loaded(FILLER, Batch(batch.input_ids, ignored))
+
+
+def _loaded(index: int, batch: Batch) -> LoadedBatch:
+    return LoadedBatch(index=index, input_ids=batch.input_ids, target_ids=batch.target_ids)
 
 
 class TokenData(LightningDataModule):

@@ -23,19 +23,23 @@ from torch.optim import Optimizer
 from moe_ffn.metrics.language import LanguageMetrics
 from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
-from moe_ffn.training.blame import where_it_began
-from moe_ffn.training.config import GuardConfig, ObjectiveConfig
-from moe_ffn.training.guard import SkippedStep, StepGuard
-from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
-from moe_ffn.training.objective import Objective, objective
+from moe_ffn.training.objective import (
+    IGNORED_TARGET,
+    Objective,
+    ObjectiveConfig,
+    StepTotals,
+    count_step,
+    mask_tokens,
+    objective,
+)
 from moe_ffn.training.optimizer import (
+    OptimizerConfig,
     build_schedule,
     load_scalars_exactly,
     restate_options,
 )
-from moe_ffn.training.optimizer_config import OptimizerConfig
+from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, where_it_began
 from moe_ffn.training.steering import RouterSteering
-from moe_ffn.training.step_totals import StepTotals, count_step
 
 
 class LoadedBatch(TypedDict):

@@ -16,7 +16,7 @@ from moe_ffn.balancing.bias_rules import sparsity_weight_after
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router
-from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.training.objective import ObjectiveConfig
 
 Reduce = Callable[[Tensor], Tensor]
 """The sum of a tensor over the ranks."""

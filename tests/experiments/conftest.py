@@ -15,10 +15,10 @@ import pytest
 from browser import chromium
 from playwright.sync_api import Browser
 
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.train import main
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main
+from moe_ffn.runs.config import TrainConfig
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.saved_run import load_run
+from moe_ffn.cli.command_line import parse_config
 from moe_ffn.errors import ConfigError
-from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.saved_model import load_run
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
 # -- config files
 

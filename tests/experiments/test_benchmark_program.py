@@ -14,7 +14,7 @@ import pytest
 
 from experiments.benchmark import memory
 from experiments.benchmark.__main__ import main
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.exit import exit_on_bad_input
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = "64,16,8,4,2,fp32"

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.command_line import (
-    merge,
-    parse_config,
-    parse_overrides,
-    read_yaml,
-    to_yaml,
-)
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.command_line import parse_config, parse_overrides
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config_files import merge, read_yaml, to_yaml
 from moe_ffn.errors import ConfigError
-from moe_ffn.training.optimizer_config import AdamWConfig
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.optimizer import AdamWConfig
 
 ROOT = Path(__file__).parents[2]
 

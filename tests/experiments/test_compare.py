@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from experiments import compare
-from experiments.command_line import to_yaml
-from experiments.comparison import (
+from moe_ffn.cli import compare
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config_files import to_yaml
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.comparison import (
     COLUMNS,
     LEGEND,
     Result,
@@ -23,10 +25,8 @@ from experiments.comparison import (
     read_result,
     write_markdown,
 )
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.run_lock import locked
-from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.lock import locked
 
 ROOT = Path(__file__).parents[2]
 

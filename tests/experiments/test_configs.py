@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.command_line import validate
-from experiments.config import TrainConfig
-from experiments.outside.contract import check_outside_parts, has_outside_parts
+from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,8 +139,8 @@ from moe_ffn.ffn.shared_expert import CombineConfig
 from moe_ffn.model.decoder import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.model.positions import Positions
-from moe_ffn.training.optimizer_config import OptimizerConfig
-from moe_ffn.training.schedule_config import ScheduleConfig
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 class Routes(RouterConfig, frozen=True):
     how: str = "well"

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from layer_measures import MEASURES
 
-from experiments.dashboard.library import workspaces as ws
-from experiments.dashboard.panels import LOAD_FIGURE
-from experiments.dashboard.workspace import GROUP_COLORS, build_workspace, to_json
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.report.dashboard import GROUP_COLORS, LOAD_FIGURE, build_workspace, to_json
+from moe_ffn.report.dashboard_library import workspaces as ws
+from moe_ffn.training.objective import ObjectiveConfig
 
 STEP = "trainer/global_step"
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from wandb_server import WandbServer, wandb_server
 
-from experiments.dashboard.options import parse_options
-from experiments.dashboard.workspace import build_workspace, to_json
+from moe_ffn.cli.dashboard import parse_options
 from moe_ffn.errors import ConfigError
+from moe_ffn.report.dashboard import build_workspace, to_json
 
 REPOSITORY = Path(__file__).parents[2]
 WHERE = ("--entity", "team", "--project", "project")

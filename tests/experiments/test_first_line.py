@@ -71,7 +71,7 @@ def test_where_nothing_is_trained_nothing_is_said(folder: Path, flag: str) -> No
 
 
 def test_what_is_imported_already_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    from experiments.announce import announce_import
+    from moe_ffn.cli.exit import announce_import
 
     announce_import("sys", "os")
     assert capsys.readouterr().err == ""

@@ -14,24 +14,22 @@ import pytest
 import torch
 import yaml
 
-from experiments.command_line import to_yaml
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.resuming.checkpoints import newest_good
-from experiments.resuming.identity import differences, identity
-from experiments.resuming.request import NEWEST, Resume, find_resume, take_resume
-from experiments.resuming.run_record import Saved, read_saved
-from experiments.resuming.start import Start, check_documents, find_start, go_back
-from experiments.resuming.weights import refusal_to_load, refusal_to_resume
-from experiments.train import main
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.resume import NEWEST, find_resume, take_resume
+from moe_ffn.cli.train import main
+from moe_ffn.config_files import to_yaml
 from moe_ffn.data.documents import Documents
 from moe_ffn.errors import ConfigError
-from moe_ffn.training import checkpoint_keeper
-from moe_ffn.training.checkpoint_file import CheckpointError, write_checkpoint
-from moe_ffn.training.checkpoint_folder import step_name
-from moe_ffn.training.json_lines import JsonLines, read_lines
-from moe_ffn.training.metrics_file import read_rows
+from moe_ffn.runs.checkpoints import newest_good, refusal_to_load, refusal_to_resume
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.record import Saved, differences, identity, read_saved
+from moe_ffn.runs.resume import Resume
+from moe_ffn.runs.start import Start, check_documents, find_start, go_back
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.json_lines import JsonLines, read_lines
+from moe_ffn.training.monitoring.metrics_file import read_rows
+from moe_ffn.training.recovery import checkpoint_keeper
+from moe_ffn.training.recovery.checkpoint_file import CheckpointError, step_name, write_checkpoint
 
 FACTS = json.dumps({**TrainConfig().to_dict(), "precision": "32-true"}, indent=2) + "\n"
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from experiments import kept_files
-from experiments.kept_files import KeptFiles
-from experiments.run_lock import LOCK_FILE, is_trained_here, locked
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs import assemble as kept_files
+from moe_ffn.runs.assemble import KeptFiles
+from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
 
 
 def test_files_that_are_there_are_left_alone(

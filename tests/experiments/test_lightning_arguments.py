@@ -11,9 +11,9 @@ import pytest
 import torch
 from own_block import OWN_BLOCK
 
-from experiments.assemble import LAUNCHED, check_trainer
-from experiments.config import TrainConfig
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.assemble import LAUNCHED, check_trainer
+from moe_ffn.runs.config import TrainConfig
 
 RunTrain = Callable[..., Any]
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from own_block import OWN_BLOCK
 
-from experiments import memory, model_size
-from experiments.config import TrainConfig
-from experiments.exit import EXIT_FAILED, exit_on_bad_input
-from experiments.memory import gigabytes, memory_limit, out_of_memory
-from experiments.model_size import check_fits
+from moe_ffn.cli import memory, model_size
+from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
+from moe_ffn.cli.memory import gigabytes, memory_limit, out_of_memory
+from moe_ffn.cli.model_size import check_fits
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
 
 RunTrain = Callable[..., Any]
 

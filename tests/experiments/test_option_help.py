@@ -12,17 +12,15 @@ from importlib import import_module
 import pytest
 from programs import PROGRAMS
 
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.option_help import SET_MOST
-from experiments.option_names import ALSO_CALLED
-from experiments.option_tree import option_tree
-from experiments.resuming.request import FLAGS
-from experiments.wrapping import wrap
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.help import SET_MOST, wrap
+from moe_ffn.cli.resume import FLAGS
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
+from moe_ffn.option_tree import ALSO_CALLED, option_tree
 from moe_ffn.routing import RouterConfig
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LIGHTNING_ARGUMENTS
 
 Show = Callable[..., str]

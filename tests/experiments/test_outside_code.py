@@ -13,16 +13,21 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import compare
-from experiments.command_line import parse_config, read_config
-from experiments.config import TrainConfig
-from experiments.exit import exit_on_bad_input
-from experiments.outside.recorded import code_files, portable_options, say_changed_code
-from experiments.outside.tags import comparable_options
-from experiments.outside.trust import UntrustedCodeError, trust, trusted_code_alone
-from experiments.run_folder import make_run_folder
+from moe_ffn.cli import compare
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import find_code
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import make_run_folder
+from moe_ffn.runs.outside_code import (
+    code_files,
+    comparable_options,
+    portable_options,
+    say_changed_code,
+)
+from moe_ffn.trust import UntrustedCodeError, trust, trusted_code_alone
 
 OWN = """
 import sys
@@ -447,7 +452,7 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
 
 OWN_OPTIMIZER = """
 from torch.optim import SGD
-from moe_ffn.training.optimizer_config import OptimizerConfig
+from moe_ffn.training.optimizer import OptimizerConfig
 
 class Plain(OptimizerConfig, frozen=True):
     learning_rate: float = 0.1

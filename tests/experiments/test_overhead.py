@@ -11,7 +11,7 @@ import pytest
 from lightning import Trainer
 
 from experiments.overhead import MAX_OBSERVING, main
-from moe_ffn.training.stopping import Interrupted
+from moe_ffn.training.recovery.stopping import Interrupted
 
 
 @pytest.mark.slow

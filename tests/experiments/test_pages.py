@@ -8,7 +8,7 @@ import pytest
 from browser import PHONE, opened
 from playwright.sync_api import Browser
 
-from experiments.pages.page import html_page, write_page
+from moe_ffn.report.html import html_page, write_page
 
 
 def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path) -> None:

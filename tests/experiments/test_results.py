@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from experiments import results
-from experiments.results import Results
+from moe_ffn.cli import results
+from moe_ffn.cli.results import Results
 
 
 def shown(tmp_path: Path, **replaced: Any) -> str:

@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import sample_log
-from experiments.generate import own_prompt
-from experiments.sample_log import SampleLog
-from experiments.sampling import first_words
+from moe_ffn.cli.generate import own_prompt
 from moe_ffn.data.corpus import TextConfig
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.config import SampleConfig
-from moe_ffn.training.json_lines import read_lines
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring import sample_log
+from moe_ffn.training.monitoring.json_lines import read_lines
+from moe_ffn.training.monitoring.sample_log import SampleLog
+from moe_ffn.training.sampling import SampleConfig, first_words
 
 RunTrain = Callable[..., Any]
 

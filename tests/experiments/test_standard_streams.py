@@ -16,9 +16,8 @@ from typing import Any, TextIO
 import pytest
 from programs import PROGRAMS
 
-from experiments.exit import EXIT_FAILED, exit_on_bad_input
-from experiments.standard_streams import OutputFile
-from experiments.train import main as train
+from moe_ffn.cli.exit import EXIT_FAILED, OutputFile, exit_on_bad_input
+from moe_ffn.cli.train import main as train
 
 ROOT = Path(__file__).parents[2]
 FULL = Path("/dev/full")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from experiments.command_line import parse_config
-from experiments.config import TrainConfig
-from experiments.tables import expert_use, load_table, model_table
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.results import expert_use, load_table, model_table
+from moe_ffn.runs.config import TrainConfig
 
 VOCAB_SIZE = 257
 UNIT = {"k": 1e3, "M": 1e6, "G": 1e9}

@@ -20,14 +20,13 @@ from browser import PHONE, opened
 from playwright.sync_api import Browser
 from rich.console import Console
 
-from experiments.exit import exit_on_bad_input
-from experiments.saved_run import load_run
-from experiments.trace.__main__ import main
-from experiments.trace.colours import ground
-from experiments.trace.follow import follow
-from experiments.trace.html import page
-from experiments.trace.terminal import render
-from experiments.trace.way import Choice, Layer, Prediction, TokenTrace, Visit, Way
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.trace import main
+from moe_ffn.report.trace import Choice, Layer, Prediction, TokenTrace, Visit, Way, follow
+from moe_ffn.report.trace_legend import ground
+from moe_ffn.report.trace_page import page
+from moe_ffn.report.trace_table import render
+from moe_ffn.runs.saved_model import load_run
 
 RunTrain = Callable[..., Any]
 Trace = Callable[..., tuple[int, str, str]]

@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.trace.colours import ground, ink, luminance
-from experiments.trace.follow import expert_names, unrouted_layers, visits_by_layer, visits_of
-from experiments.trace.legend import mean_entropy, short
-from experiments.trace.visible import visible
-from experiments.trace.way import Choice, Layer, Visit
 from moe_ffn.ffn import GatedConfig, MoEConfig
 from moe_ffn.outputs import Routing
+from moe_ffn.report.trace import (
+    Choice,
+    Layer,
+    Visit,
+    expert_names,
+    unrouted_layers,
+    visible,
+    visits_by_layer,
+    visits_of,
+)
+from moe_ffn.report.trace_legend import ground, ink, luminance, mean_entropy, short
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.config import TrainConfig
-from experiments.run_folder import check_run_folder, make_run_folder
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import check_run_folder, make_run_folder
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]

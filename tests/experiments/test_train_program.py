@@ -12,10 +12,9 @@ import pytest
 import torch
 import yaml
 
-from experiments.config import TrainConfig
-from moe_ffn.training.checkpoint_file import read_checkpoint
-from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints, step_of
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from without_plotly import WITHOUT_PLOTLY
 
-from experiments import training_run
+from moe_ffn.cli import training_run
 from moe_ffn.training.module import LanguageModel
 
 RunTrain = Callable[..., Any]

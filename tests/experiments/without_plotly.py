@@ -14,5 +14,5 @@ class Nowhere(MetaPathFinder):
 
 
 sys.meta_path.insert(0, Nowhere())
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.exit import exit_on_bad_input
 """

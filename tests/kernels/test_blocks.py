@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ffn.kernels.cpu import blocks
-from moe_ffn.kernels.cpu.blocks import Block, Piece, cut_blocks
+from moe_ffn.kernels.cpu import rows as blocks
+from moe_ffn.kernels.cpu.rows import Block, Piece, cut_blocks
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from experiments.command_line import read_config
-from experiments.config import TrainConfig
-from experiments.resuming.start import Start, find_start
 from experiments.selftest.scene import Finished, lasting_folder, options, run_here
-from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
-from moe_ffn.training.checkpoint_folder import step_name
+from moe_ffn.config_files import read_config
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.start import Start, find_start
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_name, write_checkpoint
 
 OLDER, NEWEST = step_name(8), step_name(12)
 
@@ -50,9 +49,9 @@ def trained(**changes: str) -> Path:
 @cache
 def expected() -> tuple[TrainConfig, dict[str, Any], LanguageModel]:
     """What the run has to agree in with a checkpoint."""
-    from experiments.assemble import build_module
-    from experiments.resuming.identity import identity
     from moe_ffn.data.prepare import prepare
+    from moe_ffn.runs.assemble import build_module
+    from moe_ffn.runs.record import identity
 
     config = read_config(trained() / "config.yaml", TrainConfig)
     data = prepare(config.data, progress=False)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from experiments.exit import exit_on_bad_input
 from experiments.selftest import scene
+from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 
 MAX_SECONDS = 5

@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.assemble import build_module
-from experiments.command_line import read_config
-from experiments.config import TrainConfig
-from experiments.resuming.identity import identity
-from experiments.resuming.run_record import LAST_SAVED_STEP, RunRecord
-from experiments.resuming.start import Start, find_start, refusal_to_start
-from experiments.run_folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
 from experiments.selftest.scene import options, run_here
+from moe_ffn.config_files import read_config
 from moe_ffn.data.prepare import prepare
-from moe_ffn.training.checkpoint_file import (
+from moe_ffn.runs.assemble import build_module
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
+from moe_ffn.runs.record import LAST_SAVED_STEP, RunRecord, identity
+from moe_ffn.runs.start import Start, find_start, refusal_to_start
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,
+    step_checkpoints,
+    step_of,
     write_checkpoint,
 )
-from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
-from moe_ffn.training.module import LanguageModel
 
 BEST = "best.ckpt"
 OPTIONS = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_line import to_yaml
-from experiments.compare import resolve
-from experiments.comparison import Result, write_markdown
-from experiments.run_folder import CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE
 from experiments.selftest.scene import Finished, run_here
+from moe_ffn.cli.compare import resolve
+from moe_ffn.config_files import to_yaml
+from moe_ffn.report.comparison import Result, write_markdown
+from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE
 
 ROUTING = {"layer_00": {"max_violation": 0.25, "experts_per_token": 2.0}}
 SUMMARY = {

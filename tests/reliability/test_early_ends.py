@@ -9,10 +9,10 @@ from unittest.mock import patch
 
 import pytest
 
-from experiments.run_folder import METRICS_FILE
 from experiments.selftest.scene import options, run_here
-from moe_ffn.training.metrics_file import STEP, read_rows
-from moe_ffn.training.stopping import StepTimer
+from moe_ffn.runs.folder import METRICS_FILE
+from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+from moe_ffn.training.recovery.stopping import StepTimer
 
 NO_TIME = "00:00:00:00"
 STOPPING = "{patience: 1, min_delta: 9.0}"  # no loss falls by so much

@@ -24,13 +24,13 @@ from copied_run import (
     unfinished_copy,
 )  # fmt: skip
 
-from experiments.command_line import read_config
-from experiments.config import TrainConfig
-from experiments.resuming.start import Start, find_start
-from experiments.saved_run import load_run
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import run_here
+from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.start import Start, find_start
 
 
 @pytest.fixture

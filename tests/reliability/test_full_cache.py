@@ -56,7 +56,7 @@ _ON_A_SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
 from experiments.command_line import parse_config
-from experiments.config import TrainConfig
+from moe_ffn.runs.config import TrainConfig
 from experiments.selftest import scene
 from moe_ffn.data.prepare import prepare
 

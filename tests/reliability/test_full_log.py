@@ -10,7 +10,6 @@ from typing import TextIO
 
 import pytest
 
-from experiments.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
 from experiments.selftest.disks import ALONE, require_able_to
 from experiments.selftest.finished_run import finished_copy
 from experiments.selftest.same_run import require_same
@@ -21,7 +20,8 @@ from experiments.selftest.scene import (
     run,
     start_command,
 )
-from moe_ffn.training.outage import Outage
+from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
+from moe_ffn.training.recovery.outage import Outage
 
 FULL = "No space left on device; not all that was printed is there"
 ALL_OF_IT = '>> "$DISK/log" 2>&1'
@@ -174,7 +174,7 @@ def test_a_comparison_comes_to_its_end(tmp_path: Path) -> None:
 
 
 RAISING = """
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.exit import exit_on_bad_input
 
 def main(argv):
     print("a line")

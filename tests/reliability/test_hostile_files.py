@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from hostile import LONG, MANY_DIGITS, MAX_SECONDS, as_printed, check_answer, check_sentence, every
 
-from experiments.command_line import to_yaml
-from experiments.config import TrainConfig
-from experiments.run_folder import (
+from experiments.selftest import scene
+from moe_ffn.config_files import to_yaml
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CONFIG_FILE,
     FACTS_FILE,
@@ -22,9 +25,6 @@ from experiments.run_folder import (
     SAMPLES_FILE,
     SUMMARY_FILE,
 )
-from experiments.selftest import scene
-from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -27,8 +27,8 @@ from moe_ffn.metrics import LanguageMetrics, LoadMetrics, churn, load_cv, max_vi
 from moe_ffn.metrics.functional import rank_max_violation
 from moe_ffn.metrics.routing import CoactivationMetrics, TokenMetrics
 from moe_ffn.model.generate import generate
-from moe_ffn.training.optimizer_config import OptimizerConfig
-from moe_ffn.training.schedule_config import ScheduleConfig
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 # ---------------------------------------------------------------------------------------- configs
 

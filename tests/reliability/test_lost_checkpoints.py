@@ -24,12 +24,12 @@ from copied_run import (
     unfinished_copy,
 )
 
-from experiments import kept_files
-from experiments.resuming.run_record import read_saved
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import finish, options, run_here, start_command
 from moe_ffn.errors import ConfigError
-from moe_ffn.training import checkpoint_keeper
+from moe_ffn.runs import assemble as kept_files
+from moe_ffn.runs.record import read_saved
+from moe_ffn.training.recovery import checkpoint_keeper
 
 
 @pytest.fixture

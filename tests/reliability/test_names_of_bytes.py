@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_line import to_yaml
-from experiments.config import TrainConfig
-from experiments.pages.page import html_page, write_page
-from experiments.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from experiments.selftest.finished_run import finished_copy, unfinished_copy
 from experiments.selftest.scene import options, run, run_here
+from moe_ffn.config_files import to_yaml
+from moe_ffn.report.html import html_page, write_page
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.wandb_run import wandb_logger
+from moe_ffn.training.monitoring.wandb import wandb_logger
 
 NAME = os.fsdecode(b"run-\xff")
 SHOWN = r"run-\udcff"

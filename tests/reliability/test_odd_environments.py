@@ -18,8 +18,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import ranks
-from experiments.exit import exit_on_bad_input
 from experiments.selftest.finished_run import finished_copy
 from experiments.selftest.scene import (
     REPOSITORY,
@@ -32,7 +30,8 @@ from experiments.selftest.scene import (
     run_here,
     start_command,
 )
-from experiments.standard_streams import keep_printing
+from moe_ffn import ranks
+from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
 from moe_ffn.errors import ConfigError, printable
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -271,7 +270,7 @@ def test_a_mistake_quotes_no_control_character(tmp_path: Path) -> None:
 
 OWN_FILE = """
 import os
-from experiments.exit import exit_on_bad_input
+from moe_ffn.cli.exit import exit_on_bad_input
 
 def main(argv):
     with open(argv[0], "w") as file:

@@ -18,10 +18,15 @@ from threading import Thread
 import pytest
 import yaml
 
-from experiments.command_line import read_yaml, to_yaml
-from experiments.config import TrainConfig
-from experiments.kept_files import KeptFiles
-from experiments.run_folder import (
+from experiments.selftest.finished_run import finished_run
+from experiments.selftest.scene import run_here, write_corpus
+from moe_ffn.config_files import read_yaml, to_yaml
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import set_aside, write_whole
+from moe_ffn.runs.assemble import KeptFiles
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     DOCUMENTS_FILE,
@@ -33,16 +38,15 @@ from experiments.run_folder import (
     check_is_run,
     write_file,
 )
-from experiments.run_lock import LOCK_FILE, is_trained_here, locked
-from experiments.selftest.finished_run import finished_run
-from experiments.selftest.scene import run_here, write_corpus
-from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
-from moe_ffn.files import set_aside, write_whole
-from moe_ffn.training.checkpoint_file import CheckpointError, read_checkpoint, write_checkpoint
-from moe_ffn.training.checkpoint_folder import step_checkpoints
-from moe_ffn.training.json_lines import JsonLines, cut_lines
-from moe_ffn.training.metrics_file import MetricsFile
+from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
+from moe_ffn.training.monitoring.json_lines import JsonLines, cut_lines
+from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.recovery.checkpoint_file import (
+    CheckpointError,
+    read_checkpoint,
+    step_checkpoints,
+    write_checkpoint,
+)
 
 # -- what is planted
 

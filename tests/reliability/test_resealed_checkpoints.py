@@ -17,15 +17,14 @@ import torch
 from resealed import BEST, OPTIONS, Scene, hashes, places, put, train, unfinished
 from torch import Tensor
 
-from experiments.saved_run import load_run
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import options, run_here
 from experiments.selftest.scene import run as in_a_process
 from moe_ffn.errors import ConfigError
-from moe_ffn.training.checkpoint_file import read_checkpoint
-from moe_ffn.training.checkpoint_folder import step_checkpoints
-from moe_ffn.training.optimizer_config import OptimizerConfig
-from moe_ffn.training.schedule_config import ScheduleConfig
+from moe_ffn.runs.saved_model import load_run
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints
+from moe_ffn.training.schedule import ScheduleConfig
 
 INF, NAN = math.inf, math.nan
 OF_CPU = ("bf16-mixed", "bf16-true", "64-true")
@@ -184,7 +183,7 @@ TRAINING: list[Case] = [
     (f"{KEEPER}/best_loss", NAN, "best_loss: must be"),
     (f"{KEEPER}/best_loss", INF, "best_loss: must be at most 5."),
     (f"{KEEPER}/should_stop", "no", "should_stop: must be true or false"),
-    ("callbacks/EarlyStopping{}", {"patience": 1}, "EarlyStopping{}.wait_count: missing"),
+    ("callbacks/EarlyStoppingByOptions{}", {"patience": 1}, "EarlyStoppingByOptions{}.wait_count: missing"),
     ("guard", [], "lacks 'guard'"),
     ("guard/losses", ["x"], "guard.losses.0: must be a finite number"),
     ("guard/losses", [1.0] * 33, "guard.losses"),
@@ -387,7 +386,7 @@ OWN_CODE = """
 import torch
 from torch.optim import Optimizer
 from moe_ffn.training.optimizer import decay_groups
-from moe_ffn.training.optimizer_config import OptimizerConfig
+from moe_ffn.training.optimizer import OptimizerConfig
 
 class Growing(Optimizer):
     def __init__(self, groups, lr):

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.run_folder import METRICS_FILE
-from experiments.saved_run import load_run
 from experiments.selftest.rank_group import CRASHED, RankGroup, rank_group
 from experiments.selftest.resume import Cut, cutting
 from experiments.selftest.same_run import differences
@@ -26,9 +24,11 @@ from experiments.selftest.scene import (
     start,
     wait_for_row,
 )
-from moe_ffn.training.checkpoint_file import read_checkpoint
+from moe_ffn.runs.folder import METRICS_FILE
+from moe_ffn.runs.saved_model import load_run
 from moe_ffn.training.config import PRECISIONS
-from moe_ffn.training.metrics_file import STEP, read_rows
+from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
 BLOCKS = {
     "dense": "{type: dense, dropout: 0.1}",

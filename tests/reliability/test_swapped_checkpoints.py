@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 from copied_run import NEWEST, OLDER, Do, cases, resume, start_of, trained, unfinished_copy
 
-from experiments.saved_run import load_run
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import finish, options, start
-from moe_ffn.training import checkpoint_keeper
-from moe_ffn.training.checkpoint_file import write_checkpoint
-from moe_ffn.training.checkpoint_folder import step_name
-from moe_ffn.training.checkpoint_steps import newest_first, put_names_right, step_inside
+from moe_ffn.runs.saved_model import load_run
+from moe_ffn.training.recovery import checkpoint_keeper
+from moe_ffn.training.recovery.checkpoint_file import (
+    newest_first,
+    put_names_right,
+    step_inside,
+    step_name,
+    write_checkpoint,
+)
 
 FAR = step_name(99_999_999)
 LONGEST = f"step_{'9' * 245}.ckpt"

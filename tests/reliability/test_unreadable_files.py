@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command_line import to_yaml
-from experiments.config import TrainConfig
-from experiments.run_folder import (
+from experiments.selftest.scene import options, run_here
+from moe_ffn.config_files import to_yaml
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     CODE_FOLDER,
     CONFIG_FILE,
@@ -22,8 +24,6 @@ from experiments.run_folder import (
     METRICS_FILE,
     TOKENIZER_FILE,
 )
-from experiments.selftest.scene import options, run_here
-from moe_ffn.data.prepare import DataConfig, prepare
 
 NOBODY = 65534
 PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
@@ -46,7 +46,7 @@ NEEDED = {
 @pytest.fixture(scope="module", autouse=True)
 def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All that a program imports late, which nobody may not be allowed to read."""
-    for name in ("resource", "experiments.training_run"):
+    for name in ("resource", "moe_ffn.cli.training_run"):
         importlib.import_module(name)
     run = _write_run(tmp_path_factory.mktemp("imported") / "run")
     done = run_here(str(run), program="experiments.report")

@@ -13,8 +13,8 @@ import pytest
 
 from experiments.selftest.same_run import differences, require_same
 from experiments.selftest.scene import options
-from experiments.train import main
-from moe_ffn.training.checkpoint_file import read_checkpoint, write_checkpoint
+from moe_ffn.cli.train import main
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
 LAST = "checkpoints/step_00000004.ckpt"
 

@@ -9,9 +9,9 @@ from unittest import SkipTest
 
 import pytest
 
-from experiments.exit import exit_on_bad_input
 from experiments.selftest import __main__ as program
 from experiments.selftest.case import Case, Chapter, try_case
+from moe_ffn.cli.exit import exit_on_bad_input
 
 SelfTest = Callable[..., tuple[int, str, str]]
 

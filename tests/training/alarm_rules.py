@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.alarms import Advice, AlarmRules
-from moe_ffn.training.config import AlarmsConfig, ObjectiveConfig, TrainerConfig
-from moe_ffn.training.optimizer_config import AdamWConfig
+from moe_ffn.training.config import AlarmsConfig, TrainerConfig
+from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.optimizer import AdamWConfig
 
 RATE = "lower optimizer.learning_rate (now 0.003) or lower trainer.gradient_clip_val (now 1)"
 

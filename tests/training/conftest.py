@@ -14,8 +14,8 @@ import pytest
 from fitted import Fitted
 from lightning.pytorch.callbacks import Callback
 
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.runs.config import TrainConfig
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.command_line import read_config
-from experiments.config import TrainConfig
+from moe_ffn.config_files import read_config
 from moe_ffn.data.prepare import prepare
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
 
 
 class KeepGradient(Callback):

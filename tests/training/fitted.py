@@ -10,9 +10,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel
 
 

@@ -11,8 +11,8 @@ import torch
 from alarm_rules import RATE, make_rules
 from torch import Tensor
 
-from moe_ffn.training.alarm_bell import AlarmBell
-from moe_ffn.training.alarms import Alarm, AlarmRules
+from moe_ffn.training.monitoring.alarm_bell import AlarmBell
+from moe_ffn.training.monitoring.alarms import Alarm, AlarmRules
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_the_bell_prints_keeps_and_tells_wandb(
 ) -> None:
     told: list[tuple[object, str, str]] = []
     monkeypatch.setattr(
-        "moe_ffn.training.alarm_bell.alert",
+        "moe_ffn.training.monitoring.alarm_bell.alert",
         lambda loggers, title, text: told.append((loggers, title, text)),
     )
     bell = AlarmBell(tmp_path / "alarms.jsonl")
@@ -266,7 +266,8 @@ def test_many_layers_are_one_line_and_one_alert(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(
-        "moe_ffn.training.alarm_bell.alert", lambda loggers, title, text: told.append(title)
+        "moe_ffn.training.monitoring.alarm_bell.alert",
+        lambda loggers, title, text: told.append(title),
     )
     layers = [f"layer_0{number}" for number in range(3)]
     alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]

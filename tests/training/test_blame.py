@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.training.blame import nonfinite_value, where_it_began
 from moe_ffn.training.objective import Objective
+from moe_ffn.training.recovery.guard import nonfinite_value, where_it_began
 
 
 class Residual(nn.Module):

@@ -16,16 +16,17 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from experiments.assemble import build_module, make_callbacks, make_token_data
-from experiments.config import TrainConfig
-from experiments.sample_log import SampleLog
 from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.training import callbacks, routing_by_layer
+from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
+from moe_ffn.training.monitoring import callbacks
+from moe_ffn.training.monitoring import routing_window as routing_by_layer
+from moe_ffn.training.monitoring.routing_window import RoutingWindow
+from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.objective import Objective
-from moe_ffn.training.routing_window import RoutingWindow
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 

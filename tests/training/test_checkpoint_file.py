@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ffn.training.checkpoint_file import (
+from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,
     verify,

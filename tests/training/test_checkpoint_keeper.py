@@ -15,11 +15,10 @@ from fitted import Fitted
 from resumed import assert_same
 from torch import nn
 
-from moe_ffn.training import checkpoint_keeper
-from moe_ffn.training.checkpoint_file import read_checkpoint
-from moe_ffn.training.checkpoint_folder import step_name
-from moe_ffn.training.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.config import CheckpointsConfig
+from moe_ffn.training.recovery import checkpoint_keeper
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_name
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
 
 class FakeTrainer:

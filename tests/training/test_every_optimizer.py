@@ -17,18 +17,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import explain
 from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.optimizer import (
+    AdamWConfig,
+    OptimizerConfig,
+    SGDConfig,
     build_schedule,
     load_scalars_exactly,
     restate_options,
     split_by_decay,
 )
-from moe_ffn.training.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
-from moe_ffn.training.schedule_config import ScheduleConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 MAX_STEPS = 40
 TYPES = list(OptimizerConfig.members)

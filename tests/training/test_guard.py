@@ -7,8 +7,7 @@ import math
 import pytest
 from alarm_rules import RATE, make_rules
 
-from moe_ffn.training.config import GuardConfig
-from moe_ffn.training.guard import Diverged, SkippedStep, StepGuard
+from moe_ffn.training.recovery.guard import Diverged, GuardConfig, SkippedStep, StepGuard
 
 
 def guard_after(*losses: float, **config: object) -> StepGuard:

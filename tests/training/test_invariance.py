@@ -18,12 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.command_line import to_yaml
-from experiments.config import TrainConfig
 from moe_ffn import DecoderConfig
-from moe_ffn.training.config import ObjectiveConfig
-from moe_ffn.training.masking import IGNORED_TARGET
-from moe_ffn.training.objective import objective
+from moe_ffn.config_files import to_yaml
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 
 PROGRAM = Path(__file__).with_name("first_gradient.py")
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.training.json_lines import JsonLines, cut_lines, num_damaged, read_lines
+from moe_ffn.training.monitoring.json_lines import JsonLines, cut_lines, num_damaged, read_lines
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("moe_ffn.training.json_lines.write_whole", take_and_fail)
+        patch.setattr("moe_ffn.training.monitoring.json_lines.write_whole", take_and_fail)
         lines.add([{"step": 4}])
 
     lines.add([{"step": 6}])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.training.load_figure import load_heatmap
+from moe_ffn.training.monitoring.wandb import load_heatmap
 
 # Two experts at 1/4 and 3/4 of the pairs get 0.5 and 1.5 times the even share of 1/2; of four
 # experts at 1/4, each gets what is even.

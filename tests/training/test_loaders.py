@@ -5,11 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from experiments.config import TrainConfig
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.training.data_module import TokenData, validation_batches
-from moe_ffn.training.loaders import FILLER, TrainLoader, ValidationLoader
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.data_module import (
+    FILLER,
+    TokenData,
+    TrainLoader,
+    ValidationLoader,
+    validation_batches,
+)
 from moe_ffn.training.objective import IGNORED_TARGET
 
 

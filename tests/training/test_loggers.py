@@ -10,9 +10,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
 from stub_wandb import StubRun
 
-from moe_ffn.training.loggers import alert, close
-from moe_ffn.training.metrics_file import MetricsFile
-from moe_ffn.training.wandb_run import WandbRun
+from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.monitoring.wandb import WandbRun, alert, close
 
 
 @pytest.fixture(autouse=True)

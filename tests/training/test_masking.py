@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.config import TrainConfig
 from moe_ffn import Decoder, DecoderConfig
-from moe_ffn.training.masking import IGNORED_TARGET, mask_tokens
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.objective import IGNORED_TARGET, mask_tokens
 
 MASK = 1000
 

@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
 
-from moe_ffn.training import metrics_file
-from moe_ffn.training.metrics_file import MetricsFile, columns, cut_rows, num_damaged, read_rows
+from moe_ffn.training.monitoring import metrics_file
+from moe_ffn.training.monitoring.metrics_file import (
+    MetricsFile,
+    columns,
+    cut_rows,
+    num_damaged,
+    read_rows,
+)
 
 
 @pytest.fixture

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.outputs import Routing
-from moe_ffn.training.config import ObjectiveConfig
-from moe_ffn.training.masking import IGNORED_TARGET
-from moe_ffn.training.objective import objective
-from moe_ffn.training.step_totals import StepTotals
+from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, StepTotals, objective
 
 LOG_3 = 1.0986123
 

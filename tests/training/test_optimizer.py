@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.optimizer import build_schedule, split_by_decay
-from moe_ffn.training.optimizer_config import AdamWConfig
-from moe_ffn.training.schedule_config import CosineConfig, ScheduleConfig, WSDConfig
+from moe_ffn.training.optimizer import AdamWConfig, build_schedule, split_by_decay
+from moe_ffn.training.schedule import CosineConfig, ScheduleConfig, WSDConfig
 
 
 def build(**options: Any) -> nn.Module:

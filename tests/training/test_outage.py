@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.training import outage
-from moe_ffn.training.outage import QUIET_SECONDS, Outage
+from moe_ffn.training.recovery import outage
+from moe_ffn.training.recovery.outage import QUIET_SECONDS, Outage
 
 FULL = OSError(28, "No space left on device")
 FAILS = "disk: 'run' cannot be written (No space left on device); training goes on and tries again"

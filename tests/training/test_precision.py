@@ -12,9 +12,8 @@ from torch import Tensor
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.outputs import FFNOutput
-from moe_ffn.training.config import ObjectiveConfig
-from moe_ffn.training.objective import objective
-from moe_ffn.training.precision import resolve_precision
+from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.objective import ObjectiveConfig, objective
 
 
 def test_auto_on_a_cpu_is_float32_whatever_the_cpu_and_the_hour(

@@ -16,9 +16,15 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from torch import Tensor
 
-from experiments.assemble import make_token_data
-from moe_ffn.training import progress
-from moe_ffn.training.progress import ProgressBar, flow, load_bars, routing_health, status
+from moe_ffn.runs.assemble import make_token_data
+from moe_ffn.training.monitoring import progress
+from moe_ffn.training.monitoring.progress import (
+    ProgressBar,
+    flow,
+    load_bars,
+    routing_health,
+    status,
+)
 
 
 def values(load: list[float], **replaced: float) -> dict[str, Tensor]:

@@ -11,12 +11,11 @@ import torch
 from lightning import Trainer
 from resumed import VALIDATE_EVERY, Killed, Recorder, assert_same, run
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.config import TrainConfig
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.training.checkpoint_file import read_checkpoint
-from moe_ffn.training.checkpoint_folder import step_name
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_name
 
 MODELS = {
     "dense with dropout": {"ffn": {"type": "dense", "dropout": 0.1}, "dropout": 0.1},

@@ -12,8 +12,8 @@ from torch.distributed import ReduceOp
 from torchmetrics import metric
 
 from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
-from moe_ffn.training import routing_by_layer
-from moe_ffn.training.routing_by_layer import RoutingByLayer, of_every_rank, of_this_rank
+from moe_ffn.training.monitoring import routing_window as routing_by_layer
+from moe_ffn.training.monitoring.routing_window import RoutingByLayer, of_every_rank, of_this_rank
 
 
 def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

@@ -10,13 +10,12 @@ import torch
 from fitted import Fitted
 from torch import Tensor
 
-from experiments.assemble import build_module
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.assemble import build_module
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
-from moe_ffn.training.probe import RoutingProbe
-from moe_ffn.training.routing_window import RoutingWindow
+from moe_ffn.training.monitoring.routing_window import RoutingProbe, RoutingWindow
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_ffn.training.rows import routing_row
+from moe_ffn.training.monitoring.callbacks import routing_row
 
 
 def test_a_row_has_one_key_for_a_load_and_none_for_what_does_not_exist() -> None:

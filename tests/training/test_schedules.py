@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import optimization
 
 from moe_ffn.errors import explain
-from moe_ffn.training.optimizer_config import AdamWConfig
-from moe_ffn.training.schedule_config import ScheduleConfig
+from moe_ffn.training.optimizer import AdamWConfig
+from moe_ffn.training.schedule import ScheduleConfig
 
 NUM_STEPS = 100
 """Of a run, of which 9 are warm-up here: the tenth step has the full rate."""

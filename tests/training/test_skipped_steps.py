@@ -20,14 +20,14 @@ from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from resumed import Killed, Recorder, assert_same, run
 from torch import Tensor
 
-from experiments.config import TrainConfig
 from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file
-from moe_ffn.training.guard import Diverged
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.progress import status
 from moe_ffn.training.objective import Objective
-from moe_ffn.training.progress import status
+from moe_ffn.training.recovery.guard import Diverged
 
 BIASED = {"type": "moe", "num_experts": 4, "router": "sigmoid_top_k"}
 ROUTER = "layers.1.ffn.router.projection"

@@ -13,9 +13,8 @@ from moe_ffn.balancing.losses import load_balancing_loss
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.training.config import ObjectiveConfig
+from moe_ffn.training.objective import ObjectiveConfig, count_step
 from moe_ffn.training.steering import RouterSteering
-from moe_ffn.training.step_totals import count_step
 
 RATE = 1e-3
 

@@ -14,11 +14,11 @@ import pytest
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.training.checkpoint_folder import step_checkpoints, step_of
-from moe_ffn.training.stopping import Interrupted, StopOnRequest, StopRequest
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.recovery.checkpoint_file import step_checkpoints, step_of
+from moe_ffn.training.recovery.stopping import Interrupted, StopOnRequest, StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

@@ -7,11 +7,7 @@ from lightning import Trainer
 from pydantic import ValidationError
 
 from moe_ffn.errors import explain
-from moe_ffn.training.config import (
-    LIGHTNING_ARGUMENTS,
-    OWNED_LIGHTNING_ARGUMENTS,
-    TrainerConfig,
-)
+from moe_ffn.training.config import LIGHTNING_ARGUMENTS, OWNED_LIGHTNING_ARGUMENTS, TrainerConfig
 
 
 def test_every_argument_of_the_trainer_is_passed_on_or_has_a_reason_not_to_be() -> None:

@@ -17,12 +17,11 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from wandb_records import history, inspect
 
-from experiments.assemble import build_module, build_trainer, make_callbacks, make_token_data
-from experiments.config import TrainConfig
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.loggers import close
-from moe_ffn.training.wandb_run import wandb_logger
+from moe_ffn.training.monitoring.wandb import close, wandb_logger
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 

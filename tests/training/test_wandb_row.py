@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from moe_ffn.training.wandb_row import wandb_row
+from moe_ffn.training.monitoring.wandb import wandb_row
 
 
 def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:

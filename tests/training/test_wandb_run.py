@@ -15,7 +15,7 @@ import pytest
 from stub_wandb import StubRun, StubWandb
 
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.wandb_run import WandbRun, wandb_logger
+from moe_ffn.training.monitoring.wandb import WandbRun, wandb_logger
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")
 

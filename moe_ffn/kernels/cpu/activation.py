@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ffn.activations import Activation
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.cpu.workspace import Workspace
+from moe_ffn.kernels.cpu.products import Workspace
 
 aten: Any = torch.ops.aten
 

@@ -15,16 +15,16 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
+    compute_dtype,
     dropout_mask,
     needs_gradient,
     no_second_derivative,
     outside_graphs,
+    product_dtype_on_cpu,
 )
 from moe_ffn.kernels.cpu.activation import block_activation
-from moe_ffn.kernels.cpu.products import Products, WeightGradient
+from moe_ffn.kernels.cpu.products import Products, WeightGradient, Workspace
 from moe_ffn.kernels.cpu.rows import Rows
-from moe_ffn.kernels.cpu.workspace import Workspace
-from moe_ffn.kernels.dtypes import compute_dtype, product_dtype_on_cpu
 from moe_ffn.transforms import is_batched, transforms_at_work
 
 

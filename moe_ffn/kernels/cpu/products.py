@@ -5,12 +5,71 @@ E experts, N rows of one expert, O out, I in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from moe_ffn.kernels.cpu.gradient_memory import empty_gradient
+LARGE_BYTES = 32 * 2**20
+"""Where glibc's allocator stops keeping freed memory (the most that M_MMAP_THRESHOLD grows to)."""
+
+ALIGNMENT = 64
+"""Bytes of a cache line, and of the widest vectors."""
+
+_buffers = WeakTensorKeyDictionary()
+_lock = Lock()
+
+
+def empty_gradient(weight: Tensor) -> Tensor:
+    """An uninitialised, contiguous tensor like `weight`.
+
+    A large one lies in the memory of an earlier gradient of the same weight, if no tensor uses that any
+    more. It is given back when the weight is.
+    """
+    if weight.numel() * weight.itemsize < LARGE_BYTES:
+        return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    with _lock:
+        if weight not in _buffers:
+            _buffers[weight] = []
+        buffers: list[bytearray] = _buffers[weight]
+        # A tensor's storage holds a reference to its buffer: without one there are those of the list
+        # and of the call.
+        unused = [i for i in range(len(buffers)) if sys.getrefcount(buffers[i]) == 2]
+        if not unused:
+            unused = [len(buffers)]
+            buffers.append(bytearray(weight.numel() * weight.itemsize + ALIGNMENT))
+        return _aligned(buffers[unused[0]], weight)
+
+
+def _aligned(buffer: bytearray, like: Tensor) -> Tensor:
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    flat = torch.frombuffer(
+        buffer, dtype=like.dtype, count=like.numel(), offset=-address % ALIGNMENT
+    )
+    return flat.view(like.shape)
+
+
+class Workspace:
+    """Buffers by name: the first rows of one that is large enough for every block.
+
+    A fresh large buffer costs a page fault per 4 KiB when it is first written, which on a CPU can
+    cost as much as the arithmetic on it.
+    """
+
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        self.rows = rows
+        self.dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = torch.empty(self.rows, width, dtype=self.dtype, device="cpu")
+            self._buffers[name] = buffer
+        return buffer[:rows]
 
 
 class Products:

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import NOT_BY_TRANSFORMS, ExpertWeights, dropout_mask, needs_gradient
-from moe_ffn.kernels.dtypes import compute_dtype
+from moe_ffn.kernels.base import (
+    NOT_BY_TRANSFORMS,
+    ExpertWeights,
+    compute_dtype,
+    dropout_mask,
+    needs_gradient,
+)
 from moe_ffn.transforms import transforms_at_work
 
 INSTALLED = find_spec("triton") is not None

@@ -16,11 +16,12 @@ from torch import Tensor
 from triton import knobs
 
 from moe_ffn.kernels.triton import configs
-from moe_ffn.kernels.triton.combine import combine_kernel
-from moe_ffn.kernels.triton.hidden import hidden_kernel
-from moe_ffn.kernels.triton.hidden_gradient import hidden_gradient_kernel
-from moe_ffn.kernels.triton.product import product_kernel
-from moe_ffn.kernels.triton.weight_gradient import bias_gradient_kernel, weight_gradient_kernel
+from moe_ffn.kernels.triton.backward import (
+    bias_gradient_kernel,
+    hidden_gradient_kernel,
+    weight_gradient_kernel,
+)
+from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, product_kernel
 
 _hidden: Any = configs.tuned(hidden_kernel, configs.HIDDEN, ["D", "F"])
 _hidden_gradient: Any = configs.tuned(

@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from experiments.report.bins import average, average_all, short, spread
-from experiments.report.metrics_file import Series
+from moe_ffn.report.figures import average, average_all, short, spread
+from moe_ffn.runs.reader import Series
 
 
 def series(steps: list[float], values: list[float]) -> Series:

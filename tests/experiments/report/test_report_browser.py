@@ -13,7 +13,7 @@ from browser import DESKTOP, PHONE, Opened, opened
 from playwright.sync_api import Browser, Page
 from synthetic_run import age, raise_alarms, write_run
 
-from experiments.report.page import write_report
+from moe_ffn.report.page import write_report
 
 Pages = Callable[[str], Path]
 

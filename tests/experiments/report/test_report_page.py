@@ -22,16 +22,14 @@ import yaml
 from synthetic_run import MEASURES as KEYS_OF_MEASURES
 from synthetic_run import age, raise_alarms, write_metrics, write_run
 
-from experiments.report.curves import how_drawn
-from experiments.report.figures import label, pack_shares
-from experiments.report.headline import headline
-from experiments.report.metrics_file import Series
-from experiments.report.page import report_html
-from experiments.report.record import read_runs
-from experiments.report.routing import MEASURES, constant_measures, measure_plots
-from experiments.report.tables import comparison, differences, flatten
-from experiments.report.texts import options
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.report.curves import how_drawn
+from moe_ffn.report.figures import label, pack_shares
+from moe_ffn.report.headline import headline, options
+from moe_ffn.report.page import report_html
+from moe_ffn.report.routing import MEASURES, constant_measures, measure_plots
+from moe_ffn.report.tables import comparison, differences, flatten
+from moe_ffn.runs.reader import Series, read_runs
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -740,7 +738,7 @@ def test_plotly_s_script_is_in_the_page_once(moe: Path) -> None:
 
 def test_writing_a_page_loads_neither_torch_nor_lightning(moe: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from experiments.report.page import write_report;"
+        "import sys; from pathlib import Path; from moe_ffn.report.page import write_report;"
         f"write_report([Path({str(moe)!r})], Path({str(moe / 'report.html')!r}));"
         "print(sorted({'torch', 'lightning', 'wandb', 'pandas'} & set(sys.modules)))"
     )

@@ -12,10 +12,10 @@ import pytest
 from synthetic_run import age, write_run
 from without_plotly import WITHOUT_PLOTLY
 
-from experiments.exit import exit_on_bad_input
-from experiments.report import page
-from experiments.report.__main__ import main
-from experiments.report.watch import stamp_of, watch
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.report import main
+from moe_ffn.report import page
+from moe_ffn.report.watch import stamp_of, watch
 
 Program = Callable[..., tuple[int, str, str]]
 REPOSITORY = Path(__file__).parents[3]
@@ -119,7 +119,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
     """In a process of its own, where no module was imported before."""
     run = dense(tmp_path / "a")
     code = WITHOUT_PLOTLY + (
-        "from experiments.report.__main__ import main; sys.exit(exit_on_bad_input(main))"
+        "from moe_ffn.cli.report import main; sys.exit(exit_on_bad_input(main))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run)],

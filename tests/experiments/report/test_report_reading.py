@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from synthetic_run import age, raise_alarms, write_run
 
-from experiments.report import record
-from experiments.report.metrics_file import Series, read_metrics
-from experiments.report.record import Alarm, Sample, read_run, read_runs
-from experiments.run_lock import locked
 from moe_ffn.errors import ConfigError
+from moe_ffn.runs import reader as record
+from moe_ffn.runs.lock import locked
+from moe_ffn.runs.reader import Alarm, Sample, Series, read_metrics, read_run, read_runs
 
 
 def metrics(tmp_path: Path, text: str) -> dict[str, tuple[list[float], list[float]]]:

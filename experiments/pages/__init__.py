@@ -1,1 +1,0 @@
-"""Self-contained HTML pages: one file that opens from disk, with no server and no network."""

@@ -1,0 +1,227 @@
+"""Train several configs, one after the other, and print their results side by side.
+
+    python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
+
+Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
+same NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
+unfinished run with other options left is set aside. --trust-code: run the code that those runs name,
+though no run of yours began with it; read it before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.help import wrap
+from moe_ffn.cli.parser import versions
+from moe_ffn.config_files import validate
+from moe_ffn.errors import ConfigError, first_line, printable, reason, show
+from moe_ffn.runs.config import TrainConfig, not_a_folder_name
+from moe_ffn.runs.folder import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    check_entries,
+    named_run_folder,
+    output_dir,
+)
+from moe_ffn.runs.lock import locked
+from moe_ffn.runs.outside_code import comparable_options
+from moe_ffn.runs.record import differences
+from moe_ffn.runs.resume import own_config
+from moe_ffn.trust import FLAG, UntrustedCodeError, take_trust
+
+COMMAND = "python -m experiments.compare"
+HELP = (
+    f"{(__doc__ or COMMAND).rstrip()}\n\nFlags\n"
+    "  --version   print the versions of this package, torch and Python, and stop"
+)
+
+
+class UnreadableRunError(ConfigError):
+    """What a finished run was cannot be read; the other runs are compared all the same."""
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(wrap(HELP, shutil.get_terminal_size().columns))
+        return 0
+    if "--version" in argv:
+        print(versions())
+        return 0
+    trust_code, argv = take_trust(argv)
+    files, name, overrides = split_arguments(argv)
+    configs = {file: resolve(file, name, overrides) for file in files}
+    todo: list[Path] = []
+    problems: dict[Path, str] = {}
+    for file, config in configs.items():
+        try:
+            if not is_finished(config, trust_code=trust_code):
+                todo.append(file)
+        except UnreadableRunError as error:
+            problems[file] = str(error)
+    # Only now: a mistake in any of the configs should not wait for torch.
+    from rich.console import Console
+
+    from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
+
+    results: list[Result] = []
+    for file, config in configs.items():
+        if file in problems:
+            continue
+        if file in todo:
+            begun = has_begun(config, trust_code=trust_code)
+            how = "resuming" if begun else "training"
+            print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
+            if not train(file, config, overrides, begun, trust_code=trust_code):
+                problems[file] = f"failed: {file}; what it said is above"
+                continue
+        try:
+            result = read_result(file.stem, config)
+        except ConfigError as error:
+            problems[file] = str(error)
+            continue
+        results.append(result)
+        if result.lost:
+            problems[file] = f"'{named_run_folder(config)}': {result.lost}"
+    folder = output_dir(next(iter(configs.values())))
+    path = folder / "comparison.md"
+    Console().print(comparison_table(results))
+    if results:
+        try:
+            write_markdown(results, path)
+            print(f"\nThe runs, and this table as {path.name}, are in {folder}/")
+        except OSError as error:
+            problems[path] = f"'{path}' cannot be written ({reason(error)})"
+    for problem in problems.values():
+        print(printable(problem), file=sys.stderr)
+    return 1 if problems else 0
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
+    """The config files, the name of the comparison, and options for every run."""
+    files: list[Path] = []
+    rest = list(argv)
+    while rest and not rest[0].startswith("--"):
+        files.append(Path(rest.pop(0)))
+    if not files:
+        raise ConfigError(f"give the config files first: {COMMAND} configs/routers/*.yaml")
+    name = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
+    if rest.count("--name") > 1:
+        raise ConfigError("--name: is given twice; the runs of a comparison are in one folder")
+    if "--name" in rest:
+        at = rest.index("--name")
+        if at + 1 == len(rest) or rest[at + 1].startswith("--"):
+            raise ConfigError("--name: needs a value, as in --name routers")
+        name = rest[at + 1]
+        if problem := not_a_folder_name(name):
+            raise ConfigError(f"--name: {problem}")
+        del rest[at : at + 2]
+    stems = [file.stem for file in files]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ConfigError(f"two config files are called '{stem}'; a run is named by its file")
+    return files, name, rest
+
+
+def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
+    """The config of one run, which goes into the comparison's folder under its file's name."""
+    config = parse_config(["--config", str(file), *overrides], TrainConfig, command=COMMAND)
+    options = config.to_dict()
+    options["run"] = {"name": file.stem, "output_dir": str(Path(config.run.output_dir) / name)}
+    return validate(TrainConfig, options)
+
+
+def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
+    """Whether this very run was done before.
+
+    Raises:
+        UnreadableRunError: it cannot be known which options a finished run had.
+        ConfigError: its folder holds a finished run with other options, or something else than files.
+    """
+    folder = named_run_folder(config)
+    check_entries(folder)
+    if not (folder / SUMMARY_FILE).is_file():
+        return False
+    try:
+        found = _differences(folder, config, trust_code)
+    except UntrustedCodeError:
+        raise
+    except ConfigError as error:
+        raise UnreadableRunError(first_line(error)) from error
+    for key, (before, now) in found.items():
+        raise ConfigError(
+            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
+            "options it had, or choose another --name"
+        )
+    return True
+
+
+def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
+    """Whether this very run was begun and can be resumed.
+
+    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
+    """
+    folder = named_run_folder(config)
+    if not folder.exists():
+        return False
+    try:
+        if not _differences(folder, config, trust_code):
+            return True
+    except UntrustedCodeError:
+        raise
+    except ConfigError:  # the file is damaged, or of another version
+        pass
+    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
+    with locked(folder):
+        folder.rename(aside)
+    print(f"{folder.name}: an unfinished run with other options is now {aside}")
+    return False
+
+
+def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
+    """In which options, or code behind them, the run in `folder` is another, as `differences` names them."""
+    own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    return differences(comparable_options(own), comparable_options(config))
+
+
+def train(
+    file: Path,
+    config: TrainConfig,
+    overrides: Sequence[str],
+    begun: bool,
+    *,
+    trust_code: bool = False,
+) -> bool:
+    """Train in a process of its own, so that no run finds the memory or threads of another."""
+    start = time.monotonic()
+    resume = ["--resume", str(named_run_folder(config))] if begun else []
+    resume += [FLAG] if begun and trust_code else []
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),
+            *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
+            *resume,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print("\n".join(done.stdout.splitlines()[-10:]), file=sys.stderr)
+        return False
+    print(f"{file.stem}: {time.monotonic() - start:.0f} s")
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

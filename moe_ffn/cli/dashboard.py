@@ -1,0 +1,191 @@
+"""The command: a workspace saved in wandb, or its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, NOT_IN_NAMES
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_options(argv)
+    # Only now: a mistake in the options should not wait for wandb.
+    if options.json is not None:
+        from moe_ffn.report.dashboard import build_workspace, to_json
+
+        workspace = build_workspace(options.entity, options.project, options.layers, options.name)
+        if str(options.json) == "-":
+            print(to_json(workspace))
+        else:
+            write_output("--json", options.json, to_json(workspace) + "\n")
+        return 0
+    from moe_ffn.report.dashboard import build_workspace, save
+
+    workspace = build_workspace(options.entity, options.project, options.layers, options.name)
+    print(save(workspace, options.replace))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))
+
+
+_OPENING = '{\n  "entity": '
+"""How the JSON of a workspace begins."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to make, and where to put it."""
+
+    entity: str
+    project: str
+    name: str
+    layers: tuple[int, ...]
+    replace: str | None
+    """URL of the saved view to write over; None makes a new one."""
+    json: Path | None
+    """Where the JSON goes instead of wandb; `-` is standard output."""
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """The options of a command line; answers `--help` itself, and exits.
+
+    Raises:
+        ConfigError: one sentence that names the option.
+    """
+    given = _parser().parse_args(argv)
+    options = Options(
+        entity=_part_of_address("--entity", given.entity, "the user or team that owns the project"),
+        project=_part_of_address("--project", given.project, "the project that the runs are in"),
+        name=_display_name(given.name),
+        layers=tuple(dict.fromkeys(_layer(text) for text in given.layers)),
+        replace=_saved_view(given),
+        json=None if given.json is None else _output(given.json),
+    )
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        raise ConfigError(
+            "the dashboard needs wandb-workspaces; install with: pip install '.[dashboard]'"
+        )
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m experiments.dashboard",
+        description="Make a workspace in wandb that shows the runs of this project: training, "
+        "efficiency and routing, grouped by the type of the feed-forward block.",
+        epilog="Each call saves a new view in the project's list of saved views and prints its URL. "
+        "What is there is never changed, a view of the same name neither, unless --replace names it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--entity", metavar="E", help="the user or team that owns the project")
+    add("--project", metavar="P", help="the project that the runs are in")
+    add("--name", default=DEFAULT_NAME, help=f"name of the saved view; default: {DEFAULT_NAME}")
+    add(
+        "--layers",
+        nargs="*",
+        default=[str(layer) for layer in DEFAULT_LAYERS],
+        metavar="N",
+        help="layers whose load has a heat map of its own, expert x step, beside the one of all "
+        "layers; none where nothing follows; default: 0 1 2 3. Every other panel shows all layers",
+    )
+    add(
+        "--replace",
+        metavar="URL",
+        help="the URL that an earlier call printed: write over that saved view, and over what was "
+        "changed in it by hand, instead of adding one",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write what would be sent there, or to standard output for -, and send nothing; "
+        "needs neither a key nor a network",
+    )
+    return parser
+
+
+def _part_of_address(option: str, given: str | None, meaning: str) -> str:
+    """An entity's or a project's name, as it stands in https://wandb.ai/ENTITY/PROJECT."""
+    if given is None:
+        raise ConfigError(f"{option} is missing: {meaning}, as in https://wandb.ai/ENTITY/PROJECT")
+    if not given.strip():
+        raise ConfigError(f"{option} is empty: it must be {meaning}")
+    if "/" in given:
+        raise ConfigError(
+            f"{option} ('{given}') must not hold '/'; ENTITY/PROJECT is given as "
+            "--entity ENTITY --project PROJECT"
+        )
+    for character in given:
+        if character in NOT_IN_NAMES or not character.isprintable():
+            raise ConfigError(f"{option} ({given!r}) must not hold {character!r}")
+    if given != given.strip():
+        raise ConfigError(f"{option} ('{given}') must not begin or end with a space")
+    return given
+
+
+def _display_name(given: str) -> str:
+    if not given.strip():
+        raise ConfigError("--name is empty: it must be the name that the saved view will have")
+    for character in given:
+        category = unicodedata.category(character)
+        if category.startswith(("S", "C")):
+            raise ConfigError(
+                f"--name ({given!r}) must not hold {character!r}: wandb takes no symbols"
+            )
+    return given
+
+
+def _layer(text: str) -> int:
+    number = whole_number(text)
+    if number is None:
+        raise ConfigError(f"--layers '{text}' is not the number of a layer, such as 0")
+    return number
+
+
+def _saved_view(given: argparse.Namespace) -> str | None:
+    """The URL of `--replace`, which must be one of a saved view of this very project."""
+    url: str | None = given.replace
+    if url is None:
+        return None
+    if given.json is not None:
+        raise ConfigError("--replace and --json exclude each other: --json sends nothing")
+    try:
+        address = urlsplit(url)
+    except ValueError:  # brackets that hold no address
+        address = urlsplit("")
+    view = next(iter(parse_qs(address.query).get("nw", [])), "")
+    if address.scheme not in ("http", "https") or not view:
+        raise ConfigError(
+            f"--replace '{url}' is not the URL of a saved view, "
+            "such as https://wandb.ai/ENTITY/PROJECT?nw=a0b1c2d3"
+        )
+    # A browser may show it with `/workspace`, which the library does not understand.
+    path = address.path.removesuffix("/workspace")
+    if path != f"/{given.entity}/{given.project}":
+        raise ConfigError(f"--replace '{url}' is not a view of {given.entity}/{given.project}")
+    if view.startswith("nwuser"):
+        raise ConfigError(
+            f"--replace '{url}' is somebody's personal workspace; only saved views can be replaced"
+        )
+    return f"{address.scheme}://{address.netloc}{path}?nw={view}"
+
+
+def _output(given: str) -> Path:
+    path = expand_path(given, "--json")
+    if given == "-":
+        return path
+    if not given:
+        raise ConfigError("--json is empty: it must be a file, or - for standard output")
+    check_output("--json", path, _OPENING)
+    return path

@@ -1,0 +1,74 @@
+"""Write the page of a run, or of several runs in the same plots, as one file that opens from disk.
+
+python -m experiments.report runs/NAME              writes runs/NAME/report.html
+python -m experiments.report runs/a runs/b          both in the same plots: runs/report.html
+python -m experiments.report --watch runs/NAME      keeps the page current until the run has ended
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import Parser, check_output
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.html import OPENING
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog="python -m experiments.report", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to write; report.html in the run, or of several runs in the folder that holds "
+        "the first of them",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="wait for the runs, and write again whenever a file of one changed, until all have ended",
+    )
+    parser.add_argument(
+        "--every", default="10", metavar="SECONDS", help="how often --watch looks (default: 10)"
+    )
+    options = parser.parse_args(argv)
+    every = _seconds(options.every)
+    # Only now: `--help` needs neither YAML nor plotly.
+    from moe_ffn.report.page import check_plotly, write_report
+    from moe_ffn.report.watch import watch
+
+    check_plotly()
+    if options.output is not None:
+        check_output("--output", options.output, OPENING)
+    output = options.output or default_output(options.runs)
+    if options.watch:
+        watch(options.runs, output, every, lambda text: print(text, flush=True))
+        return 0
+    write_report(options.runs, output)
+    print(output)
+    return 0
+
+
+def default_output(folders: Sequence[Path]) -> Path:
+    """In the run, or, of several, in the folder that holds the first."""
+    first = folders[0]
+    is_one = len({folder.resolve() for folder in folders}) == 1
+    return (first if is_one else first.resolve().parent) / "report.html"
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86_400:
+        raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got '{text}'")
+    return seconds
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

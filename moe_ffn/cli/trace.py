@@ -1,0 +1,91 @@
+"""Shows which experts each token of a text goes to, layer by layer.
+
+python -m experiments.trace runs/NAME --text "import os" [--html FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ffn.cli.exit import announce_import, exit_on_bad_input
+from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.errors import ConfigError, reason
+from moe_ffn.report.html import OPENING
+from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.trust import FLAG
+from moe_ffn.trust import HELP as TRUST_HELP
+
+
+def main(argv: Sequence[str]) -> int:
+    given = _parser().parse_args(argv)
+    check_has_weights(given.run)
+    layers = None if given.layers is None else parse_layers(given.layers)
+    text = read_text(given.text)
+    if given.html is not None:
+        check_output("--html", given.html, OPENING)
+    # Only now: a mistake in the options should not wait for torch.
+    announce_import("torch")
+    from rich.console import Console
+
+    from moe_ffn.report.trace import follow
+    from moe_ffn.report.trace_page import page
+    from moe_ffn.report.trace_table import render
+
+    way = follow(given.run, text, layers, trust_code=given.trust_code)
+    if given.html is not None:
+        write_output("--html", given.html, page(way))
+    console = Console(highlight=False)
+    console.print(render(way, console.width))
+    if given.html is not None:
+        print(f"\nwritten: {given.html}")
+    return 0
+
+
+def parse_layers(text: str) -> list[int]:
+    """`0,3` as [0, 3]."""
+    parts = [whole_number(part.strip()) for part in text.split(",")]
+    layers = [part for part in parts if part is not None]
+    if len(layers) < len(parts):
+        raise ConfigError(
+            f"--layers: must be numbers of layers with commas between them, as in 0,3, got '{text}'"
+        )
+    return layers
+
+
+def read_text(given: str) -> bytes:
+    """The bytes of `--text`; `-` stands for standard input."""
+    # What is not UTF-8 in an argument comes as surrogates.
+    text = _standard_input() if given == "-" else given.encode("utf-8", "surrogateescape")
+    if not text:
+        raise ConfigError("--text: is empty; give some text, as in --text 'import os'")
+    return text
+
+
+def _standard_input() -> bytes:
+    try:
+        return sys.stdin.buffer.read() if sys.stdin is not None else b""
+    except OSError as error:
+        raise ConfigError(f"--text: standard input cannot be read ({reason(error)})") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    what = "Shows which experts each token of a text goes to, layer by layer."
+    parser = Parser(prog="python -m experiments.trace", description=what)
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run, finished or interrupted, with a best checkpoint",
+    )
+    parser.add_argument("--text", required=True, help="the text; - reads standard input")
+    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

@@ -1,0 +1,312 @@
+"""One training run, from prepared data to the results at its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Trainer
+from lightning.pytorch.loggers import Logger
+from rich.console import Console
+
+from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
+from moe_ffn.cli.results import Results, describe_data, model_table, say_diverged
+from moe_ffn.config_files import to_yaml
+from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
+from moe_ffn.errors import first_line, reason
+from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.ranks import is_first_rank
+from moe_ffn.report.page import write_report
+from moe_ffn.runs.assemble import (
+    RunCallbacks,
+    build_module,
+    build_trainer,
+    check_trainer,
+    make_callbacks,
+    make_loggers,
+    make_token_data,
+    quiet_libraries,
+    run_facts,
+)
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    DOCUMENTS_FILE,
+    FACTS_FILE,
+    REPORT_FILE,
+    SAVED_FILE,
+    TOKENIZER_FILE,
+    check_entries,
+    check_run_folder,
+    make_run_folder,
+)
+from moe_ffn.runs.lock import locked
+from moe_ffn.runs.outside_code import (
+    code_files,
+    describe_code,
+    named_code,
+    portable_options,
+    say_changed_code,
+)
+from moe_ffn.runs.record import Saved, checkpoint_identity, identity, new_run_id
+from moe_ffn.runs.resume import Resume
+from moe_ffn.runs.start import (
+    Start,
+    check_documents,
+    find_start,
+    first_precision,
+    go_back,
+    how_to_go_on,
+)
+from moe_ffn.training.data_module import validation_batches
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.json_lines import JsonLines
+from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.monitoring.wandb import close
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME
+from moe_ffn.training.recovery.guard import Diverged
+from moe_ffn.training.recovery.stopping import Interrupted
+from moe_ffn.trust import trust
+
+
+def train(config: TrainConfig, resume: Resume | None = None) -> None:
+    """Prepare the data, train, and print what came of it.
+
+    Args:
+        resume: the run to go on with; None starts a new one.
+
+    Raises:
+        ConfigError: the data or the output folder cannot be used, and no run folder was made then; or no
+            checkpoint of the run to go on with is good.
+        SystemExit: the run did not come to its end; the code says why.
+    """
+    quiet_libraries()
+    is_main = is_first_rank()
+    console = Console(quiet=not is_main)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+
+    if is_main and resume is None:
+        check_run_folder(config)
+    precision = check_trainer(config)
+    with explaining_outside_errors():
+        data = prepare(config.data, progress=is_main)
+        torch.manual_seed(config.seed)
+        module = build_module(config, data)
+        console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
+        say(f"\n{describe_data(data)}")
+    with ExitStack() as stack:
+        if resume is not None:
+            folder = resume.folder
+            stack.enter_context(locked(folder) if is_main else nullcontext())
+            check_entries(folder)  # again, now that nobody else trains it
+            start = go_on(resume, data, module, say)
+            checkpoint = start.checkpoint
+            run_id = start.run_id or new_run_id()
+            if config.trainer.precision == "auto":
+                precision = first_precision(folder, start, precision)
+            facts = run_facts(config, data, precision, run_id)
+            files = run_files(config, data, facts, Saved(run_id, start.saved_step))
+            files = go_back(resume, start, files) if is_main else files
+        else:
+            run_id = new_run_id()
+            facts = run_facts(config, data, precision, run_id)
+            files = run_files(config, data, facts, Saved(run_id, None))
+            folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
+            if is_main:
+                trust(named_code(config))
+            stack.enter_context(locked(folder) if is_main else nullcontext())
+            checkpoint = None
+        loggers: list[Logger] = []
+        if is_main:
+            loggers, wandb_line = make_loggers(config, folder, facts)
+            code_lines = describe_code(files, folder) if resume is None else ()
+            for line in (
+                f"precision {precision}",
+                wandb_line,
+                *code_lines,
+                f"writing to {folder}/\n",
+            ):
+                say(line)
+        whose = checkpoint_identity(config, data, run_id, precision)
+        callbacks = make_callbacks(config, data, folder, files, whose)
+        trainer = build_trainer(config, folder, precision, loggers, callbacks)
+        token_data = make_token_data(config, data)
+        if config.trainer.compile:
+            module.decoder.compile()
+        status = "failed"
+        try:
+            with ending_as_documented(config, trainer, callbacks, say):
+                trainer.fit(module, datamodule=token_data, ckpt_path=checkpoint)
+                if callbacks.validation.last_step != trainer.global_step:
+                    trainer.validate(module, datamodule=token_data, verbose=False)
+            status = "success"
+        finally:
+            try:
+                close(loggers, status)
+            finally:
+                if is_main and status == "failed":
+                    add_report(folder)
+        if is_main:
+            if trainer.global_step < config.trainer.max_steps:
+                say(ended_early(config, trainer.global_step))
+            results = make_results(config, data, callbacks, folder)
+            lost = write_results(results, callbacks, loggers, trainer.global_step)
+            results.print(console)
+            if lost:
+                print(f"error: {lost}", file=sys.stderr)
+                raise SystemExit(EXIT_FAILED)
+
+
+def go_on(
+    resume: Resume, data: PreparedData, module: LanguageModel, say: Callable[[str], None]
+) -> Start:
+    """Where the run goes on, said and found to be possible; changes nothing.
+
+    Raises:
+        ConfigError: it cannot go on.
+    """
+    say_changed_code(resume.folder)
+    check_documents(resume.folder, data.documents)
+    same = identity(resume.config, data)
+    start = find_start(resume.folder, resume.own, same, module)
+    start.require_steps_left(resume.config.trainer.max_steps)
+    say(start.describe(resume.folder))
+    for key, (before, now) in resume.changes.items():
+        say(f"{key} is {now} now (was {before})")
+    return start
+
+
+def ended_early(config: TrainConfig, step: int) -> str:
+    """Why a run that nobody interrupted ended before its last step."""
+    limits = {
+        "trainer.early_stopping": config.trainer.early_stopping,
+        "trainer.max_time": config.trainer.lightning_arguments().get("max_time"),
+    }
+    why = " or ".join(name for name, limit in limits.items() if limit is not None)
+    return f"ended after step {step} of {config.trainer.max_steps} ({why})"
+
+
+@contextmanager
+def ending_as_documented(
+    config: TrainConfig, trainer: Trainer, callbacks: RunCallbacks, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Signals and divergence end the block with a sentence and the exit code of docs/reliability.md.
+
+    Of several ranks the first alone: Lightning kills it, which still has files to close, once another fails.
+    """
+    folder = callbacks.kept.folder
+    is_main = trainer.is_global_zero
+    try:
+        with callbacks.stop.request.listening():
+            yield
+    except Interrupted as interrupted:
+        say(f"{interrupted}; {how_to_go_on(folder, callbacks.checkpoints)}")
+        raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
+    except Diverged as error:
+        if is_main:
+            say_diverged(error, config, folder)
+        raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
+    except SystemExit:  # Lightning's answer to Ctrl-C a second time
+        how = how_to_go_on(folder, callbacks.checkpoints)
+        say(f"interrupted at step {trainer.global_step}; {how}")
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def run_files(
+    config: TrainConfig, data: PreparedData, facts: dict[str, Any], saved: Saved
+) -> dict[str, str]:
+    """What the run is, before its first step, each the text of a file: options, facts, tokenizer, what was
+    read, what is saved, and the code from outside.
+    """
+    return {
+        CONFIG_FILE: to_yaml(portable_options(config)),
+        FACTS_FILE: json.dumps(facts, indent=2) + "\n",
+        TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
+        DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
+        SAVED_FILE: saved.to_text(),
+        **code_files(config),
+    }
+
+
+def write_results(
+    results: Results, callbacks: RunCallbacks, loggers: list[Logger], step: int
+) -> str:
+    """The summary and the page; what the disk did not take, as a sentence, empty where it took all.
+
+    A run without its last weights has no summary, so that `--resume` can still bring it to its end.
+    """
+    folder = results.folder
+    callbacks.kept.put_back()
+    lost = ""
+    if problem := callbacks.checkpoints.problem:
+        lost = f"the weights of step {step} are not saved ({problem})"
+    else:
+        try:
+            results.write()
+        except OSError as error:
+            lost = f"the summary is not written ({reason(error)})"
+    has_page = add_report(folder)
+    if lost:
+        return f"{lost}; mend that, then: python -m experiments.train --resume {folder}"
+    if not has_page:
+        return f"the page is not written; mend that, then: python -m experiments.report {folder}"
+    files = [callbacks.steps.bell.file, callbacks.samples.file, *loggers]
+    lacking = [
+        str(file.path.relative_to(folder))
+        for file in files
+        if isinstance(file, JsonLines | MetricsFile) and not file.is_complete
+    ]
+    if callbacks.checkpoints.lacks_best:
+        lacking.append(f"{CHECKPOINTS_FOLDER}/{BEST_NAME}")
+    return f"the disk did not take the newest of {', '.join(lacking)}" if lacking else ""
+
+
+def add_report(folder: Path) -> bool:
+    """The run, which has ended, as a page, `report.html`; one line where that cannot be made.
+
+    Returns:
+        whether the disk took it.
+    """
+    try:
+        write_report([folder], folder / REPORT_FILE, has_ended=True)
+    except Exception as error:  # of any kind: a run is not to be lost to its page
+        cause = error.__cause__
+        why = reason(cause) if isinstance(cause, OSError) else first_line(error)
+        print(f"{REPORT_FILE}: {why}", file=sys.stderr)
+        return not isinstance(cause, OSError)
+    return True
+
+
+def make_results(
+    config: TrainConfig,
+    data: PreparedData,
+    callbacks: RunCallbacks,
+    folder: Path,
+) -> Results:
+    return Results(
+        folder=folder,
+        loss=callbacks.validation.last["loss"],
+        bits_per_byte=callbacks.validation.last["bits_per_byte"],
+        unigram_loss=unigram_loss_of(config, data),
+        tokens_per_second=callbacks.steps.tokens_per_second,
+        num_alarms=callbacks.steps.bell.num_alarms,
+        not_judged=callbacks.steps.not_judged(),
+        num_skipped_steps=callbacks.steps.num_skipped,
+        routing=callbacks.validation.routing,
+        sample=callbacks.samples.last,
+        sample_prompt=callbacks.samples.prompt,
+        profile=callbacks.profile.text,
+    )
+
+
+def unigram_loss_of(config: TrainConfig, data: PreparedData) -> float:
+    """Nats per token of the unigram model of the train split, on what validation looks at."""
+    targets = validation_batches(config.data, data).targets
+    return unigram_loss(data.train, targets, data.tokenizer.vocab_size)

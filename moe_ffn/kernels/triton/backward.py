@@ -1,0 +1,304 @@
+"""The gradient of the hidden units, and of all that is known once it is: an epilogue of one product.
+
+T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
+matrix: F, or 2 F where the rows of a gate stand before those of up
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_ffn.kernels.triton.tiles import dot, find_rows, hidden_units, slot_and_column
+
+
+@triton.jit
+def hidden_gradient_kernel(
+    dy_ptr,
+    down_ptr,
+    bias_ptr,
+    dropout_ptr,
+    token_ids_ptr,
+    offsets_ptr,
+    weights_ptr,
+    pre_ptr,
+    d_pre_ptr,
+    hidden_ptr,
+    d_weights_ptr,
+    dy_stride,
+    d_weights_stride,
+    alpha,
+    limit,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """With y = w (down h + b): d_pre_NH, w h (N, F), and what each tile of units adds to dw.
+
+    dw = <dy, down h + b> = <down^T dy, h> + <dy, b>: taken on the side of the hidden units, where
+    no result of the expert is needed, and where w is multiplied with only once.
+    """
+    slot, column = slot_and_column(tl.cdiv(F, BLOCK_O), GROUP)
+    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    if first >= end:
+        return
+    H: tl.constexpr = 2 * F if GATED else F
+
+    rows = first + tl.arange(0, BLOCK_M)
+    safe_rows = tl.where(rows < end, rows, first)
+    tokens = tl.load(token_ids_ptr + safe_rows).to(tl.int64)
+    units = column * BLOCK_O + tl.arange(0, BLOCK_O)
+    inner = tl.arange(0, BLOCK_K)
+    dy_ptrs = dy_ptr + tokens[:, None] * dy_stride + inner[None, :]
+    down_ptrs = down_ptr + expert * (D * F) + (inner[:, None] * F + units[None, :])
+
+    d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if HAS_BIAS:  # known when compiling, the other only on the device  # noqa: SIM102
+        if column == 0:  # <dy, b> belongs to the row, not to a tile: one of them adds it
+            for k in range(0, D, BLOCK_K):
+                dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
+                b = tl.load(bias_ptr + expert * D + k + inner, mask=inner < D - k, other=0.0)
+                d_weights += tl.sum(dy.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
+
+    d_hidden = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    for k in range(0, D, BLOCK_K):
+        # Neighbouring units are neighbours in memory: a mask leaves them so for the compiler.
+        if D % BLOCK_K == 0 and F % BLOCK_O == 0:
+            dy = tl.load(dy_ptrs + k)
+            w = tl.load(down_ptrs + k * F)
+        else:
+            dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
+            exist = (inner < D - k)[:, None] & (units < F)[None, :]
+            w = tl.load(down_ptrs + k * F, mask=exist, other=0.0)
+        d_hidden = dot(dy, w, d_hidden, PRECISION)
+
+    # 64 bits up to the tile's first row, 32 within it: half as many registers.
+    tile = tl.arange(0, BLOCK_M)
+    mine = rows < end
+    wide_first = first.to(tl.int64)
+    weights = tl.load(weights_ptr + wide_first + tile, mask=mine, other=0.0).to(tl.float32)
+    pre_ptr += wide_first * H
+    d_pre_ptr += wide_first * H
+    hidden_ptr += wide_first * F
+    if HAS_DROPOUT:
+        dropout_ptr += wide_first * F
+    if BLOCK_O >= 128:
+        # Half of the columns after the other: all at once, the registers would not suffice.
+        halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
+        d_weights += _through_activation(
+            left,
+            half,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+        d_weights += _through_activation(
+            right,
+            half + BLOCK_O // 2,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+    else:
+        d_weights += _through_activation(
+            d_hidden,
+            units,
+            mine,
+            weights,
+            pre_ptr,
+            d_pre_ptr,
+            hidden_ptr,
+            dropout_ptr,
+            alpha,
+            limit,
+            F,
+            ACTIVATION,
+            GATED,
+            CLAMPED,
+            HAS_DROPOUT,
+            BLOCK_M,
+        )
+    d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
+    tl.store(d_weights_ptrs + column, d_weights, mask=mine)
+
+
+@triton.jit
+def _through_activation(
+    d_hidden,
+    units,
+    mine,
+    weights,
+    pre_ptr,
+    d_pre_ptr,
+    hidden_ptr,
+    dropout_ptr,
+    alpha,
+    limit,
+    F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Writes d_pre and w h of these units; returns what they add to dw."""
+    H: tl.constexpr = 2 * F if GATED else F
+    UP: tl.constexpr = H - F
+    stored = mine[:, None] & (units < F)[None, :]
+    tile = tl.arange(0, BLOCK_M)[:, None]
+    pre_offsets = tile * H + units[None, :]
+    hidden_offsets = tile * F + units[None, :]
+    up = tl.load(pre_ptr + UP + pre_offsets, mask=stored, other=0.0).to(tl.float32)
+    gate = up
+    if GATED:
+        gate = tl.load(pre_ptr + pre_offsets, mask=stored, other=0.0).to(tl.float32)
+    hidden, gate_slope, up_slope = hidden_units(gate, up, alpha, limit, ACTIVATION, GATED, CLAMPED)
+    d_weighted = d_hidden * weights[:, None]
+    if HAS_DROPOUT:
+        dropout = tl.load(dropout_ptr + hidden_offsets, mask=stored, other=0.0).to(tl.float32)
+        hidden *= dropout
+        d_weighted *= dropout
+    dtype: tl.constexpr = d_pre_ptr.dtype.element_ty
+    tl.store(hidden_ptr + hidden_offsets, (hidden * weights[:, None]).to(dtype), mask=stored)
+    tl.store(d_pre_ptr + UP + pre_offsets, (d_weighted * up_slope).to(dtype), mask=stored)
+    if GATED:
+        tl.store(d_pre_ptr + pre_offsets, (d_weighted * gate_slope).to(dtype), mask=stored)
+    # A unit that is too many has a hidden value too, where act(0) is not 0.
+    return tl.sum(tl.where(stored, d_hidden * hidden, 0.0), axis=1)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    output_grad_ptr,
+    input_ptr,
+    token_ids_ptr,
+    offsets_ptr,
+    gradient_ptr,
+    output_grad_stride,
+    input_stride,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GATHER_OUTPUT: tl.constexpr,
+    GATHER_INPUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """gradient_EOI = output_grad_e^T input_e; one of the two may be read from the tokens' own rows.
+
+    A tile is one of the gradient: BLOCK_M outputs by BLOCK_O inputs, BLOCK_K of the expert's rows at a time.
+    An expert without rows writes zeros: DDP and FSDP would hang on a missing gradient.
+    """
+    tiles_out = tl.cdiv(OUT, BLOCK_M)
+    tiles_in = tl.cdiv(IN, BLOCK_O)
+    program = tl.program_id(0)
+    expert = program // (tiles_out * tiles_in)
+    tile = program % (tiles_out * tiles_in)
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets_ptr + expert)
+
+    outs = tile // tiles_in * BLOCK_M + tl.arange(0, BLOCK_M)
+    ins = tile % tiles_in * BLOCK_O + tl.arange(0, BLOCK_O)
+    output_grad_ptrs = output_grad_ptr + outs[None, :]
+    input_ptrs = input_ptr + ins[None, :]
+
+    gradient = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
+    for k in range(start, end, BLOCK_K):
+        rows = k + tl.arange(0, BLOCK_K)
+        mine = rows < end
+        wide_rows = rows.to(tl.int64)
+        output_rows = wide_rows
+        input_rows = wide_rows
+        if GATHER_OUTPUT:
+            output_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+        if GATHER_INPUT:
+            input_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+        # Both masked: a row of the next expert, or one that nobody computed, may hold a NaN.
+        output_mask = mine[:, None]
+        input_mask = mine[:, None]
+        if OUT % BLOCK_M != 0:
+            output_mask = output_mask & (outs < OUT)[None, :]
+        if IN % BLOCK_O != 0:
+            input_mask = input_mask & (ins < IN)[None, :]
+        output_grad_rows = output_grad_ptrs + output_rows[:, None] * output_grad_stride
+        a = tl.load(output_grad_rows, mask=output_mask, other=0.0)
+        b = tl.load(input_ptrs + input_rows[:, None] * input_stride, mask=input_mask, other=0.0)
+        gradient = dot(tl.trans(a), b, gradient, PRECISION)
+
+    stored = (outs < OUT)[:, None] & (ins < IN)[None, :]
+    gradient_ptrs = (
+        gradient_ptr + expert.to(tl.int64) * (OUT * IN) + outs[:, None] * IN + ins[None, :]
+    )
+    tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    output_grad_ptr,
+    token_ids_ptr,
+    weights_ptr,
+    offsets_ptr,
+    gradient_ptr,
+    output_grad_stride,
+    OUT: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """gradient_EO: the sum of an expert's rows; weighted, and those of its tokens, if asked."""
+    expert = tl.program_id(0)
+    outs = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets_ptr + expert)
+
+    gradient = tl.zeros((BLOCK_O,), dtype=tl.float32)
+    for k in range(start, end, BLOCK_K):
+        rows = k + tl.arange(0, BLOCK_K)
+        mine = rows < end
+        source_rows = rows.to(tl.int64)
+        if WEIGHTED:
+            source_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+        pointers = output_grad_ptr + source_rows[:, None] * output_grad_stride + outs[None, :]
+        values = tl.load(pointers, mask=mine[:, None] & (outs < OUT)[None, :], other=0.0)
+        values = values.to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights_ptr + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
+        gradient += tl.sum(values, axis=0)
+    gradient_ptrs = gradient_ptr + expert.to(tl.int64) * OUT + outs
+    tl.store(gradient_ptrs, gradient.to(gradient_ptr.dtype.element_ty), mask=outs < OUT)

@@ -1,0 +1,1 @@
+"""What a run shows: figures, tables and pages, each a function of the run that `moe_ffn.runs.reader` read."""

@@ -1,0 +1,269 @@
+"""Every panel, section by section, in the order in which they are looked at.
+
+A metric that each sparse layer has is one panel for all of them: a regular expression picks the layers,
+so that models of any depth fit. The expressions use nothing that differs between dialects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from moe_ffn.errors import ConfigError, explain, first_line
+from moe_ffn.report.dashboard_library import PanelTypes, reports, wandb
+from moe_ffn.report.dashboard_library import workspaces as ws
+from moe_ffn.training.monitoring.wandb import LOAD_FIGURE
+
+DEFAULT_NAME = "Feed-forward blocks"
+DEFAULT_LAYERS = (0, 1, 2, 3)
+"""Those of a model of default depth."""
+
+
+NOT_IN_NAMES = "/\\#?%:"
+"""What wandb takes neither in an entity's name nor in a project's."""
+
+
+STEP = "trainer/global_step"
+STEP_TITLE = "optimizer step"
+
+LAYER = "layer_[0-9]+(/inner)*"
+"""A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
+
+BALANCING_LOSSES = "load_balance|load_balance_global|load_balance_sequence|load_balance_pooled|"
+BALANCING_LOSSES += "importance_cv2|load_cv2|router_z|router_entropy"
+
+ROUTING = (
+    ("max_violation", "MaxVio", "busiest expert over the even share, minus 1"),
+    ("load_cv", "Spread of the load (CV)", "standard deviation / mean"),
+    ("dead_experts", "Dead experts", "experts without a token"),
+    ("dropped_fraction", "Dropped", "share of the pairs"),
+    ("capacity_used", "Capacity used", "share of the places"),
+    ("entropy", "Router entropy of a token", "nats"),
+    ("entropy_of_mean", "Entropy of the mean distribution (log E at balance)", "nats"),
+    ("top1_margin", "Margin of the best expert", "best minus second score"),
+    ("logit_max", "Largest router logit", "absolute value"),
+    ("churn", "Churn", "share of the probe's tokens whose experts changed"),
+    ("shared_share", "Shared expert", "its norm over the sum of both norms"),
+    ("bias_spread", "Spread of the correction bias", "largest minus smallest bias"),
+    ("sequence_max_violation", "MaxVio within a sequence", "mean over sequences"),
+    ("rank_max_violation", "MaxVio between ranks", "busiest rank over the even share, minus 1"),
+    ("experts_per_token", "Experts per token", "experts"),
+    ("nonfinite_tokens", "Tokens with NaN or infinity", "tokens"),
+    ("load_balance", "Load-balancing loss of each layer", "1 at balance"),
+    ("router_z", "Router z-loss of each layer", "squared nats"),
+)
+"""What training logs of each sparse layer: key, title, and unit of the y axis."""
+
+VALIDATION_ROUTING = (
+    ("max_violation", "MaxVio, validation", "busiest expert over the even share, minus 1"),
+    ("dropped_fraction", "Dropped, validation", "share of the pairs"),
+    ("entropy", "Router entropy of a token, validation", "nats"),
+    ("coactivation_max", "Co-activation of the closest experts", "share of an expert's tokens"),
+)
+"""What is worth seeing on text that the model was not trained on."""
+
+
+def training_panels() -> list[PanelTypes]:
+    return [
+        _over_steps("Loss", "nats per token", "train/loss", "validation/loss"),
+        _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
+        _over_steps("Learning rate", "learning rate", "train/learning_rate"),
+        _over_steps("Gradient norm, before clipping", "L2 norm", "train/gradient_norm"),
+        _over_steps("Steps skipped", "since the last row", "train/skipped_steps"),
+        _over_steps("Objective: loss and weighted balancing", "nats per token", "train/objective"),
+        _matching("Balancing losses", "before their weights", f"^train/({BALANCING_LOSSES})$"),
+    ]
+
+
+def efficiency_panels() -> list[PanelTypes]:
+    """Speed, and the last validation loss against what a run costs."""
+    costs = (
+        ("num_active_params", "active parameters"),
+        ("num_params", "parameters in all"),
+        ("flops_per_token", "FLOPs per token"),
+    )
+    return [
+        _over_steps("Speed", "tokens per second", "train/tokens_per_second"),
+        reports.BarPlot(
+            title="Speed at the end",
+            metrics=["train/tokens_per_second"],
+            title_x="tokens per second",
+            title_y="runs, by FFN type",
+        ),
+        *(
+            # A scatter plot has no titles of its axes, so that its own title has to say both.
+            reports.ScatterPlot(
+                title=f"y: validation loss (nats per token), x: {title}",
+                x=reports.Config(key),
+                y=reports.SummaryMetric("validation/loss"),
+                log_x=True,
+            )
+            for key, title in costs
+        ),
+    ]
+
+
+def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
+    """Load first, as heat maps, then what is measured of each layer.
+
+    Args:
+        layers: those whose load has a heat map of its own over the steps.
+    """
+    return [
+        reports.MediaBrowser(
+            title="Load over the even share: layer x expert; the slider is time",
+            media_keys=[LOAD_FIGURE],
+            num_columns=1,
+        ),
+        *(
+            # One histogram per step, a bin for each expert: drawn as expert x step.
+            _over_steps(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
+            for layer in layers
+        ),
+        *(_matching(title, unit, f"^routing/{LAYER}/{key}$") for key, title, unit in ROUTING),
+        *(
+            _matching(title, unit, f"^validation/routing/{LAYER}/{key}$")
+            for key, title, unit in VALIDATION_ROUTING
+        ),
+    ]
+
+
+def _over_steps(title: str, unit: str, *metrics: str) -> reports.LinePlot:
+    return reports.LinePlot(
+        title=title,
+        x=STEP,
+        y=list(metrics),
+        title_x=STEP_TITLE,
+        title_y=unit,
+        smoothing_type="none",
+    )
+
+
+def _matching(title: str, unit: str, regex: str) -> reports.LinePlot:
+    """A line for every metric whose whole name the expression matches."""
+    plot = _over_steps(title, unit)
+    plot.metric_regex = regex
+    return plot
+
+
+COLUMNS = (
+    "tags:__ALL__",
+    "config:ffn_type.value",
+    "config:num_params.value",
+    "config:num_active_params.value",
+    "config:flops_per_token.value",
+    "summary:validation/loss",
+    "summary:train/tokens_per_second",
+)
+"""Of the list of runs, beside their names; each can be sorted and filtered by."""
+
+GROUP_COLORS = {
+    "identity": "#7f7f7f",
+    "dense": "#1f77b4",
+    "swiglu": "#ff7f0e",
+    "geglu": "#bcbd22",
+    "reglu": "#8c564b",
+    "glu": "#c7a76c",
+    "bilinear": "#e377c2",
+    "conv": "#17becf",
+    "moe": "#2ca02c",
+    "mixture_of_depths": "#9467bd",
+    "soft_moe": "#d62728",
+}
+"""FFN type -> its colour in every panel; of other types wandb chooses one."""
+
+PANELS_IN_A_ROW = 3
+MAX_LINES = 20
+"""Runs, or groups of them, that a panel draws."""
+
+
+def build_workspace(
+    entity: str,
+    project: str,
+    layers: Sequence[int] = DEFAULT_LAYERS,
+    name: str = DEFAULT_NAME,
+) -> ws.Workspace:
+    """The workspace, not yet saved: training, efficiency and routing, grouped by FFN type.
+
+    Nothing is filtered out: the columns are what to filter by.
+
+    Args:
+        layers: layers whose load has a heat map of its own, expert x step.
+        name: of the saved view.
+    """
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[
+            _section("Training", training_panels()),
+            _section("Efficiency", efficiency_panels()),
+            _section("Routing", routing_panels(layers)),
+        ],
+        settings=ws.WorkspaceSettings(x_axis=STEP, smoothing_type="none", max_runs=MAX_LINES),
+        runset_settings=ws.RunsetSettings(
+            groupby=[ws.Config("ffn_type")],
+            group_colors={**GROUP_COLORS},
+            pinned_columns=list(COLUMNS),
+        ),
+    )
+
+
+def to_json(workspace: ws.Workspace) -> str:
+    """What saving would send: whose project, the view's name, and its specification."""
+    return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
+
+
+def _section(name: str, panels: list[PanelTypes]) -> ws.Section:
+    rows = math.ceil(len(panels) / PANELS_IN_A_ROW)  # nothing stands on a second page
+    return ws.Section(
+        name=name,
+        panels=panels,
+        is_open=True,
+        layout_settings=ws.SectionLayoutSettings(columns=PANELS_IN_A_ROW, rows=rows),
+        panel_settings=ws.SectionPanelSettings(x_axis=STEP, smoothing_type="none"),
+    )
+
+
+def save(workspace: ws.Workspace, replace: str | None = None) -> str:
+    """Save the workspace as a new view, or over the one at the URL `replace`; returns its URL.
+
+    Raises:
+        ConfigError: without a key or an answer, and where the server refuses.
+    """
+    if not _has_key():
+        raise ConfigError(
+            "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
+        )
+    try:
+        if replace is not None:
+            workspace = _in_place_of(replace, workspace)
+        return workspace.save().url
+    except Exception as error:  # errors of every kind: wandb's own, its service's, pydantic's
+        raise ConfigError(
+            f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
+            f"the key and {workspace.entity}/{workspace.project}, or use --json FILE"
+        ) from error
+
+
+def _has_key() -> bool:
+    """Whether a key is configured; asks neither for it nor the network."""
+    try:
+        wandb.setup(wandb.Settings(silent=True))
+        return bool(wandb.api.api_key)
+    except ValidationError as error:  # WANDB_SILENT=maybe
+        raise ConfigError(f"wandb's settings: {'; '.join(explain(error))}") from error
+    except Exception as error:  # a malformed key
+        raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error
+
+
+def _in_place_of(url: str, workspace: ws.Workspace) -> ws.Workspace:
+    """The saved view at `url` with everything in it replaced; it keeps its address."""
+    saved = ws.Workspace.from_url(url)
+    saved.name = workspace.name
+    saved.sections = workspace.sections
+    saved.settings = workspace.settings
+    saved.runset_settings = workspace.runset_settings
+    return saved

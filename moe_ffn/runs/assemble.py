@@ -1,0 +1,346 @@
+"""The parts of a training run, made from its config: model, data, Trainer, callbacks, loggers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.ranks import check_number_of_processes
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
+from moe_ffn.runs.folder import (
+    ALARMS_FILE,
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SAVED_FILE,
+    git_revision,
+    write_file,
+)
+from moe_ffn.runs.outside_code import portable_options
+from moe_ffn.runs.record import RUN_ID, Saved, checkpoint_identity
+from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.data_module import TokenData
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.alarm_bell import AlarmBell
+from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
+from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.monitoring.progress import progress_display
+from moe_ffn.training.monitoring.sample_log import SampleLog
+from moe_ffn.training.monitoring.wandb import wandb_logger
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+from moe_ffn.training.recovery.outage import Outage
+from moe_ffn.training.recovery.stopping import (
+    EarlyStoppingByOptions,
+    StepTimer,
+    StopOnRequest,
+    StopRequest,
+)
+from moe_ffn.training.sampling import first_words
+
+
+@dataclass(frozen=True)
+class RunCallbacks:
+    """The callbacks whose results are read after training."""
+
+    samples: SampleLog
+    steps: StepLogger
+    validation: ValidationLogger
+    kept: KeptFiles
+    checkpoints: CheckpointKeeper
+    stop: StopOnRequest
+    profile: ProfileReport
+
+
+LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
+"""Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
+
+BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+"""The backends that run on one kind of device alone."""
+
+
+def check_trainer(config: TrainConfig) -> str:
+    """The precision to train in, once Lightning has accepted its arguments.
+
+    Raises:
+        ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside
+            the package does not keep its contract.
+    """
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    arguments = config.trainer.lightning_arguments()
+    num_nodes = arguments.get("num_nodes", 1)
+    if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
+        raise ConfigError(
+            f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "
+            f"that it would wait for ever; start it on each with torchrun --nnodes {num_nodes} "
+            "--nproc_per_node DEVICES --rdzv_backend c10d --rdzv_endpoint HOST:PORT -m experiments.train, or "
+            "with srun"
+        )
+    try:
+        trial = Trainer(**(quiet | arguments))
+    except Exception as error:  # of whatever kind: what is wrong is in what was passed on
+        given = "".join(f" {name}: {value}," for name, value in arguments.items()).rstrip(",")
+        raise ConfigError(
+            f"trainer: lightning.Trainer refuses{given}: {first_line(error)}"
+        ) from error
+    check_number_of_processes(trial.num_devices, trial.num_nodes)
+    require_equal_shares(config.data.batch_size, trial.world_size)
+    device = trial.strategy.root_device.type
+    precision = resolve_precision(config.trainer.precision, device)
+    if precision == "16-mixed" and device == "cpu":
+        raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    if has_outside_parts(config):
+        check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
+    for ffn in config.model.layer_ffns():
+        backend = getattr(getattr(ffn, "experts", None), "backend", "auto")
+        if BACKEND_DEVICES.get(backend, device) != device:
+            raise ConfigError(
+                f"model.ffn.experts.backend ({backend}) runs on {BACKEND_DEVICES[backend]}, but this run is "
+                f"on {device}; use auto"
+            )
+    return precision
+
+
+def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
+    """The model with fresh weights; seed torch before."""
+    return LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        config.trainer.guard,
+        byte_lengths=torch.tensor(data.tokenizer.byte_lengths),
+        max_seq_len=config.data.seq_len,
+        max_steps=config.trainer.max_steps,
+        seed=config.seed,
+    )
+
+
+def make_token_data(config: TrainConfig, data: PreparedData) -> TokenData:
+    """The run's batches, in the order of its seed."""
+    return TokenData(
+        config.data,
+        data,
+        num_batches=config.trainer.max_steps * config.trainer.accumulate_grad_batches,
+        seed=config.seed,
+    )
+
+
+def make_callbacks(
+    config: TrainConfig,
+    data: PreparedData,
+    folder: Path,
+    files: Mapping[str, str] | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> RunCallbacks:
+    """Rows every few steps, a text at every validation, checkpoints, and an end when one is asked for.
+
+    Args:
+        files: what the run is begun with, to be put back where it is removed; nothing by default.
+        identity: the `checkpoint_identity` of the run; by default that of a run without an id.
+    """
+    advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
+    rules = AlarmRules(config.logging.alarms, advice)
+    kept = KeptFiles(folder, files or {})
+    identity = identity or checkpoint_identity(config, data)
+
+    def record(step: int) -> None:
+        if SAVED_FILE in kept.files:
+            kept.change(SAVED_FILE, Saved(identity[RUN_ID], step).to_text())
+
+    checkpoints = CheckpointKeeper(
+        folder / CHECKPOINTS_FOLDER,
+        config.checkpoints,
+        config.trainer.validate_every_n_steps,
+        identity,
+        record,
+    )
+    return RunCallbacks(
+        SampleLog(
+            folder / SAMPLES_FILE,
+            data.tokenizer,
+            config.sample,
+            first_words(data) if config.sample.prompt is None else config.sample.prompt,
+            config.seed,
+        ),
+        StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
+        ValidationLogger(),
+        kept,
+        checkpoints,
+        StopOnRequest(StopRequest(), checkpoints),
+        ProfileReport(),
+    )
+
+
+def build_trainer(
+    config: TrainConfig,
+    folder: Path,
+    precision: str,
+    loggers: list[Logger],
+    run_callbacks: RunCallbacks,
+) -> Trainer:
+    """Lightning's Trainer, with its own prints and progress off: this program has its own."""
+    options = config.trainer
+    callbacks: list[Callback] = [
+        run_callbacks.samples,  # before the clock of `steps` starts again
+        run_callbacks.steps,
+        run_callbacks.validation,
+        progress_display(run_callbacks.steps, run_callbacks.validation),
+        run_callbacks.profile,
+    ]
+    if options.early_stopping is not None:
+        stopping = options.early_stopping
+        callbacks.append(
+            EarlyStoppingByOptions(
+                "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
+            )
+        )
+    given = options.lightning_arguments()
+    if (max_time := given.pop("max_time", None)) is not None:
+        callbacks.append(StepTimer(max_time))
+    # Last, so that what is saved is what all the others have made of the step.
+    callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
+    arguments: dict[str, Any] = {
+        "max_steps": options.max_steps,
+        "max_epochs": -1,
+        "accumulate_grad_batches": options.accumulate_grad_batches,
+        "gradient_clip_val": options.gradient_clip_val or None,
+        "precision": precision,
+        "val_check_interval": options.validate_every_n_steps * options.accumulate_grad_batches,
+        "check_val_every_n_epoch": None,
+        "callbacks": callbacks,
+        "plugins": [run_callbacks.checkpoints.io],
+        "enable_checkpointing": False,  # Lightning's own; `checkpoints` is ours
+        "logger": loggers,
+        "default_root_dir": str(folder),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "use_distributed_sampler": False,
+    }
+    return Trainer(**(arguments | given))
+
+
+def make_loggers(
+    config: TrainConfig, folder: Path, facts: dict[str, Any]
+) -> tuple[list[Logger], str]:
+    """The CSV logger and, unless off, wandb's, with a line on what became of wandb."""
+    tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
+    wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
+    loggers: list[Logger] = [MetricsFile(folder / METRICS_FILE)]
+    return loggers if wandb is None else [*loggers, wandb], line
+
+
+def ffn_types(config: TrainConfig) -> list[str]:
+    """The types of the feed-forward blocks, each once, in alphabetical order; of a file, its name alone."""
+    return sorted({ffn.type.rpartition("/")[2] for ffn in config.model.layer_ffns()})
+
+
+def run_facts(
+    config: TrainConfig, data: PreparedData, precision: str, run_id: str = ""
+) -> dict[str, Any]:
+    """What a run is filtered by later: its options, its code, its corpus and its size."""
+    vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
+    return {
+        **portable_options(config),
+        "ffn_type": "+".join(ffn_types(config)),
+        RUN_ID: run_id,
+        "git_revision": git_revision(),
+        "corpus_sha256": data.corpus_sha256,
+        "precision": precision,
+        "num_threads": torch.get_num_threads(),
+        "num_params": config.model.num_params(vocab_size, seq_len),
+        "num_active_params": config.model.num_active_params(vocab_size, seq_len),
+        "flops_per_token": config.model.flops_per_token(vocab_size, seq_len),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def quiet_libraries() -> None:
+    """Keep notices that a person can do nothing about off the screen."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in (
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        ".*does not have many workers",
+        "Be aware that when using `ckpt_path`",  # of an early stopping that is given up
+        "Experiment logs directory .* exists and is not empty",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+class KeptFiles(Callback):
+    """Looks at every checkpoint whether the files without which nobody can use it are there."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Files of `folder`, by their names, each with its text."""
+        self.folder = folder
+        self.files = dict(files)
+        self._changed: set[str] = set()  # since they were written
+        self._outage = Outage(folder)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.is_global_zero:
+            self.put_back()
+
+    def change(self, name: str, text: str) -> None:
+        """Write another text in the place of a file's; what the disk does not take now it is given again."""
+        self.files[name] = text
+        self._changed.add(name)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Write those that are missing, and say so; and those that were changed."""
+        with self._outage.expected():
+            missing = [name for name in self.files if not (self.folder / name).exists()]
+            to_write = [name for name in self.files if name in {*missing, *self._changed}]
+            if not to_write:
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in to_write:
+                write_file(self.folder, name, self.files[name])
+                self._changed.discard(name)
+            if missing:
+                print(
+                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class ProfileReport(Callback):
+    """Keeps what Lightning's profiler says at the end of training, before Lightning drops it."""
+
+    text = ""
+    """Empty without a profiler."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step + 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
+        # Of a resumed run it is the steps since then alone.
+        steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
+        self.text = steps + found if found else ""

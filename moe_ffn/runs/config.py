@@ -1,0 +1,85 @@
+"""Everything `python -m experiments.train` can be told; torch-free."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from moe_ffn.config import Config
+from moe_ffn.data.prepare import DataConfig
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.optimizer import AdamWConfig, OptimizerConfig
+from moe_ffn.training.sampling import SampleConfig
+
+
+def not_a_folder_name(name: str) -> str:
+    """Why no folder is given this name; empty where one may be."""
+    is_one = name.isprintable() and not set("/\\") & set(name) and name not in ("", ".", "..")
+    if is_one and len(name.encode()) <= 200:
+        return ""
+    return f"must be the name of one folder, up to 200 bytes, got {name!r:.60}"
+
+
+class RunConfig(Config, frozen=True):
+    """Where a run is written."""
+
+    name: str | None = None
+    """Folder of this run; made of the FFN type and the time when null. Never overwritten."""
+    output_dir: str = Field(default="runs", min_length=1)
+    """Folder that holds the runs."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_one_folder(cls, name: str | None) -> str | None:
+        if name is not None and (problem := not_a_folder_name(name)):
+            raise ValueError(problem)
+        return name
+
+
+class TrainConfig(Config, frozen=True):
+    """One training run: an 8-expert top-2 Mixture of Experts unless told otherwise."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of the initial weights, the data order, dropout and sampling."""
+    run: RunConfig = RunConfig()
+    """Where the run is written."""
+    model: DecoderConfig = DecoderConfig()
+    """The Transformer, and its feed-forward block."""
+    data: DataConfig = DataConfig()
+    """What it reads."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is minimised."""
+    optimizer: OptimizerConfig = AdamWConfig()
+    """How it is minimised."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The training loop; further arguments of lightning.Trainer may be given here."""
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
+    """What a run is resumed from."""
+    logging: LoggingConfig = LoggingConfig()
+    """What is written while training."""
+    sample: SampleConfig = SampleConfig()
+    """The text that the trained model writes at the end."""
+
+    @model_validator(mode="after")
+    def _check_objective_against_routers(self) -> TrainConfig:
+        routers = [
+            (layer, router, num_experts)
+            for layer, ffn in enumerate(self.model.layer_ffns())
+            for router, num_experts in ffn.routers().values()
+        ]
+        for layer, router, _ in routers:
+            if self.objective.load_cv2 and not router.has_selection_probs:
+                raise ValueError(
+                    f"objective.load_cv2 ({self.objective.load_cv2:g}) counts over a router's noise, but "
+                    f"the router of layer {layer} is '{router.type}'; use router.type 'noisy_top_k' or "
+                    "objective.load_balance"
+                )
+        sizes = {num_experts for _, _, num_experts in routers}
+        if self.objective.load_balance_pooled and len(sizes) > 1:
+            raise ValueError(
+                f"objective.load_balance_pooled ({self.objective.load_balance_pooled:g}) needs equally "
+                f"many experts in every layer, got {', '.join(map(str, sorted(sizes)))}; use "
+                "objective.load_balance"
+            )
+        return self

@@ -1,0 +1,362 @@
+"""Each part from outside the package tried once before training, on a few random tokens.
+
+What it returns is held against what its base class promises, and in a causal model an output may not move
+when later tokens change. The parts are built a second time for this, so that nothing of the run is touched,
+and the random state is put back.
+
+B sequences, S positions, T = B*S tokens, D model width, E experts, H heads
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_ffn.balancing.bias_rules import BiasRule, BiasRuleConfig
+from moe_ffn.config import TaggedConfig
+from moe_ffn.data.corpus import CorpusConfig, Document
+from moe_ffn.dispatch import make_plan
+from moe_ffn.errors import ConfigError, show
+from moe_ffn.experts.base import Experts
+from moe_ffn.ffn import FFNConfig, MoEConfig, SoftMoEConfig
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.shared_expert import Combine, CombineConfig
+from moe_ffn.import_path import explaining_outside_errors, is_outside
+from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.positions import Positions, PositionsConfig
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext
+from moe_ffn.routing.base import Router, RouterConfig, routing_of_pairs
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.outside_code import tagged_parts
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.schedule import ScheduleConfig
+
+Kind = TypeVar("Kind")
+Module = TypeVar("Module", bound=nn.Module)
+
+_BATCH, _LENGTH = 2, 8
+_MAX_LENGTH = 512
+"""Of the sequences by which it is seen whether a part looks ahead: some look far, or in chunks."""
+
+
+def has_outside_parts(config: TrainConfig) -> bool:
+    """Whether there is anything to try."""
+    return any(is_outside(type(part)) for _, part in tagged_parts(config))
+
+
+def check_outside_parts(config: TrainConfig, device: torch.device, *, warn: bool = True) -> None:
+    """Try every part of `config` that is not of this package, or holds such a part.
+
+    Args:
+        device: where the run will compute.
+        warn: say on stderr where a config miscounts its parameters.
+
+    Raises:
+        ConfigError: one sentence: which part, what it did, what is expected.
+    """
+    # What is inside first: its mistake would look like one of the block around it.
+    for path, part in reversed(list(tagged_parts(config))):
+        outside = [p.type for _, p in tagged_parts(part) if is_outside(type(p))]
+        if not outside:
+            continue
+        within = "" if is_outside(type(part)) else f" with '{outside[0]}'"
+        name = f"{'.'.join(map(str, path))} ('{part.type}'{within})"
+        trial = _Trial(config, device, name, warn)
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad(), explaining_outside_errors(name):
+            for family, check in _CHECKS.items():
+                if isinstance(part, family):
+                    check(trial, part)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One part under test, and what it is told of the model around it."""
+
+    config: TrainConfig
+    device: torch.device
+    name: str
+    warn: bool
+
+    @property
+    def d_model(self) -> int:
+        return self.config.model.d_model
+
+    @property
+    def length(self) -> int:
+        """S, no longer than the run's own sequences."""
+        return min(_LENGTH, self.config.data.seq_len)
+
+    def random(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(*shape, generator=generator).to(self.device)
+
+    def token_ids_BS(self) -> Tensor:
+        return torch.zeros(_BATCH, self.length, dtype=torch.int64, device=self.device)
+
+    def num_experts_of(self, router: RouterConfig) -> int | None:
+        """What a router chooses from in the block that holds it."""
+        for _, part in tagged_parts(self.config):
+            if isinstance(part, FFNConfig):
+                for other, num_experts in part.routers().values():
+                    if other is router:
+                        return num_experts
+        return None
+
+    # -- what is demanded
+
+    def refuse(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {what}")
+
+    def require(self, found: Any, kind: type[Kind], who: str, hint: str = "") -> Kind:
+        if isinstance(found, kind):
+            return found
+        raise self.refuse(f"{who} returned {_show(found)}, but has to return {_a(kind)}{hint}")
+
+    def require_module(self, built: Any, kind: type[Module]) -> Module:
+        module = self.require(built, kind, "build")
+        module.to(self.device)
+        return module
+
+    def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
+        """A finite tensor of the shape and dtype of `x`."""
+        if not isinstance(found, Tensor) or (found.shape, found.dtype) != (x.shape, x.dtype):
+            raise self.refuse(f"{who} is {_show(found)}, but has to be like x, {_show(x)}")
+        if not found.isfinite().all():
+            raise self.refuse(f"{who} holds NaN or infinity, though x is random of size 1")
+        return found
+
+    def require_arguments(self, method: Callable[..., Any], expected: str, *given: Any) -> None:
+        try:
+            inspect.signature(method).bind(*given)
+        except TypeError as error:
+            name = method.__name__
+            raise self.refuse(f"{name} has to be {name}{expected}: {error}") from error
+
+    def require_routing(self, routing: Any, num_tokens: int, num_experts: int | None) -> None:
+        """A Routing of the right sizes, over experts that there are."""
+        hint = "; `moe_ffn.routing_of_pairs` makes one"
+        routing = self.require(routing, Routing, "forward", hint)
+        if num_experts is None:
+            num_experts = routing.num_experts
+        N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
+        for field, expected in {
+            "token_ids_N": N,
+            "weights_N": N,
+            "dropped_N": N,
+            "logits_TE": TE,
+            "scores_TE": TE,
+        }.items():
+            if (shape := tuple(getattr(routing, field).shape)) != expected:
+                raise self.refuse(f"its routing has {field} of shape {shape}, expected {expected}")
+        for field, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
+            ids = getattr(routing, field)
+            if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
+                raise self.refuse(f"its routing has {field} that are not int64 from 0 to {end - 1}")
+
+    def require_blind_to_future(
+        self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """In a causal model: change the later half of the tokens, then the last one, and nothing before
+        them may move.
+
+        Args:
+            call: x (B, S, D) and token ids (B, S) -> (B, S, ...).
+        """
+        length = min(self.config.data.seq_len, _MAX_LENGTH)
+        if not self.config.model.causal or length == 1:
+            return
+        for parameter in module.parameters():
+            # A gate that begins at zero would hide what is behind it.
+            if parameter.is_floating_point():
+                parameter.add_(0.03)
+        x = self.random(_BATCH, length, self.d_model)
+        ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
+        for training in (False, True):
+            module.train(training)
+            torch.manual_seed(0)
+            once = call(x, ids)
+            if not torch.equal(once, call(x, ids)):
+                continue  # dropout or noise: two outputs cannot be compared
+            for first in (length // 2, length - 1):
+                later_x, later_ids = x.clone(), ids.clone()
+                later_x[:, first:] = 10 - 10 * x[:, first:]
+                later_ids[:, first:] = 1
+                before = once[:, :first]
+                moved = (call(later_x, later_ids)[:, :first] - before).abs()
+                if moved.max() <= 1e-3 * before.abs().max() + 1e-6:
+                    continue
+                at = int(moved.flatten(2).amax(dim=(0, 2)).argmax())
+                raise self.refuse(
+                    f"its output at position {at} changes when tokens from position {first} on do"
+                    f"{' (in training)' if training else ''}, so a causal model would see what it has to "
+                    "guess; look at earlier tokens alone, or set model.causal: false"
+                )
+
+    # -- what is tried, by family
+
+    def ffn(self, config: FFNConfig) -> None:
+        self.experts(config)
+        block = self.require_module(config.build(self.d_model), FFNBlock)
+        x = self.random(_BATCH, self.length, self.d_model)
+        context = TokenContext(token_ids=self.token_ids_BS())
+        self.require_arguments(block.forward, "(self, x, context=None)", x, context)
+        for training in (False, True):
+            output = block.train(training)(x, context)
+            output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
+            self.require_like(output.hidden, x, "hidden")
+            if output.routing is not None:
+                self.require_routing(output.routing, _BATCH * self.length, None)
+        found = sum(parameter.numel() for parameter in block.parameters())
+        expected = config.num_params(self.d_model)
+        if found != expected and self.warn:
+            print(
+                f"{self.name}: num_params says {expected:,}, but there are {found:,} parameters; tables and "
+                "facts.json go by the first",
+                file=sys.stderr,
+            )
+        config.num_active_params(self.d_model)
+        config.flops_per_token(self.d_model, self.config.data.seq_len)
+        config.describe()
+        self.require_blind_to_future(
+            block, lambda x, ids: block(x, TokenContext(token_ids=ids)).hidden
+        )
+
+    def router(self, config: RouterConfig) -> None:
+        num_experts = self.num_experts_of(config)
+        if num_experts is None:  # its block does not name it
+            return
+        router = self.require_module(config.build(self.d_model, num_experts), Router)
+
+        def route(x: Tensor, ids: Tensor) -> Routing:
+            context = TokenContext(token_ids=ids.flatten(), sequence_length=ids.shape[1])
+            return router(x.flatten(0, 1), context)
+
+        def weights(x: Tensor, ids: Tensor) -> Tensor:
+            routing = route(x, ids)
+            weights_TE = torch.zeros_like(routing.scores_TE)
+            weights_N = routing.weights_N.masked_fill(~routing.real_N, 0).to(weights_TE.dtype)
+            weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
+            return weights_TE.unflatten(0, ids.shape)
+
+        x = self.random(_BATCH, self.length, self.d_model)
+        context = TokenContext(token_ids=self.token_ids_BS().flatten(), sequence_length=self.length)
+        self.require_arguments(router.forward, "(self, x_TD, context)", x.flatten(0, 1), context)
+        for training in (False, True):
+            router.train(training)
+            routing = route(x, self.token_ids_BS())
+            self.require_routing(routing, _BATCH * self.length, num_experts)
+        self.require_blind_to_future(router, weights)
+
+    def experts(self, config: FFNConfig) -> None:
+        """Of a block of this package, which alone is known to build them by these sizes."""
+        if not isinstance(config, MoEConfig | SoftMoEConfig) or not is_outside(
+            type(config.experts)
+        ):
+            return
+        E = config.num_experts
+        k = config.experts_per_token if isinstance(config, MoEConfig) else 1
+        experts = self.require_module(config.experts.build(self.d_model, E, k), Experts)
+        T = _BATCH * self.length
+        ids_T1 = (torch.arange(T, device=self.device) % E)[:, None]
+        ones_TE = torch.ones(T, E, device=self.device)
+        pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
+        plan = make_plan(pairs, E)
+        x_TD = self.random(T, self.d_model)
+        self.require_arguments(experts.forward, "(self, x_TD, plan)", x_TD, plan)
+        self.require_like(experts(x_TD, plan), x_TD, "what its experts return")
+
+    def combine(self, config: CombineConfig) -> None:
+        combine = self.require_module(config.build(self.d_model, 1.0), Combine)
+        x = self.random(_BATCH, self.length, self.d_model)
+        self.require_arguments(combine.forward, "(self, routed, shared, x)", x, x, x)
+        for part in self.require(combine(x, x, x), tuple, "forward"):
+            self.require_like(part, x, "a part of what forward returns")
+
+    def norm(self, config: NormConfig) -> None:
+        norm = self.require_module(config.build(self.d_model), nn.Module)
+        x = self.random(_BATCH, self.length, self.d_model)
+        self.require_arguments(norm.forward, "(self, x)", x)
+        self.require_like(norm(x), x, "what forward returns")
+        self.require_blind_to_future(norm, lambda x, ids: norm(x))
+
+    def positions(self, config: PositionsConfig) -> None:
+        model, length = self.config.model, self.config.data.seq_len
+        built = config.build(self.d_model, model.head_dim, length)
+        positions = self.require_module(built, Positions)
+        x = self.random(_BATCH, self.length, self.d_model)
+        self.require_like(positions.embed(x), x, "what embed returns")
+        x_BHSd = x.unflatten(-1, (model.attention.num_heads, -1)).transpose(1, 2)
+        self.require_like(positions.rotate(x_BHSd), x_BHSd, "what rotate returns")
+        self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
+
+    def optimizer(self, config: OptimizerConfig) -> None:
+        one_layer = self.config.model.model_copy(update={"num_layers": 1, "ffn_at": {}})
+        model = one_layer.build(vocab_size=_LENGTH, max_seq_len=_LENGTH).to(self.device)
+        optimizer = self.require(config.build(model), Optimizer, "build")
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if sorted(held) != sorted(map(id, model.parameters())):
+            raise self.refuse(
+                f"its groups hold {len(held)} parameters of a model with {len(list(model.parameters()))}; "
+                "each has to be in one group, and in one alone"
+            )
+        for parameter in model.parameters():
+            parameter.grad = self.random(*parameter.shape)
+        optimizer.step()
+        config.build(model).load_state_dict(optimizer.state_dict())
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                raise self.refuse(
+                    f"its first step makes NaN or infinity of '{name}', though its gradient is random of "
+                    "size 1"
+                )
+
+    def schedule(self, config: ScheduleConfig) -> None:
+        max_steps = self.config.trainer.max_steps
+        for step in (0, max_steps - 1, max_steps):
+            rate = config.multiplier(step, max_steps)
+            if not isinstance(rate, int | float) or not math.isfinite(rate):
+                raise self.refuse(
+                    f"the multiplier of step {step} is {_show(rate)}, but has to be a finite number"
+                )
+
+    def bias_rule(self, config: BiasRuleConfig) -> None:
+        self.require(config.build(), BiasRule, "build")
+
+    def corpus(self, config: CorpusConfig) -> None:
+        for document in config.documents():
+            self.require(document, Document, "documents")
+            return
+
+
+_CHECKS: dict[type[TaggedConfig], Callable[[_Trial, Any], None]] = {
+    FFNConfig: _Trial.ffn,
+    RouterConfig: _Trial.router,
+    CombineConfig: _Trial.combine,
+    NormConfig: _Trial.norm,
+    PositionsConfig: _Trial.positions,
+    OptimizerConfig: _Trial.optimizer,
+    ScheduleConfig: _Trial.schedule,
+    BiasRuleConfig: _Trial.bias_rule,
+    CorpusConfig: _Trial.corpus,
+}
+"""Family -> how a part of it is tried. Experts are tried with the block that holds them."""
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return show(value) if isinstance(value, int | float | str) else _a(type(value))
+
+
+def _a(kind: type) -> str:
+    name = "None" if kind is type(None) else kind.__name__
+    return name if name == "None" else f"{'an' if name[0] in 'AEFIO' else 'a'} {name}"

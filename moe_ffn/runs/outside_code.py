@@ -1,0 +1,248 @@
+"""The code of a run that comes from outside: a copy in its folder, and what is known of its origin.
+
+`config.yaml` names the copy, `type: code/my_blocks.py:MyConfig`, relative to itself, so that a run that
+goes on, or is generated from or traced, runs the code it began with.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import parse_object, read_text
+from moe_ffn.import_path import Code, file_of_module, imported_code
+from moe_ffn.ranks import is_first_rank
+from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
+
+_OURS = {"moe_ffn", "experiments"}
+_MAX_BYTES = 10_000_000
+"""No source file is longer."""
+
+
+def portable_options(config: Config) -> dict[str, Any]:
+    """The plain options as the config of a run's folder holds them: files are named by their copies."""
+    copies = _copies(named_code(config))
+    return rewritten(config, lambda name, code: f"{copies[code.sha256]}:{name}")
+
+
+def code_files(config: Config, known: str = "") -> dict[str, str]:
+    """The copies and `code.json`, by their names in the run's folder; nothing where no code is from outside.
+
+    Args:
+        known: the `code.json` of a run that goes on, which knows where the copies came from.
+
+    Raises:
+        ConfigError: a file is not UTF-8.
+    """
+    codes = named_code(config)
+    if not codes:
+        return {}
+    copies, entries = _copies(codes), dict[str, Any]()
+    files: dict[str, str] = {}
+    for code in codes:
+        name = copies.get(code.sha256) if code.is_file else None
+        entries[name or code.where] = _entry(code.path, code.sha256, is_copied=name is not None)
+        if name is not None:
+            files[name] = _text(code)
+    for name, path in _helpers(codes).items():
+        entries[name] = _entry(path, _sha256(path), is_copied=False)
+    before = read_entries(known)
+    entries = {name: before.get(name, entry) for name, entry in entries.items()}
+    return {**files, CODE_FILE: json.dumps(entries, indent=2) + "\n"}
+
+
+def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
+    """What a new run keeps of the code from outside, and what it does not."""
+    entries = read_entries(files.get(CODE_FILE, ""))
+    copied = [name for name, entry in entries.items() if entry["copied"]]
+    others = [name for name, entry in entries.items() if not entry["copied"]]
+    if copied:
+        yield f"code: {folder}/ keeps a copy of {', '.join(Path(n).name for n in copied)}"
+    if others:
+        yield (
+            f"code: of {', '.join(others)} only the sha256 is kept, no copy; leave it where it is as long as "
+            "the run is used"
+        )
+
+
+def say_changed_code(folder: Path) -> None:
+    """A line on stderr for each file that is not what it was when the run in `folder` began."""
+    try:
+        known = read_text(folder / CODE_FILE, errors="replace")
+    except OSError:
+        return
+    for name, entry in read_entries(known).items():
+        path = Path(entry["path"])
+        now = _sha256(path)
+        if now is None or now == entry["sha256"] or not is_first_rank():
+            continue
+        what = (
+            f"the run goes by its copy, '{folder / name}'"
+            if entry["copied"]
+            else "there is no copy, so it is run as it is now"
+        )
+        was = entry["sha256"][:12]
+        print(
+            f"'{path}' has changed since '{folder}' began (sha256 {was}..., now {now[:12]}...); {what}",
+            file=sys.stderr,
+        )
+
+
+def read_entries(text: str) -> dict[str, dict[str, Any]]:
+    """Those of a `code.json`; empty where it is none."""
+    kinds = {"path": str, "sha256": str, "copied": bool}
+    return {
+        name: entry
+        for name, entry in (parse_object(text) or {}).items()
+        if isinstance(entry, dict)
+        and all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
+        and "\0" not in entry["path"]
+    }
+
+
+def _entry(path: Path | None, sha256: str | None, *, is_copied: bool) -> dict[str, Any]:
+    return {
+        "path": "" if path is None else str(path.resolve()),
+        "sha256": sha256 or "",
+        "copied": is_copied,
+    }
+
+
+def _copies(codes: list[Code]) -> dict[str, str]:
+    """sha256 of a file -> the name of its copy; two files of one name get a number."""
+    names: dict[str, str] = {}
+    for code in codes:
+        if not code.is_file or code.sha256 in names:
+            continue
+        stem, number = Path(code.where).stem, 1
+        name = f"{CODE_FOLDER}/{stem}.py"
+        while name in names.values():
+            number += 1
+            name = f"{CODE_FOLDER}/{stem}_{number}.py"
+        names[code.sha256] = name
+    return names
+
+
+def _text(code: Code) -> str:
+    try:
+        return code.content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"'{code.where}' is not UTF-8, so the run cannot keep a copy of it; save it as UTF-8"
+        ) from error
+
+
+def _sha256(path: Path) -> str | None:
+    """None where there is no such file, or it is nothing that anybody would import."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return None
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _helpers(codes: list[Code]) -> dict[str, Path]:
+    """Modules that the code imports, neither installed nor of this project; found without running it.
+
+    Those that are imported under a name made up at run time stay unknown.
+    """
+    found: dict[str, Path] = {}
+    seen = {code.path.resolve() for code in codes if code.path is not None}
+    waiting = [(code.content, "" if code.is_file else code.where) for code in codes]
+    while waiting:
+        source, module = waiting.pop()
+        for name in _imported_names(source, module):
+            path = None if name.partition(".")[0] in _OURS else file_of_module(name)
+            if (
+                path is None
+                or path.resolve() in seen
+                or path.suffix != ".py"
+                or _is_installed(path)
+            ):
+                continue
+            seen.add(path.resolve())
+            found[name] = path
+            waiting.append((path.read_bytes(), name))
+    return found
+
+
+def _imported_names(source: bytes, module: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), module)
+            except ImportError:
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _is_installed(path: Path) -> bool:
+    homes = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+    return any(path.resolve().is_relative_to(home) for home in homes)
+
+
+KeyPath = tuple[str | int, ...]
+"""Keys that lead to a part in the plain options."""
+
+
+def tagged_parts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, TaggedConfig]]:
+    """Every part of a config that a `type` picks, and where it stands; the outermost first."""
+    if isinstance(value, TaggedConfig):
+        yield path, value
+    for key, item in _items(value):
+        yield from tagged_parts(item, (*path, key))
+
+
+def _items(value: Any) -> Iterator[tuple[str | int, Any]]:
+    if isinstance(value, BaseModel):
+        yield from ((name, getattr(value, name)) for name in type(value).model_fields)
+    elif isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+def named_code(config: Config) -> list[Code]:
+    """The code that the types in a config name, each once, in their order; as it was when it was run."""
+    codes = (imported_code(part.type) for _, part in tagged_parts(config) if ":" in part.type)
+    return list(dict.fromkeys(code for code in codes if code is not None))
+
+
+def rewritten(config: Config, rename: Callable[[str, Code], str]) -> dict[str, Any]:
+    """The plain options, and `rename(class name, code)` in the place of each type that names a file."""
+    options = config.to_dict()
+    for path, part in tagged_parts(config):
+        code = imported_code(part.type)
+        if code is None or not code.is_file:
+            continue
+        place: Any = options
+        for key in path:
+            place = place[key]
+        place["type"] = rename(part.type.rpartition(":")[2], code)
+    return options
+
+
+def comparable_options(config: Config) -> dict[str, Any]:
+    """The plain options, equal for two configs where they name the same classes of files with the same
+    content, wherever those are.
+    """
+    return rewritten(config, lambda name, code: f"{name} (code {code.sha256[:16]})")

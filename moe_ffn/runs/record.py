@@ -1,0 +1,235 @@
+"""What a run has written down of itself: its id, the options it has had, and which step was saved last.
+
+`saved.json` stands outside the folder of the checkpoints, so that it tells when those are lost. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.config import MOST
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.files import read_object
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
+from moe_ffn.runs.outside_code import comparable_options
+from moe_ffn.training.config import PRECISIONS, TrainerConfig
+from moe_ffn.training.monitoring.json_lines import read_lines
+
+LAST_SAVED_STEP = "last_saved_step"
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `saved.json` says."""
+
+    run_id: str
+    step: int | None
+    """Of the newest checkpoint that the disk took; None before the first."""
+
+    def to_text(self) -> str:
+        return json.dumps({RUN_ID: self.run_id, LAST_SAVED_STEP: self.step}) + "\n"
+
+
+def read_saved(path: Path) -> Saved | None:
+    """What is in a `saved.json`; None where it is missing or damaged."""
+    values = read_object(path) or {}
+    run_id, step = _run_id(values), values.get(LAST_SAVED_STEP, "")
+    if run_id is None or not (step is None or (type(step) is int and 0 <= step <= MOST)):
+        return None
+    return Saved(run_id, step)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What is in a `facts.json`; empty where it is missing or damaged."""
+    facts = read_object(path) or {}
+    return facts if facts.get("precision") in PRECISIONS else {}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The id and the options by which the checkpoints of a run are told from those of any other."""
+
+    run_id: str | None
+    """None where every file that had it is lost."""
+    saved: Saved | None
+    """None where `saved.json` is lost, or of another run."""
+    options: Mapping[str, Any]
+    """Dotted key -> value, of the options that may be changed."""
+    past_options: frozenset[tuple[str, str]]
+    """(dotted key, value as JSON) of these and of all that the run has had before."""
+
+    @classmethod
+    def read(cls, folder: Path, own: TrainConfig) -> RunRecord:
+        """The record of the run in `folder`, whose `config.yaml` is `own`."""
+        facts, saved = read_facts(folder / FACTS_FILE), read_saved(folder / SAVED_FILE)
+        run_id = _run_id(facts) or (saved.run_id if saved else None)
+        if saved is not None and saved.run_id != run_id:
+            saved = None
+        options = changeable_options(own)
+        known: list[Mapping[str, Any]] = [options, {key: facts.get(key) for key in options}]
+        known += _changes(folder / RESUMES_FILE)
+        past = {(key, _as_json(value)) for values in known for key, value in _leaves(values)}
+        return cls(run_id, saved, dict(_leaves(options)), frozenset(past))
+
+    def refusal(self, identity: Mapping[str, Any]) -> str | None:
+        """Why a checkpoint with this identity is of another run; None where it is of this one.
+
+        A copy of the run that was resumed with other options has its id, and is told by those.
+
+        Args:
+            identity: plain values, not too deep.
+        """
+        run_id, made_with = _run_id(identity), identity.get(CHANGEABLE)
+        if run_id is None or not isinstance(made_with, Mapping):
+            return "does not say of which run it is: an older version wrote it, or another program"
+        if self.run_id not in (None, run_id):
+            return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
+        for key, value in _leaves(made_with):
+            if (key, _as_json(value)) not in self.past_options:
+                return (
+                    f"was made with {key} {value!s:.60}, but this run has {self.options.get(key)} in "
+                    f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
+                )
+        return None
+
+
+def _run_id(values: Mapping[str, Any]) -> str | None:
+    run_id = values.get(RUN_ID)
+    return run_id if isinstance(run_id, str) and run_id else None
+
+
+def _changes(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The options that were given whenever the run was resumed, and what they were before."""
+    with suppress(OSError):
+        for line in read_lines(path):
+            changes = line.get("changes")
+            for key, pair in changes.items() if isinstance(changes, dict) else ():
+                yield from ({key: value} for value in (pair if isinstance(pair, list) else ()))
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is no mapping, however deep."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+RUN_ID, PRECISION, CHANGEABLE = "run_id", "precision", "changeable"
+"""Keys of the identity in a checkpoint, beside those of what cannot be changed."""
+
+_FREE = {"backend", "eval_factor"}
+"""Options of the model that change how it is computed, or evaluated, and not what it is."""
+
+
+def fixed_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that cannot be changed when a run is resumed; imports no torch."""
+    return {
+        "seed": config.seed,
+        "model": _without_free(comparable_options(config.model)),
+        "data": {
+            "tokenizer": comparable_options(config.data.tokenizer),
+            "validation_percent": config.data.validation_percent,
+            "seq_len": config.data.seq_len,
+            "batch_size": config.data.batch_size,
+        },
+        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
+        "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
+    }
+
+
+def changeable_options(config: TrainConfig) -> dict[str, Any]:
+    """The others that change what a run computes; imports no torch.
+
+    Left out is where and on what it runs, how fast, and what is written of it.
+    """
+    options = comparable_options(config)
+    trainer = {"gradient_clip_algorithm": None} | options["trainer"]
+    of_training = {*TrainerConfig.model_fields, "gradient_clip_algorithm"} - {"compile"}
+    return {
+        "data": {"validation_tokens": config.data.validation_tokens},
+        "objective": options["objective"],
+        "optimizer": options["optimizer"],
+        "trainer": {k: v for k, v in trainer.items() if k in of_training},
+    }
+
+
+def checkpoint_identity(
+    config: TrainConfig, data: PreparedData, run_id: str = "", precision: str = ""
+) -> dict[str, Any]:
+    """What every checkpoint says of its run.
+
+    Args:
+        precision: in which it computes, where its options say `auto`.
+    """
+    return {
+        RUN_ID: run_id,
+        PRECISION: precision,
+        **identity(config, data),
+        CHANGEABLE: changeable_options(config),
+    }
+
+
+def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
+    """What stays the same however often a run is resumed: the fixed options, and the data."""
+    options = fixed_options(config)
+    of_data = {
+        **options["data"],
+        "corpus": {"sha256": data.corpus_sha256},
+        "tokenizer": _tokenizer_identity(data.tokenizer),
+    }
+    return {**options, "data": of_data}
+
+
+def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of an identity in which a model has to agree with the weights that are put into it."""
+    return {
+        "model": _without_free(comparable_options(config.model)),
+        "data": {"tokenizer": _tokenizer_identity(tokenizer), "seq_len": config.data.seq_len},
+    }
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found
+
+
+def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
+    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
+    return {"sha256": hashlib.sha256(values.encode()).hexdigest()}
+
+
+def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_free(value) if isinstance(value, Mapping) else value
+        for key, value in options.items()
+        if key not in _FREE
+    }

@@ -1,0 +1,1 @@
+"""Observing a run: rows of metrics, the routing of each layer, alarms, the progress display, wandb."""

@@ -1,0 +1,239 @@
+"""What calls for attention in a run's rows of metrics, and which options to try: no trainer, no output."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+from torch import Tensor
+
+from moe_ffn.layer_names import parse_layer
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.optimizer import OptimizerConfig
+from moe_ffn.training.recovery.guard import SkippedStep
+
+AlarmKind = Literal[
+    "collapse",
+    "dead_experts",
+    "nonfinite_logits",
+    "exploding_logits",
+    "dropped",
+    "loss_spike",
+    "skipped_step",
+]
+
+RoutingValues = Mapping[str, Tensor]
+"""What a `RoutingWindow` says of one layer."""
+
+_Trouble = tuple[AlarmKind, str | None, str]
+_LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
+
+LEAST_COLLAPSE = 0.5
+"""MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
+is small."""
+
+ROWS_OF_MEDIAN = 10
+"""A spike is measured against the median of so many rows before it."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that went wrong, at one place."""
+
+    step: int
+    kind: AlarmKind
+    layer: str | None
+    """As in the keys of metrics; None where it concerns the whole model."""
+    message: str
+    """What is wrong, with the figure and its limit; the place is in `layer`."""
+    advice: str
+    """Which options to try, with their values now."""
+
+    def __str__(self) -> str:
+        place = "" if self.layer is None else f"{self.layer}: "
+        return f"step {self.step}: {place}{self.message}; {self.advice}"
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to try against each kind of alarm, in the names of the YAML."""
+
+    model: DecoderConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig
+    trainer: TrainerConfig
+
+    def against(self, kind: AlarmKind, layer: str | None) -> str:
+        """Options with their values now; `layer` as in the keys of metrics."""
+        balance, rate = self._balance(layer), self._lower_rate()
+        warmup = self.optimizer.schedule.warmup_option
+        return {
+            "collapse": balance,
+            "dead_experts": f"{balance}, or take fewer experts or a larger batch",
+            "nonfinite_logits": f"something before it broke: {rate}",
+            "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
+            "dropped": f"raise {self._capacity(layer)}, or balance better: {balance}",
+            "loss_spike": f"{rate}, or raise optimizer.schedule.{warmup}",
+            "skipped_step": f"if it comes again, {rate}",
+        }[kind]
+
+    def _balance(self, layer: str | None) -> str:
+        ffn, where = self._ffn(layer)
+        router = ffn.routers().get("routing")
+        if router is not None and router[0].type in ("hash", "forced"):
+            return f"take another {where}.router.type than '{router[0].type}', which learns nothing"
+        raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
+        if getattr(router and router[0], "correction_bias", False):
+            rule = self.objective.bias_rule
+            rate = getattr(rule, "rate", None)
+            return raise_loss if rate is None else f"raise objective.bias_rule.rate (now {rate:g})"
+        return (
+            f"{raise_loss}, or take {where}.router.type 'sigmoid_top_k', whose bias a rule balances"
+        )
+
+    def _capacity(self, layer: str | None) -> str:
+        ffn, where = self._ffn(layer)
+        factor = getattr(getattr(ffn, "capacity", None), "factor", None)
+        return f"{where}.capacity.factor" + ("" if factor is None else f" (now {factor:g})")
+
+    def _ffn(self, layer: str | None) -> tuple[Any, str]:
+        """The block of a layer, and where it stands in the YAML."""
+        number, is_inner = parse_layer(layer or "layer_00")
+        where = "model.ffn" if self.model.layer_ffns()[number] == self.model.ffn else "model.ffn_at"
+        ffn = self.model.routed_ffn(layer or "layer_00")
+        return ffn, f"{where}.ffn" if is_inner else where
+
+    def _lower_rate(self) -> str:
+        clip = self.trainer.gradient_clip_val
+        what = (
+            f"lower trainer.gradient_clip_val (now {clip:g})"
+            if clip
+            else "set trainer.gradient_clip_val"
+        )
+        return f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {what}"
+
+
+class AlarmRules:
+    """Reads rows in their order. An alarm rings when a trouble begins, not again while it lasts."""
+
+    def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
+        self.config = config
+        self.advice = advice
+        self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)
+        self._lasted: dict[tuple[AlarmKind, str | None], int] = {}
+        self._last_seen: dict[tuple[AlarmKind, str | None], int] = {}
+
+    def check(
+        self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
+    ) -> list[Alarm]:
+        """What begins to be wrong with a row of training.
+
+        Args:
+            step: the optimizer step the row was written at.
+            num_steps: how many steps it covers.
+            loss: mean cross-entropy of those that were taken; nan where none was.
+            routing: what was measured of each sparse layer over them.
+        """
+        troubles: list[_Trouble] = [("loss_spike", None, text) for text in self._of_loss(loss)]
+        for layer, values in routing.items():
+            troubles.extend((kind, layer, text) for kind, text in self._at_once(values))
+            lasting = dict(self._while_it_lasts(values))
+            for kind in _LASTING:
+                lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in lasting else 0
+                self._lasted[kind, layer] = lasted
+                if lasted >= self.config.after_steps:
+                    troubles.append((kind, layer, f"{lasting[kind]} for {lasted} steps"))
+        return [
+            Alarm(step, kind, layer, text, self.advice.against(kind, layer))
+            for kind, layer, text in troubles
+            if self._begins(step, num_steps, kind, layer)
+        ]
+
+    def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
+        """As `AlarmsConfig.not_judged`, for the rows that were checked."""
+        return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What earlier rows were like."""
+        return {
+            "losses": list(self._losses),
+            "lasted": [[*key, steps] for key, steps in self._lasted.items()],
+            "last_seen": [[*key, step] for key, step in self._last_seen.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self._lasted = {(kind, layer): steps for kind, layer, steps in state["lasted"]}
+        self._last_seen = {(kind, layer): step for kind, layer, step in state["last_seen"]}
+
+    def skipped(self, skipped: SkippedStep) -> list[Alarm]:
+        """What to say of a step that was not taken: nothing soon after another one."""
+        if not self._begins(skipped.step, 1, "skipped_step", None):
+            return []
+        limit = self.advice.trainer.guard.max_skipped_in_a_row
+        message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
+        advice = self.advice.against("skipped_step", None)
+        return [Alarm(skipped.step, "skipped_step", None, message, advice)]
+
+    def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
+        """Whether this was not seen for a while; a trouble that comes and goes rings once."""
+        before = self._last_seen.get((kind, layer))
+        self._last_seen[kind, layer] = step
+        return before is None or step - before > max(self.config.after_steps, num_steps)
+
+    def _of_loss(self, loss: float) -> Iterator[str]:
+        if math.isnan(loss):  # no step was taken, which has an alarm of its own
+            return
+        if len(self._losses) >= ROWS_BEFORE_SPIKES:
+            usual = median(self._losses)
+            if loss > self.config.loss_spike * usual > 0:
+                yield (
+                    f"train/loss {loss:.3f} is {loss / usual:.2f} times the median of the rows before, "
+                    f"{usual:.3f} (limit {self.config.loss_spike:g})"
+                )
+        self._losses.append(loss)
+
+    def _at_once(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+        """Troubles of a layer that need not last."""
+        if broken := int(values["nonfinite_tokens"]):
+            yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
+        limit = self.config.router_logit
+        # Of a window that was interrupted tokens have not been measured.
+        size = values["logit_max"].item() if "logit_max" in values else 0
+        if size > limit:
+            yield "exploding_logits", f"a router logit of {size:.3g} (limit {limit:g})"
+        if dead := int(values["dead_experts"]):
+            yield (
+                "dead_experts",
+                f"{dead} of {len(values['load'])} experts had no token in {self.config.after_steps} steps",
+            )
+
+    def _while_it_lasts(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+        """Troubles of a layer that pass by themselves at the start of a run."""
+        load, violation = values["load"].tolist(), values["max_violation"].item()
+        # At worst one expert is among those of every token, and has 1 / k of the pairs.
+        highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
+        limit = max(self.config.max_violation_share * highest, LEAST_COLLAPSE)
+        if violation > limit:
+            busiest = max(range(len(load)), key=load.__getitem__)
+            yield (
+                "collapse",
+                f"expert {busiest} takes {load[busiest]:.0%} of the pairs, MaxVio {violation:.2f} "
+                f"(limit {limit:.2f}),",
+            )
+        dropped = values["dropped_fraction"].item()
+        if dropped > self.config.dropped_fraction:
+            yield (
+                "dropped",
+                f"{dropped:.0%} of the pairs are dropped (limit {self.config.dropped_fraction:.0%}),",
+            )

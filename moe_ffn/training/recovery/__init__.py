@@ -1,0 +1,1 @@
+"""Surviving: checkpoints, steps that are skipped, and how a run ends before its last step."""

@@ -1,0 +1,303 @@
+"""One checkpoint on a disk: whole or not there, and never read when it is not what was written.
+
+The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the SHA-256 of
+all that stands before, so that one rename puts both in their place, and `torch.load` and `unzip` read it
+still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from moe_ffn.config import MOST
+from moe_ffn.errors import reason
+from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
+
+IDENTITY = "identity"
+"""The key under which is what a run has to agree in to go on from a checkpoint."""
+
+_ADVICE = re.compile(r"^Weights only load failed|weights_only")
+"""Lines in which torch says how to load a file all the same."""
+
+_ARCHIVE = b"PK\3\4"
+"""The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
+
+_LABEL = b"sha256:"
+_SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
+_NO_COMMENT = struct.pack("<H", 0)
+
+
+class CheckpointError(Exception):
+    """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
+
+
+def write_checkpoint(values: dict[str, Any], path: Path) -> None:
+    """Put `values` in the place of `path`, and return when they are on the disk.
+
+    Raises:
+        OSError: they cannot be written; `path` is what it was before.
+    """
+    make_folder(path.parent)
+    with replacing(path) as file:
+        try:
+            torch.save(values, file)
+        except RuntimeError as error:  # what torch makes of a full disk
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        _seal(file)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What was written to `path`, on the CPU. Runs no code that the file may hold.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    with _reading(path) as file:
+        _require_seal(file)
+        _require_archive(file)
+        values = torch.load(file, map_location="cpu", weights_only=True)
+    return _require_mapping(values)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """The file, and whatever it turns out to be as a CheckpointError."""
+    try:
+        with _open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({reason(error)})") from error
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds: pickle's, zip's, torch's
+        raise CheckpointError(
+            f"is no checkpoint of tensors and plain values ({_why(error)})"
+        ) from error
+
+
+def _require_mapping(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
+    return values
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What was written to `path`, its tensors not read before they are used, and nothing verified.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _reading(path) as file:
+        _require_archive(file)
+        values = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    return _require_mapping(values)
+
+
+def verify(path: Path) -> None:
+    """Read a file against its checksum.
+
+    Raises:
+        CheckpointError: it does not match.
+        OSError: it cannot be read.
+    """
+    with _open(path) as file:
+        _require_seal(file)
+
+
+def _why(error: Exception) -> str:
+    """Of all that torch says of a file, what it found, and not its advice to load it all the same."""
+    lines = [line.strip() for line in str(error).splitlines() if not _ADVICE.search(line)]
+    found = next(filter(None, lines), type(error).__name__)
+    return found.removeprefix("WeightsUnpickler error: ").partition(" Please use ")[0]
+
+
+def _open(path: Path) -> BinaryIO:
+    if (kind := kind_of(path)) not in (None, "a file"):
+        raise CheckpointError(f"is no file, but {kind}")
+    return open_file(path)
+
+
+def _seal(file: BinaryIO) -> None:
+    """Write the digest of all there is into the comment of the archive."""
+    file.seek(-len(_NO_COMMENT), 2)
+    if file.read() != _NO_COMMENT:
+        raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")
+    file.seek(-len(_NO_COMMENT), 2)
+    file.write(struct.pack("<H", _SEAL_BYTES))
+    digest = _digest(file, file.tell())
+    file.write(_LABEL + digest)
+
+
+def _require_seal(file: BinaryIO) -> None:
+    size = file.seek(0, 2)
+    if size == 0:
+        raise CheckpointError("is empty")
+    file.seek(max(size - _SEAL_BYTES, 0))
+    seal = file.read()
+    if not seal.startswith(_LABEL):
+        raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
+    if seal != _LABEL + _digest(file, size - len(seal)):
+        raise CheckpointError("does not match its checksum: it was damaged")
+
+
+def _require_archive(file: BinaryIO) -> None:
+    """Of anything else `torch.load` would guess what it is, and it has advice on loading each of them."""
+    file.seek(0)
+    if file.read(len(_ARCHIVE)) != _ARCHIVE:
+        raise CheckpointError(
+            "is no checkpoint of tensors and plain values (no archive of torch.save)"
+        )
+    file.seek(0)
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Of the first `size` bytes, after which the file stands then; in hexadecimal."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size:
+        block = file.read(min(size, 1 << 20))
+        if not block:
+            raise CheckpointError("was cut short while it was read")
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest().encode()
+
+
+BEST_NAME = "best.ckpt"
+"""The weights of the lowest validation loss, without what a run needs to go on."""
+
+_STEP_NAME = re.compile(r"step_([0-9]{8,})\.ckpt")
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}.ckpt"
+
+
+def step_of(path: Path) -> int:
+    """The optimizer step that a checkpoint's name says."""
+    match = _STEP_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def step_checkpoints(folder: Path) -> list[Path]:
+    """Those of steps, the newest first, good or not; none where there is no folder.
+
+    Raises:
+        OSError: it cannot be read, or is a link.
+    """
+    if kind_of(folder) is None:
+        return []
+    require_folder(folder)
+    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+_LONGEST_NAME = 200
+"""Characters of a name that is made longer; file systems take 255."""
+
+
+def step_inside(path: Path) -> int | None:
+    """The optimizer step of a checkpoint, read without its weights; None where it has none.
+
+    Whether the rest of the file is good is not looked at.
+    """
+    try:
+        step = peek(path).get("global_step")
+    except (CheckpointError, MemoryError):  # a damaged file may ask for any amount
+        return None
+    return step if type(step) is int and 0 <= step <= MOST else None
+
+
+def likely_step(path: Path) -> int:
+    """The step inside, or of a file that cannot be read the one in its name."""
+    step = step_inside(path)
+    return step_of(path) if step is None else step
+
+
+def is_misnamed(path: Path, step: int) -> bool:
+    """Whether the name of a checkpoint of `step` says another."""
+    return path.name != step_name(step)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints of steps, good or not; of two of one step the one that is named so is first."""
+    steps = {path: likely_step(path) for path in step_checkpoints(folder)}
+    return sorted(
+        steps,
+        key=lambda path: (steps[path], not is_misnamed(path, steps[path]), path.name),
+        reverse=True,
+    )
+
+
+def pass_over(path: Path, name: str | None = None) -> Path:
+    """Give a checkpoint a name under which nobody takes it for one; nothing is written over.
+
+    Args:
+        name: that it is known by; its own by default.
+    """
+    stem = f"{(name or path.name)[:_LONGEST_NAME]}.passed-over"
+    aside, number = path.with_name(stem), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{stem}-{number}")
+    return path.rename(aside)
+
+
+def put_names_right(folder: Path) -> list[tuple[str, str]]:
+    """Name every good checkpoint by the step inside it.
+
+    At any moment each has the name of some step, so that who dies in between leaves nothing in doubt. Of two
+    of one step the second of `newest_first` is passed over.
+
+    Returns:
+        the names of those that were misnamed, before and now.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    waiting: list[tuple[str, Path, int]] = []
+    for path in newest_first(folder):
+        step = _good_step(path)
+        if step is not None and is_misnamed(path, step):
+            waiting.append((path.name, path.rename(_free_place(folder)), step))
+    renamed: list[tuple[str, str]] = []
+    for name, path, step in waiting:
+        place = folder / step_name(step)
+        if os.path.lexists(place) and _good_step(place) != step:
+            pass_over(place)  # damaged, or it would be waiting too
+        now = pass_over(path, name) if os.path.lexists(place) else path.rename(place)
+        renamed.append((name, now.name))
+    return renamed
+
+
+def _good_step(path: Path) -> int | None:
+    """The step inside a checkpoint that matches its checksum."""
+    step = step_inside(path)
+    try:
+        if step is not None:
+            verify(path)
+    except (CheckpointError, OSError):
+        return None
+    return step
+
+
+def _free_place(folder: Path) -> Path:
+    """Named by a step that no run comes to, and no checkpoint has."""
+    step = MOST + 1
+    while os.path.lexists(folder / step_name(step)):
+        step += 1
+    return folder / step_name(step)

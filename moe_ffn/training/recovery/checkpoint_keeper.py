@@ -1,0 +1,289 @@
+"""When a run is saved, and which of its checkpoints stay."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import Callback
+
+from moe_ffn.errors import reason
+from moe_ffn.files import remove_unfinished, require_folder
+from moe_ffn.training.config import CheckpointsConfig
+from moe_ffn.training.module import LoadedBatch
+from moe_ffn.training.recovery.checkpoint_file import (
+    BEST_NAME,
+    IDENTITY,
+    CheckpointError,
+    likely_step,
+    newest_first,
+    put_names_right,
+    read_checkpoint,
+    step_name,
+    verify,
+    write_checkpoint,
+)
+from moe_ffn.training.recovery.outage import Outage
+
+SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
+"""A save that takes so long, and such a part of the time since the last one, is worth a line."""
+
+
+class SealedCheckpointIO(CheckpointIO):
+    """How Lightning writes and reads checkpoints here.
+
+    A failed save is remembered and not raised: the other ranks wait for the one that writes.
+    """
+
+    def __init__(self) -> None:
+        self.failure: OSError | None = None
+        """Of the last save; None where it succeeded."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        try:
+            write_checkpoint(checkpoint, Path(path))
+        except OSError as error:
+            self.failure = error
+        else:
+            self.failure = None
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+
+class CheckpointKeeper(Callback):
+    """Saves every few steps, and the weights of the lowest validation loss; keeps the last few.
+
+    A save that fails is tried again after the next step, then two, four and more steps later. The one
+    checkpoint that is good is never removed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointsConfig,
+        validate_every_n_steps: int,
+        identity: Mapping[str, Any],
+        on_saved: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """A keeper that writes into `folder`.
+
+        Args:
+            identity: plain values, which a checkpoint is to be made and loaded with alike.
+            on_saved: told, by the rank that writes, of which step there is a checkpoint now.
+        """
+        self.folder = folder
+        self.config = config
+        self.validate_every_n_steps = validate_every_n_steps
+        self.identity = dict(identity)
+        self.on_saved = on_saved
+        self.io = SealedCheckpointIO()
+        self.best_loss = float("inf")
+        self.missed_loss = float("inf")
+        """The lowest one whose weights the disk did not take."""
+        self.last_saved_step = -1
+        """The optimizer step of the newest save that succeeded; -1 before the first."""
+        self.problem = ""
+        """Why the newest step is not saved; empty where it is."""
+        self._patience = 0  # steps to wait after a save that failed; 0 where none did
+        self._failed_at = -1
+        self._outage = Outage(folder)
+        self._had_stopped = False  # early, when the checkpoint was made from which the run goes on
+        self._should_stop = False
+        self._saved_at = time.monotonic()
+        self._said_slow = self._said_broken = False
+
+    def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
+        """Whether an optimizer step is over with this batch: its last one, and no validation follows."""
+        is_last = (batch["index"] + 1) % trainer.accumulate_grad_batches == 0
+        return is_last and trainer.global_step % self.validate_every_n_steps != 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Only now are the files renamed: every rank has read the one that it goes on from."""
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            with suppress(OSError):  # they are known by what is in them, and only misleading
+                for before, now in put_names_right(self.folder):
+                    print(f"checkpoint: {before} is {now} now, by the step in it", file=sys.stderr)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Unless it goes on with more patience, or without that rule.
+        still = any(rule.wait_count >= rule.patience for rule in trainer.early_stopping_callbacks)
+        trainer.should_stop = trainer.should_stop or (self._had_stopped and still)
+        if trainer.is_global_zero:
+            with suppress(OSError):
+                require_folder(self.folder)
+                remove_unfinished(self.folder)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.is_between_steps(trainer, batch) and self._is_due(trainer.global_step):
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = float(trainer.callback_metrics["validation/loss"])
+        if loss < self.best_loss:
+            if self._write(trainer, BEST_NAME, partial(self._save_weights, trainer, loss)):
+                self.missed_loss = min(loss, self.missed_loss)
+            else:
+                self.best_loss = loss  # that of the file, which a later one has to beat
+                self.missed_loss = self.missed_loss if self.lacks_best else float("inf")
+        if trainer.state.fn == "fit" and self._is_due(trainer.global_step):
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save(trainer)
+
+    def save(self, trainer: Trainer) -> bool:
+        """Save the step that was made, unless it is saved already; every rank has to call it.
+
+        Returns:
+            whether there is a checkpoint of it.
+        """
+        step = trainer.global_step
+        if step == self.last_saved_step:
+            return True
+        self.problem = self._write(trainer, step_name(step), trainer.save_checkpoint)
+        if self.problem:
+            self._patience = min(max(2 * self._patience, 1), self._every)
+            self._failed_at = step
+            return False
+        self._patience = 0
+        self.last_saved_step = step
+        if trainer.is_global_zero:
+            self.on_saved(step)
+            self._remove_old(step)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_loss": self.best_loss,
+            "missed_loss": self.missed_loss,
+            "should_stop": self._should_stop,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_loss = state_dict["best_loss"]
+        self.missed_loss = state_dict["missed_loss"]
+        self._had_stopped = state_dict["should_stop"]
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[IDENTITY] = self.identity
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.last_saved_step = checkpoint["global_step"]
+
+    @property
+    def lacks_best(self) -> bool:
+        """Whether the weights of the lowest validation loss are not in the file of the best."""
+        return self.missed_loss < self.best_loss
+
+    @property
+    def _every(self) -> int:
+        return self.config.every_n_steps or self.validate_every_n_steps
+
+    def _is_due(self, step: int) -> bool:
+        if self._patience:
+            return step >= self._failed_at + self._patience
+        return step % self._every == 0
+
+    def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
+        """The weights, and of which run and step they are; nothing that only training needs."""
+        values = {
+            "state_dict": trainer.strategy.lightning_module_state_dict(),
+            "hyper_parameters": dict(trainer.lightning_module.hparams),
+            IDENTITY: self.identity,
+            "global_step": trainer.global_step,
+            "validation_loss": validation_loss,
+        }
+        trainer.strategy.save_checkpoint(values, path)
+        trainer.strategy.barrier()
+
+    def _write(self, trainer: Trainer, name: str, save: Callable[[Path], None]) -> str:
+        """Have `save` write a file, unless weights are broken.
+
+        Returns:
+            on every rank, why it is not there, or nothing.
+        """
+        broken = _first_broken(trainer.lightning_module)
+        if not trainer.strategy.reduce_boolean_decision(broken is None):
+            self._say_broken(trainer, broken)
+            return f"'{broken}' holds NaN or infinity" if broken else "another rank's are broken"
+        self._should_stop = trainer.should_stop
+        start = time.monotonic()
+        for logger in trainer.loggers:
+            logger.save()  # a run that goes on from here has to find the rows before
+        save(self.folder / name)
+        failure = self.io.failure
+        if trainer.is_global_zero:
+            self._say_if_slow(time.monotonic() - start)
+            if failure is None:
+                self._outage.succeeded()
+            else:
+                self._outage.failed(failure)
+        return trainer.strategy.broadcast("" if failure is None else reason(failure))
+
+    def _say_broken(self, trainer: Trainer, name: str | None) -> None:
+        if name is None or self._said_broken:
+            return
+        self._said_broken = True
+        print(
+            f"checkpoint: none of step {trainer.global_step}, nor until that is mended: '{name}' holds NaN "
+            f"or infinity; those in '{self.folder}' stay",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _say_if_slow(self, seconds: float) -> None:
+        now = time.monotonic()
+        share, self._saved_at = seconds / max(now - self._saved_at, seconds), now
+        if seconds > SLOW_SECONDS and share > SLOW_SHARE and not self._said_slow:
+            self._said_slow = True
+            print(
+                f"disk: a checkpoint took {seconds:.0f} s, {share:.0%} of the time since the last one; "
+                f"raise checkpoints.every_n_steps (now {self._every})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _remove_old(self, step: int) -> None:
+        """All but the newest few before `step`, once the file of `step` is known to be good."""
+        try:
+            old = [path for path in newest_first(self.folder) if likely_step(path) < step]
+            too_old = old[self.config.keep_last - 1 :]
+            if too_old:
+                verify(self.folder / step_name(step))
+        except (CheckpointError, OSError):
+            return
+        for path in too_old:
+            with suppress(OSError):  # what cannot be removed now is seen again at the next save
+                path.unlink(missing_ok=True)
+
+
+def _first_broken(module: torch.nn.Module) -> str | None:
+    """The first parameter that is not finite, or buffer with NaN; a buffer may be a mask of infinities."""
+    for name, value in module.named_parameters():
+        if not bool(value.isfinite().all()):
+            return name
+    for name, value in module.named_buffers():
+        if bool(value.isnan().any()):
+            return name
+    return None

@@ -1,0 +1,233 @@
+"""Which optimizer steps are taken, and when a run has to end: plain numbers, no trainer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from moe_ffn.config import Config
+from moe_ffn.training.objective import Objective
+
+
+class GuardConfig(Config, frozen=True):
+    """Which optimizer steps are skipped: those with NaN or infinity in the loss or the gradient, always, and
+    those with a loss that is far too high.
+    """
+
+    max_loss_ratio: float | None = Field(default=10.0, gt=1)
+    """Loss of a step over the median of the last 32 steps taken that is far too high; null: none is."""
+    max_skipped_in_a_row: int = Field(default=10, ge=1)
+    """So many steps skipped one after the other end the run, with exit code 3."""
+
+
+STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
+"""A loss is too high beside the median of the steps taken before it, once there are a few."""
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that was not taken: parameters, moments and biases are what they were."""
+
+    step: int
+    """Counted from 1, as in rows and alarms."""
+    reason: str
+    """What is wrong with its numbers: `its loss is nan`."""
+    began_in: str | None
+    """The module, parameter or loss where that began; None where it is not known."""
+    num_in_a_row: int
+    """How many steps were skipped since the last one that was taken, with this one."""
+
+    def __str__(self) -> str:
+        place = f", which began in {self.began_in}" if self.began_in else ""
+        return f"{self.reason}{place}"
+
+
+class Diverged(RuntimeError):  # noqa: N818 - what the run has done
+    """A run that cannot go on, or no longer learns."""
+
+    def __init__(self, step: int, problem: str) -> None:
+        """A run that ends at optimizer step `step` with a problem: what happened, and where it began."""
+        super().__init__(f"step {step}: {problem}")
+        self.step = step
+        self.problem = problem
+
+
+class StepGuard:
+    """Judges each step by its loss and gradient, and counts those that are skipped.
+
+    Every rank has to be given the same numbers.
+    """
+
+    def __init__(self, config: GuardConfig) -> None:
+        self.config = config
+        self.num_skipped = 0
+        """In the whole run."""
+        self.num_in_a_row = 0
+        """Since the last step that was taken."""
+        self.began_in: str | None = None
+        """Where the trouble of this row of skipped steps began, as far as is known."""
+        self._losses: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
+
+    def objection(self, loss: float, gradient_norm: float) -> str | None:
+        """Why a step with these numbers is not to be taken; None where it is."""
+        if not math.isfinite(loss):
+            return f"its loss is {loss}"
+        if not math.isfinite(gradient_norm):
+            return f"its gradient norm is {gradient_norm}"
+        limit = self.config.max_loss_ratio
+        if limit is not None and len(self._losses) >= STEPS_BEFORE_JUDGING:
+            usual = median(self._losses)
+            if loss > limit * usual > 0:
+                return (
+                    f"its loss {loss:.4g} is {loss / usual:.3g} times the median of the steps before, "
+                    f"{usual:.4g} (limit {limit:g})"
+                )
+        return None
+
+    def take(self, loss: float) -> None:
+        """The step is taken."""
+        self._losses.append(loss)
+        self.num_in_a_row = 0
+        self.began_in = None
+
+    def skip(self, step: int, reason: str, began_in: str | None) -> SkippedStep:
+        """The step is not taken; `began_in` where that was looked for and found."""
+        self.num_skipped += 1
+        self.num_in_a_row += 1
+        self.began_in = self.began_in or began_in
+        return SkippedStep(step, reason, self.began_in, self.num_in_a_row)
+
+    def require_progress(self, skipped: SkippedStep) -> None:
+        """Raise Diverged where too many steps were skipped in a row."""
+        limit = self.config.max_skipped_in_a_row
+        if skipped.num_in_a_row >= limit:
+            steps = "1 step was" if limit == 1 else f"{limit} steps in a row were"
+            raise Diverged(skipped.step, f"{steps} skipped; the last because {skipped}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, which a checkpoint loads without running code."""
+        return {
+            "num_skipped": self.num_skipped,
+            "num_in_a_row": self.num_in_a_row,
+            "began_in": self.began_in,
+            "losses": list(self._losses),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_skipped = state["num_skipped"]
+        self.num_in_a_row = state["num_in_a_row"]
+        self.began_in = state["began_in"]
+        self._losses = deque(state["losses"], maxlen=STEPS_OF_MEDIAN)
+
+
+def where_it_began(
+    model: nn.Module, batches: Iterable[Callable[[], Objective]], gradient_scale: float = 1.0
+) -> str | None:
+    """The first thing of a step that is not finite, by a name a person can look up; None if all is.
+
+    Leaves no hook and no gradient behind.
+
+    Args:
+        model: the module whose parts are named, by their paths in it.
+        batches: for each batch of the step a forward pass of it, with the randomness it had.
+        gradient_scale: what the loss was multiplied by before backward.
+    """
+    if name := nonfinite_value(model.state_dict()):
+        return f"the parameter {name}"
+    for forward in batches:
+        with _watched(model) as found:
+            losses = forward()
+        for name in (*found.begun, *found.reached, *_of_losses(losses)):
+            return name
+        for name in _of_gradients(model, losses.total * gradient_scale):
+            return f"the gradient of {name}"
+    return None
+
+
+def nonfinite_value(state: Mapping[str, Any]) -> str | None:
+    """The name of the first tensor in `state` with NaN or infinity; None without any."""
+    return next((name for name, value in state.items() if not _is_finite(value)), None)
+
+
+class _Found:
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        """Modules whose output was not finite although their input was, in the order of the pass."""
+        self.reached: list[str] = []
+        """What was not finite without any such module: something between two of them."""
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[_Found]:
+    """What the modules inside `model` are given and return until the block ends."""
+    found = _Found()
+
+    def before(name: str, inputs: Any) -> None:
+        if not found.begun and not _is_finite(inputs):
+            found.reached.append(f"the input of {name}")
+
+    def after(name: str, inputs: Any, output: Any) -> None:
+        if _is_finite(inputs) and not _is_finite(output):
+            found.begun.append(name)
+
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles += [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: before(name, (args, kwargs)), with_kwargs=True
+            ),
+            module.register_forward_hook(
+                lambda _, args, kwargs, output, name=name: after(name, (args, kwargs), output),
+                with_kwargs=True,
+            ),
+        ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_losses(losses: Objective) -> Iterator[str]:
+    if not _is_finite(losses.total):
+        parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
+        yield f"the objective's {nonfinite_value(parts) or 'total'}"
+
+
+def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
+    """The parameters whose gradient is not finite, in the order in which backward reaches them."""
+    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: list[str] = []
+
+    def look(name: str, gradient: Tensor) -> None:
+        if not _is_finite(gradient):
+            found.append(name)
+
+    handles = [
+        parameter.register_hook(lambda gradient, name=name: look(name, gradient))
+        for name, parameter in names.items()
+    ]
+    try:
+        # Unlike `backward` this adds to no `.grad`, and wakes nobody who waits for one, such as DDP.
+        torch.autograd.grad(loss, list(names.values()), allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _is_finite(values: Any) -> bool:
+    """Whether every tensor somewhere in `values` is; integers always are."""
+    return all(
+        bool(value.isfinite().all()) for value in tree_leaves(values) if isinstance(value, Tensor)
+    )

@@ -1,0 +1,142 @@
+"""What ends a run before its last step: a signal, its time, a loss that falls no more.
+
+Each after the step that the run is at, with a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+
+_ASKING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+    """A signal ended the run early."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        self.signum = signum
+        self.step = step
+        super().__init__(f"{signal.Signals(signum).name} after step {step}")
+
+
+class StopRequest:
+    """Whether a signal has asked this process to end; Ctrl-C a second time ends it at once."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        """The signal, or 0."""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process."""
+        before = {signum: signal.getsignal(signum) for signum in _ASKING}
+        self.listen()
+        try:
+            yield
+        finally:
+            if _is_main_thread():
+                for signum, handler in before.items():
+                    signal.signal(signum, handler)
+
+    def listen(self) -> None:
+        if _is_main_thread():
+            for signum in _ASKING:
+                signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.signum:
+            name = signal.Signals(signum).name
+            line = f"\n{name}: ending after this step (Ctrl-C once more ends at once)\n"
+            with suppress(OSError, ValueError):  # a standard error that is closed, or no file
+                os.write(sys.stderr.fileno(), line.encode())  # `print` may be what was interrupted
+        self.signum = signum
+
+
+class StopOnRequest(Callback):
+    """Saves and raises `Interrupted` on every rank, once one was asked to end.
+
+    Between steps alone, so that the checkpoint is one from which the run goes on as if nothing had been;
+    and after the validation of a step that has one.
+    """
+
+    def __init__(self, request: StopRequest, keeper: CheckpointKeeper) -> None:
+        self.request = request
+        self.keeper = keeper
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning has put its own handlers in the place of those that were there. Of several ranks they
+        # would end one while the others wait for it.
+        self.request.listen()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.keeper.is_between_steps(trainer, batch):
+            self._stop_before_the_next_step(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.request.listen()  # Lightning has done it again where this is no part of a fit
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._stop_before_the_next_step(trainer)
+        else:
+            self._stop_if_asked(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_if_asked(trainer)  # what is left, a last validation, may take long
+
+    def _stop_before_the_next_step(self, trainer: Trainer) -> None:
+        if trainer.global_step < trainer.max_steps and not trainer.should_stop:
+            self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        signum = self.request.signum
+        if trainer.world_size > 1:
+            asked = torch.tensor(signum, device=trainer.strategy.root_device)
+            signum = int(trainer.strategy.reduce(asked, reduce_op="max"))
+        if signum:
+            self.keeper.save(trainer)
+            raise Interrupted(signum, trainer.global_step)
+
+
+class StepTimer(Timer):
+    """Ends a run that has had its time, after the step it is at.
+
+    Lightning's own ends it after any batch, and what is accumulated of a step would be lost.
+    """
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch["index"] + 1) % trainer.accumulate_grad_batches == 0:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+
+class EarlyStoppingByOptions(EarlyStopping):
+    """Early stopping with the patience of the options, though a run may have begun with another."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+
+def _is_main_thread() -> bool:
+    """Only there may a process say what it does with signals."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,61 @@
+"""Text in, text out."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from moe_ffn.config import MOST, Config
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.generate import generate
+
+
+class SampleConfig(Config, frozen=True):
+    """The text that the trained model writes at the end."""
+
+    prompt: str | None = Field(default=None, min_length=1)
+    """What it starts from; by default the first words of the validation split."""
+    num_tokens: int = Field(default=256, ge=0, le=MOST)
+    """How many tokens to write; 0 writes none."""
+    temperature: float = Field(default=0.7, ge=0)
+    """Divides the logits; 0 always takes the most probable token."""
+    top_k: int | None = Field(default=40, ge=1, le=MOST)
+    """Choose among this many most probable tokens; null among all."""
+
+
+PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40
+"""Of the validation split at most so much is the prompt of a run that names none."""
+
+
+def first_words(data: PreparedData) -> str:
+    """The first words of the validation split, as they stand there."""
+    ids = data.validation[:PROMPT_TOKENS]
+    end = np.flatnonzero(ids == data.tokenizer.end_of_document)[:1]
+    # A character may be cut in two at the end.
+    text = data.tokenizer.decode(ids[: end[0]] if len(end) else ids).rstrip(
+        "\N{REPLACEMENT CHARACTER}"
+    )
+    words = re.match(rf"\s*(\S+\s+){{0,{PROMPT_WORDS - 1}}}\S+", text)
+    return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
+
+
+def sample_text(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
+) -> str:
+    """What the model makes of the prompt, without the prompt; the same for the same seed."""
+    device = next(decoder.parameters()).device
+    prompt_ids = tokenizer.encode(prompt.encode())
+    token_ids = generate(
+        decoder,
+        torch.tensor(prompt_ids, dtype=torch.int64, device=device),
+        options.num_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=torch.Generator(device).manual_seed(seed),
+    )
+    return tokenizer.decode(token_ids.cpu().numpy())
