@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_ffn.errors import ConfigError
 
-_MOST_NAMED = 10_000
+MAX_NAMED = 10_000
 """A megabyte of names and digests; of a corpus of more documents only their number and digest is kept."""
 
 
@@ -44,23 +44,6 @@ class Documents:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("the list of documents is damaged") from error
-
-
-class DocumentList:
-    """`Documents` in the making."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._digests: list[tuple[str, str]] = []
-
-    def add(self, name: str, sha256: str) -> None:
-        self._count += 1
-        if self._count <= _MOST_NAMED:
-            self._digests.append((name, sha256))
-
-    def finish(self, corpus_sha256: str) -> Documents:
-        all_named = self._count <= _MOST_NAMED
-        return Documents(corpus_sha256, self._count, tuple(self._digests) if all_named else None)
 
 
 def changed(before: Documents, now: Documents) -> str | None:

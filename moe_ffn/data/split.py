@@ -11,7 +11,7 @@ from typing import get_args
 import numpy as np
 
 from moe_ffn.data.corpus import Document, Split, text_boundary
-from moe_ffn.data.documents import DocumentList, Documents
+from moe_ffn.data.documents import MAX_NAMED, Documents
 from moe_ffn.errors import ConfigError
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
@@ -76,7 +76,8 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     """
     corpus = hashlib.sha256()
     fingerprint_list, size_list, place_list = array("Q"), array("Q"), bytearray()
-    documents_read, named = DocumentList(), False
+    digests: list[tuple[str, str]] = []
+    named = False
     for document in documents:
         named |= document.split is not None
         name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
@@ -84,7 +85,8 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
         for block in document.blocks:
             content.update(block)
             size += len(block)
-        documents_read.add(document.name, content.hexdigest())
+        if len(digests) <= MAX_NAMED:
+            digests.append((document.name, content.hexdigest()))
         given = "none" if document.split is None else document.split
         corpus.update(name + content.digest() + given.encode().ljust(16))
         fingerprint_list.append(_fingerprint(content))
@@ -117,7 +119,11 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
     elif not named:
         notes += _note_share(sizes, places, validation_percent)
     return SplitPlan(
-        documents=documents_read.finish(corpus.hexdigest()),
+        documents=Documents(
+            corpus_sha256=corpus.hexdigest(),
+            count=len(places),
+            digests=tuple(digests) if len(places) <= MAX_NAMED else None,
+        ),
         num_bytes=int(sizes.sum()),
         notes=notes,
         places=places,

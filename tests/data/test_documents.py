@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 
-import moe_ffn.data.documents as module
-from moe_ffn.data.documents import DocumentList, Documents, changed
+from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError
 
 
 def documents(**contents: str) -> Documents:
-    found = DocumentList()
-    for name, content in contents.items():
-        found.add(name, f"sha256 of {content}")
-    return found.finish(f"sha256 of {list(contents.items())}")
+    digests = tuple((name, f"sha256 of {content}") for name, content in contents.items())
+    return Documents(f"sha256 of {list(contents.items())}", len(digests), digests)
 
 
 BEFORE = documents(a="one", b="two", c="three")
@@ -42,18 +39,13 @@ def test_a_change_is_named(now: Documents, sentence: str | None) -> None:
 
 def test_two_documents_of_one_name_are_told_apart() -> None:
     def twice(first: str, second: str) -> Documents:
-        found = DocumentList()
-        found.add("a", first)
-        found.add("a", second)
-        return found.finish(first + second)
+        return Documents(first + second, 2, (("a", first), ("a", second)))
 
     assert changed(twice("x", "y"), twice("x", "z")) == "'a' has changed"
 
 
-def test_of_very_many_documents_only_the_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_NAMED", 2)
-    before, now = documents(a="1", b="2", c="3"), documents(a="1", b="2", c="4")
-    assert before.digests is None
+def test_of_very_many_documents_only_the_number_is_known() -> None:
+    before, now = Documents("before", 3, None), Documents("now", 3, None)
     assert (
         changed(before, now)
         == "the corpus changed: one of its 3 documents at least is not the same"

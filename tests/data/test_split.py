@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from moe_ffn.data import split as split_module
 from moe_ffn.data.corpus import Document, Split
 from moe_ffn.data.split import plan_split, split_pieces
 from moe_ffn.errors import ConfigError
@@ -170,3 +171,11 @@ def test_of_given_splits_no_share_was_asked_for() -> None:
     texts = [Document("a", [b"x" * 9], "train"), Document("b", [b"y" * 9], "validation")]
 
     assert plan_split(texts, 5).notes == ()
+
+
+def test_of_very_many_documents_no_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_module, "MAX_NAMED", 2)
+    texts = [Document(str(number), [b"text %d\n" % number]) for number in range(3)]
+    assert plan_split(texts[:2], 5).documents.digests is not None
+    many = plan_split(texts, 5).documents
+    assert (many.count, many.digests) == (3, None)
