@@ -110,12 +110,11 @@ def test_every_command_succeeds(
     if module in OF_A_RUN:
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
         capsys.readouterr()
-        program = module if module == "experiments.generate" else f"{module}.__main__"
-        assert run([program, *arguments]) == 0
+        assert run([module, *arguments]) == 0
         assert OF_A_RUN[module] in capsys.readouterr().out
         return
     if module == "experiments.dashboard":
-        assert run([f"{module}.__main__", *arguments, "--json", "-"]) == 0
+        assert run([module, *arguments, "--json", "-"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
     if module == "experiments.selftest":  # tests/selftest has the cases

@@ -21,11 +21,11 @@ from torch.optim.adamw import adamw
 
 from moe_ffn.training.optimizer import (
     MAX_RATE,
+    Betas,
+    DecoupledDecay,
     OptimizerConfig,
-    _Betas,
-    _DecoupledDecay,
-    _Rate,
-    _require_below_one,
+    Rate,
+    require_below_one,
     split_by_decay,
 )
 
@@ -37,6 +37,42 @@ FUSED = {"gate_up": 2}
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
+
+
+class MuonConfig(OptimizerConfig, frozen=True):
+    """Orthogonalised momentum for the matrices of the layers, AdamW for all else (Jordan et al. 2024).
+
+    Every expert's matrix is one of its own, and so are gate and up. All else is embeddings, an untied output
+    matrix, norms and biases.
+    """
+
+    type: Literal["muon"] = "muon"
+    learning_rate: Rate = 1e-2
+    """The full rate, before the schedule, and for AdamW's part too."""
+    weight_decay: DecoupledDecay = 0.1
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of the gradients."""
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+    ns_steps: int = Field(default=5, ge=1, lt=100)
+    """Newton-Schulz iterations that make a matrix orthogonal."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """The rate of a matrix (out, in): times 0.2 sqrt(max(out, in)), as large as a step of AdamW (Moonlight,
+    arXiv:2502.16982), or times sqrt(max(1, out / in)), for rates such as 0.02."""
+    adamw_learning_rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
+    """The full rate of what AdamW moves; null: learning_rate."""
+    adamw_betas: Betas = (0.9, 0.95)
+    """AdamW's decay of the running mean and of the running square."""
+    adamw_eps: float = Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator."""
+
+    @model_validator(mode="after")
+    def _check_betas(self) -> MuonConfig:
+        require_below_one("adamw_betas", self.adamw_betas)
+        return self
+
+    def build(self, model: nn.Module) -> Optimizer:
+        return Muon(muon_groups(model, self))
 
 
 def muon_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
@@ -159,39 +195,3 @@ def _rate_factor(adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
     if adjust_lr_fn == "original":
         return math.sqrt(max(1, num_rows / num_columns))
     return 0.2 * math.sqrt(max(num_rows, num_columns))
-
-
-class MuonConfig(OptimizerConfig, frozen=True):
-    """Orthogonalised momentum for the matrices of the layers, AdamW for all else (Jordan et al. 2024).
-
-    Every expert's matrix is one of its own, and so are gate and up. All else is embeddings, an untied output
-    matrix, norms and biases.
-    """
-
-    type: Literal["muon"] = "muon"
-    learning_rate: _Rate = 1e-2
-    """The full rate, before the schedule, and for AdamW's part too."""
-    weight_decay: _DecoupledDecay = 0.1
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of the gradients."""
-    nesterov: bool = True
-    """Look ahead along the momentum."""
-    ns_steps: int = Field(default=5, ge=1, lt=100)
-    """Newton-Schulz iterations that make a matrix orthogonal."""
-    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The rate of a matrix (out, in): times 0.2 sqrt(max(out, in)), as large as a step of AdamW (Moonlight,
-    arXiv:2502.16982), or times sqrt(max(1, out / in)), for rates such as 0.02."""
-    adamw_learning_rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
-    """The full rate of what AdamW moves; null: learning_rate."""
-    adamw_betas: _Betas = (0.9, 0.95)
-    """AdamW's decay of the running mean and of the running square."""
-    adamw_eps: float = Field(default=1e-8, gt=0)
-    """Added to AdamW's denominator."""
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> MuonConfig:
-        _require_below_one("adamw_betas", self.adamw_betas)
-        return self
-
-    def build(self, model: nn.Module) -> Optimizer:
-        return Muon(muon_groups(model, self))

@@ -19,15 +19,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from moe_ffn.config import TaggedConfig
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
-_Betas = Annotated[tuple[float, float], Field(strict=False)]
+Betas = Annotated[tuple[float, float], Field(strict=False)]
 
 MAX_RATE = 1e9
 """What float32 holds, with room for what it is multiplied by."""
 
-_Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
-_FullRate = Annotated[_Rate, Field(description="The full rate, before the schedule.")]
+Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
+_FullRate = Annotated[Rate, Field(description="The full rate, before the schedule.")]
 
-_DecoupledDecay = Annotated[
+DecoupledDecay = Annotated[
     float,
     Field(
         ge=0,
@@ -88,19 +88,19 @@ class _TorchOptimizerConfig(OptimizerConfig, frozen=True):
 class _AdamConfig(_TorchOptimizerConfig, frozen=True):
     """What Adam and its descendants share."""
 
-    betas: _Betas = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """Decay of the running mean and of the running square."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator."""
 
     @model_validator(mode="after")
     def _check_betas(self) -> _AdamConfig:
-        _require_below_one("betas", self.betas)
+        require_below_one("betas", self.betas)
         return self
 
 
 class _DecoupledAdamConfig(_AdamConfig, frozen=True):
-    weight_decay: _DecoupledDecay = 0.1
+    weight_decay: DecoupledDecay = 0.1
 
 
 class _CoupledConfig(_TorchOptimizerConfig, frozen=True):
@@ -167,7 +167,7 @@ class AdadeltaConfig(_CoupledConfig, frozen=True):
     """Steps in the units of the weights (Zeiler 2012)."""
 
     type: Literal["adadelta"] = "adadelta"
-    learning_rate: _Rate = 1.0
+    learning_rate: Rate = 1.0
     """The full rate, before the schedule; the paper has 1 too."""
     rho: float = Field(default=0.9, ge=0, lt=1)
     """Decay of both running squares."""
@@ -210,9 +210,9 @@ class AdafactorConfig(_TorchOptimizerConfig, frozen=True):
     """Squares by row and column alone, so hardly any memory (Shazeer & Stern 2018)."""
 
     type: Literal["adafactor"] = "adafactor"
-    learning_rate: _Rate = 3e-2
+    learning_rate: Rate = 3e-2
     """Largest step relative to the size of the weights, before the schedule; the paper has 0.01."""
-    weight_decay: _DecoupledDecay = 0.0
+    weight_decay: DecoupledDecay = 0.0
     beta2_decay: float = Field(default=-0.8, le=0)
     """The running square decays by 1 - step ** beta2_decay."""
     d: float = Field(default=1.0, ge=1)
@@ -220,7 +220,7 @@ class AdafactorConfig(_TorchOptimizerConfig, frozen=True):
     in_torch = "Adafactor"
 
 
-def _require_below_one(name: str, betas: tuple[float, float]) -> None:
+def require_below_one(name: str, betas: tuple[float, float]) -> None:
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name} must lie in [0, 1), got {list(betas)}")
 

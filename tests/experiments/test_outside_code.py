@@ -431,7 +431,7 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
         file.write(f"{MARKS}\n")
     for name, *argv in (
         ("generate", str(strange)),
-        ("trace.__main__", str(strange), "--text", "a"),
+        ("trace", str(strange), "--text", "a"),
         ("train", "--resume", str(strange)),
         ("train", "--resume", str(strange), "--print-config"),
     ):
@@ -442,7 +442,7 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
             in stderr
         )
     assert program("train", "--resume", str(strange), "--help")[0] == 0
-    assert program("report.__main__", str(strange))[0] == 0
+    assert program("report", str(strange))[0] == 0
     assert not Path("ran").exists()
     code, _, stderr = program("generate", str(strange), "--trust-code")
     assert code == 2

@@ -443,8 +443,8 @@ def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
     assert "layer 0" in out
 
 
-@pytest.mark.parametrize("program", ["trace.__main__", "generate"])
-def test_what_is_no_run_is_refused_without_waiting_for_torch(program: str) -> None:
+@pytest.mark.parametrize("program", ["trace", "generate"])
+def test_what_is_no_run_is_refused_without_waiting_for_lightning(program: str) -> None:
     code = f"""
 import sys
 from experiments.{program} import main
@@ -453,9 +453,9 @@ try:
     main(["runs/no", *sys.argv[1:]])
 except ConfigError as error:
     print(error)
-print("torch" in sys.modules)
+print("lightning" in sys.modules)
 """
-    options = ["--text", "a"] if program == "trace.__main__" else []
+    options = ["--text", "a"] if program == "trace" else []
     done = subprocess.run(
         [sys.executable, "-c", code, *options],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

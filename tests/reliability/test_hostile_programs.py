@@ -22,7 +22,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def train(*_: Any, **__: Any) -> None:
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("experiments.compare.train", train)
+    monkeypatch.setattr("moe_ffn.cli.compare.train", train)
 
 
 # -- configs
