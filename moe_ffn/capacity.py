@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config import MOST, Config
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, count_pairs
 from moe_ffn.sizes import ceil_of_share, share_of
 
@@ -37,12 +38,19 @@ class CapacityConfig(Config, frozen=True):
         return self.factor is not None or self.eval_factor is not None
 
     @property
-    def not_causal_because(self) -> str | None:
+    def not_causal_because(self) -> Refusal | None:
+        """Why a later token can displace an earlier one, and what to use instead; None if it cannot."""
         if self.drop == "position" or not self.is_limited:
             return None
-        return (
-            f"capacity.drop '{self.drop}' lets later tokens displace earlier ones; use 'position'"
+        return Refusal(
+            f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
         )
+
+    def limit(self, routing: Routing, *, training: bool) -> Routing:
+        """`limit` with these options; in evaluation nothing is random."""
+        factor = self.factor if training else self.eval_factor
+        drop = self.drop if training or self.drop != "random" else "position"
+        return limit(routing, factor, DROP_POLICIES[drop], renormalize=self.renormalize)
 
 
 Priority = Callable[[Routing], Tensor]

@@ -1,11 +1,12 @@
-"""Mistakes a person can mend, one sentence each: the key, what is wrong, and the fix."""
+"""Mistakes of the user, one sentence each: the key, what is wrong, and the fix."""
 
 from __future__ import annotations
 
 import difflib
 import reprlib
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,30 @@ from pydantic import ValidationError
 
 
 class ConfigError(ValueError):
-    """Input that a person can mend: one line per mistake, each naming the key or the file."""
+    """Input that is wrong: one line per mistake, each naming the key or the file."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a config does not go with what is around it, and what to do instead."""
+
+    reason: str
+    """Begins with the option at fault: `drop 'random' lets later tokens displace earlier ones`."""
+    advice: str
+    """`use 'position'`."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.advice}"
+
+    def inside(self, option: str) -> Refusal:
+        """The same from the config that holds the refusing one as `option`: `capacity.drop ...`."""
+        return replace(self, reason=f"{option}.{self.reason}")
+
+
+def first_refusal(parts: Mapping[str, Refusal | None]) -> Refusal | None:
+    """The first refusal among the parts of a config, given by the option that holds each."""
+    refusals = (refusal.inside(option) for option, refusal in parts.items() if refusal)
+    return next(refusals, None)
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -1,30 +1,43 @@
-"""What the routing of a layer is called, wherever it is kept: `layer_03`, and `layer_03/inner` for a sparse
-block inside a mixture of depths.
-"""
+"""Names of routings: `layer_03`, and `layer_03/inner` for a block inside the block of that layer."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import TypeVar
 
-_NAME = re.compile(r"layer_(\d{1,9})((?:/inner)*)")
+Value = TypeVar("Value")
+
+OWN = "routing"
+"""What a block calls the routing of its own router in `FFNOutput.routings`."""
+
+_NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
 
-def layer_names(index: int) -> dict[str, str]:
-    """What the routings of a layer are called, by their names in `FFNOutput`."""
-    return {"routing": f"layer_{index:02d}", "inner_routing": f"layer_{index:02d}/inner"}
+def layer_name(index: int) -> str:
+    """`layer_03`, the name of what the block of a layer calls `routing`."""
+    return f"layer_{index:02d}"
 
 
-def parse_layer(name: str) -> tuple[int, bool]:
-    """The number of a layer, and whether the name is of the block inside it."""
+def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    """What a block keeps by the names of its routings, by their names in what holds the block.
+
+    There the block's own routing is called `outer`, and another one `outer/name`.
+    """
+    return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
+
+
+def layer_number(name: str) -> int:
+    """The layer that a routing belongs to."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
-    return int(match[1]), bool(match[2])
+    return int(match[1])
 
 
-def is_inner(layer: str) -> bool:
-    """Whether a name is of a block inside the block of a layer, and not of the whole layer."""
-    return layer.endswith("/inner")
+def is_inner(name: str) -> bool:
+    """Whether a routing is of a block inside the block of a layer."""
+    return "/" in name
 
 
 def short_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The values every feed-forward block returns or reads: frozen, and pytrees to torch.
+"""The values that every feed-forward block reads and returns: frozen, and pytrees to torch.
 
 T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S sequence length
 """
@@ -6,21 +6,21 @@ T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 
-def summarize(value: Any, separator: str = ", ") -> str:
+def summarize(value: Any) -> str:
     """One line for a frozen value: `TokenContext(mask=bool[2, 16] on cpu)`. Tensors are named by dtype, shape
     and device, and what is None is left out. It reads no tensor.
     """
     items = [(field.name, getattr(value, field.name)) for field in fields(value)]
     parts = [f"{name}={brief(item)}" for name, item in items if item is not None]
-    return f"{type(value).__name__}({separator.join(parts)})"
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def brief(value: object) -> str:
@@ -97,18 +97,25 @@ class Routing:
     dropped_N: Tensor
     """bool, True where the expert's capacity was full, so that the pair is not computed."""
 
-    logits_TE: Tensor
-    """float32 (or wider), the router's scores before any normalisation."""
+    num_tokens: int
+    """T, padding included."""
 
-    scores_TE: Tensor
-    """float32 (or wider), after normalisation; each row is non-negative."""
-
-    mask_T: Tensor | None
-    """bool, True where a token is real; None when all are. Pairs of padded tokens are in the list, so
-    that shapes don't depend on data, but they are neither computed nor counted."""
+    num_experts: int
+    """E, those without a network included."""
 
     sequence_length: int
     """S; the position of token t in its sequence is t % S."""
+
+    mask_T: Tensor | None = None
+    """bool, True where a token is real; None when all are. Pairs of padded tokens are in the list, so
+    that shapes don't depend on data, but they are neither computed nor counted."""
+
+    logits_TE: Tensor | None = None
+    """float32 (or wider), the router's scores before any normalisation. None from a router that has too
+    many experts for a table of them; see `require`."""
+
+    scores_TE: Tensor | None = None
+    """float32 (or wider), after normalisation; each row is non-negative. None where `logits_TE` is."""
 
     capacity: Tensor | None = None
     """int64 scalar, the pairs one expert may take; None when dropless."""
@@ -129,15 +136,9 @@ class Routing:
     """How probable it was, over the router's noise, that each expert is among a token's k: the smooth
     count of noisy top-k routing; None elsewhere."""
 
-    shared_share: Tensor | None = None
-    """Scalar in [0, 1]: of what the block added for a token, the share that went past the routing, through
-    the shared expert: the mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms after
-    both were weighted. None without a shared expert."""
-
     def __repr__(self) -> str:
         """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
-        tensors = (self.logits_TE, self.token_ids_N)
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        if not isinstance(self.token_ids_N, Tensor) or not isinstance(self.weights_N, Tensor):
             return summarize(self)
         parts = [
             f"num_tokens={self.num_tokens}",
@@ -145,7 +146,7 @@ class Routing:
             f"num_experts={self.num_experts}",
             f"num_pairs={len(self.token_ids_N)}",
             *self._counted(),
-            f"{_dtype_name(self.logits_TE)} on {self.logits_TE.device}",
+            f"{_dtype_name(self.weights_N)} on {self.weights_N.device}",
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -168,20 +169,11 @@ class Routing:
         return parts
 
     @property
-    def num_tokens(self) -> int:
-        """T, padding included."""
-        return self.logits_TE.shape[0]
-
-    @property
     def num_real_tokens(self) -> Tensor:
         """int64 scalar: T without padding."""
         if self.mask_T is None:
-            return torch.tensor(self.num_tokens, device=self.logits_TE.device)
+            return torch.tensor(self.num_tokens, device=self.token_ids_N.device)
         return self.mask_T.sum()
-
-    @property
-    def num_experts(self) -> int:
-        return self.logits_TE.shape[1]
 
     @property
     def real_N(self) -> Tensor:
@@ -196,10 +188,24 @@ class Routing:
 
     @property
     def left_out_N(self) -> Tensor:
-        """bool: the others."""
+        """bool: pairs that no expert works on: dropped, of padding, or not chosen."""
         if self.chosen_N is None and self.mask_T is None:
             return self.dropped_N
         return self.dropped_N | ~self.real_N
+
+    def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
+        """The table of that name.
+
+        Raises:
+            ValueError: the router returns none; the sentence begins with `needed_by`, a loss or a metric.
+        """
+        found = self.logits_TE if table == "logits_TE" else self.scores_TE
+        if found is None:
+            raise ValueError(
+                f"{needed_by} needs {table}, a number for each expert and token, which this router does "
+                f"not return for its {self.num_experts} experts"
+            )
+        return found
 
     def detach(self) -> Self:
         """The same values cut from the graph: what metrics may keep."""
@@ -218,14 +224,27 @@ class FFNOutput:
     hidden: Tensor
     """The shape and dtype of the block's input."""
 
-    routing: Routing | None = None
-    """Where the tokens went; None where nothing was routed."""
+    routings: dict[str, Routing] = field(default_factory=dict)
+    """Where the tokens went, by name: `routing` for the block's own router, `inner` for that of a sparse
+    block inside a mixture of depths. Empty where nothing was routed."""
 
-    inner_routing: Routing | None = None
-    """Where a sparse block inside this one sent the tokens it was given (mixture-of-depths)."""
+    shared_shares: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars in [0, 1], under the name of the routing beside which a shared expert stands: of what the block
+    added for a token, the share of the shared expert; see `ffn.shared_expert.share_of_norms`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.routings, Routing):
+            raise TypeError("FFNOutput.routings is a mapping; use {'routing': routing}")
+
+    @property
+    def routing(self) -> Routing | None:
+        """The first of the routings; None where nothing was routed."""
+        return next(iter(self.routings.values()), None)
 
     def __repr__(self) -> str:
-        return summarize(self, separator=",\n    ")
+        routings = (f"{name}={brief(routing)}" for name, routing in self.routings.items())
+        lines = ",\n    ".join([f"hidden={brief(self.hidden)}", *routings])
+        return f"{type(self).__name__}({lines})"
 
 
 F = TypeVar("F", bound=Callable[..., Any])

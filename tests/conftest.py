@@ -73,6 +73,8 @@ def make_routing() -> Callable[..., Routing]:
             "expert_ids_N": torch.tensor(expert_ids_TK).flatten(),
             "weights_N": torch.full((num_tokens * k,), 1 / k),
             "dropped_N": torch.zeros(num_tokens * k, dtype=torch.bool),
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
             "logits_TE": torch.zeros(num_tokens, num_experts),
             "scores_TE": torch.full((num_tokens, num_experts), 1 / num_experts),
             "mask_T": None,

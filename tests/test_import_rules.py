@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": FOUNDATION | {"ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
-    "training": FOUNDATION | {"balancing", "metrics", "model", "data", "routing"},
+    "training": FOUNDATION | {"balancing", "metrics", "model", "data", "ffn", "routing"},
 }
 for _room, _below in {
     # A run's folder and all that is read back from it; figures and pages of it; the programs.

@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.layer_names import is_inner, layer_names, parse_layer, short_name
+from moe_ffn.layer_names import is_inner, layer_name, layer_number, short_name, within
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"), [("layer_03", "3"), ("layer_12", "12"), ("layer_00/inner", "0 inner")]
+    ("layer", "name"),
+    [
+        ("layer_03", "3"),
+        ("layer_12", "12"),
+        ("layer_00/inner", "0 inner"),
+        ("layer_00/inner/step_2", "0 inner step_2"),
+    ],
 )
 def test_short_names(layer: str, name: str) -> None:
     assert short_name(layer) == name
@@ -17,13 +23,13 @@ def test_another_name_is_shown_as_it_is() -> None:
 
 
 def test_names_are_read_as_they_are_given() -> None:
-    names = layer_names(7)
-    assert parse_layer(names["routing"]) == (7, False)
-    assert parse_layer(names["inner_routing"]) == (7, True)
-    assert not is_inner(names["routing"])
-    assert is_inner(names["inner_routing"])
+    inner = within("inner", {"routing": 1, "step_2": 2})
+    names = within(layer_name(7), {"routing": 0} | inner)
+    assert names == {"layer_07": 0, "layer_07/inner": 1, "layer_07/inner/step_2": 2}
+    assert [layer_number(name) for name in names] == [7, 7, 7]
+    assert [is_inner(name) for name in names] == [False, True, True]
 
 
 def test_what_is_no_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a layer is called like 'layer_03' .*, got 'layer_x'"):
-        parse_layer("layer_x")
+        layer_number("layer_x")

@@ -154,6 +154,8 @@ def tutels_importance_and_load() -> float:
     Its load is Phi((p - threshold) / (1 / E)), with the k-th logit as the threshold of probabilities.
     """
     routing = softmax(2)
+    assert routing.logits_TE is not None
+    assert routing.scores_TE is not None
     threshold_T1 = routing.logits_TE.topk(2).values[:, -1:]
     load_TE = torch.special.ndtr((routing.scores_TE - threshold_T1) * 8)
     return (cv_squared(routing.scores_TE.sum(0)) + cv_squared(load_TE.sum(0))).item() / 2

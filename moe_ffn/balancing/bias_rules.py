@@ -23,6 +23,11 @@ from moe_ffn.outputs import Routing
 class BiasRuleConfig(TaggedConfig, frozen=True):
     """Moves the correction bias of routers towards balance, once per optimizer step, without a loss."""
 
+    @property
+    def advice(self) -> str | None:
+        """Which option to change where routers stay unbalanced, with its value now; None without any."""
+        return None
+
     @abstractmethod
     def build(self) -> BiasRule: ...
 
@@ -38,6 +43,10 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
     """How far a bias moves per optimizer step."""
     centre: bool = False
     """Subtract the mean from each step's move, as torchtitan does."""
+
+    @property
+    def advice(self) -> str:
+        return f"raise objective.bias_rule.rate (now {self.rate:g})"
 
     def build(self) -> BiasRule:
         return SignRule(self)
@@ -113,11 +122,11 @@ class QuantileRule(BiasRule):
         self.ema = config.ema
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        num_tokens, num_experts = routing.scores_TE.shape
+        scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
+        num_tokens, num_experts = scores_TE.shape
         k = len(routing.token_ids_N) // max(num_tokens, 1)
         if num_tokens == 0 or k == num_experts:  # nothing to choose
             return -bias_E
-        scores_TE = routing.scores_TE.detach()
         needed_T1 = (scores_TE + bias_E).topk(k + 1, dim=-1).values[:, -1:]
         excess_TE = scores_TE - needed_T1
         if routing.mask_T is not None:

@@ -26,9 +26,8 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
-    return load_times_scores(
-        pairs_per_expert(routing), _sum_of_scores(routing), routing.num_real_tokens
-    )
+    scores_E = _sum_of_scores(routing, "load_balance")
+    return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
 
 def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
@@ -51,7 +50,7 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
             "use load_balance"
         )
     load_E = sum(pairs_per_expert(routing) for routing in layers)
-    scores_E = sum(_sum_of_scores(routing) for routing in layers)
+    scores_E = sum(_sum_of_scores(routing, "load_balance_pooled") for routing in layers)
     num_tokens = sum(routing.num_real_tokens for routing in layers)
     assert isinstance(load_E, Tensor)
     assert isinstance(scores_E, Tensor)
@@ -66,7 +65,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     """
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
-    real_TE = real_only(normalized_scores(routing), routing)
+    real_TE = real_only(normalized_scores(routing, "load_balance_sequence"), routing)
     scores_BE = reduce(real_TE, "(b s) e -> b e", "sum", s=length)
     num_tokens_B = torch.full((len(pairs_BE),), length, device=pairs_BE.device)
     if routing.mask_T is not None:
@@ -87,7 +86,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
         num_tokens: real tokens, summed alike.
     """
-    return load_times_scores(pairs_E, _sum_of_scores(routing), num_tokens)
+    return load_times_scores(pairs_E, _sum_of_scores(routing, "load_balance_global"), num_tokens)
 
 
 @takes_routing
@@ -121,7 +120,8 @@ def load_cv2_loss(routing: Routing) -> Tensor:
 @takes_routing
 def router_z_loss(routing: Routing) -> Tensor:
     """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small."""
-    return mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing)
+    logits_TE = routing.require("logits_TE", "router_z")
+    return mean_over_tokens(logits_TE.logsumexp(dim=-1).square(), routing)
 
 
 @takes_routing
@@ -131,7 +131,8 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
     2024, arXiv:2403.07652, equation 6).
     """
-    return mean_over_tokens(token_entropy(normalized_scores(routing)), routing)
+    scores_TE = normalized_scores(routing, "router_entropy")
+    return mean_over_tokens(token_entropy(scores_TE), routing)
 
 
 @takes_routing
@@ -146,9 +147,10 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     """
     if routing.target_k is None:
         raise ValueError("relu_sparsity needs a router that has a target_k, such as 'relu'")
-    pairs_E = pairs_per_expert(routing).to(routing.scores_TE.dtype)
+    scores_TE = routing.require("scores_TE", "relu_sparsity")
+    pairs_E = pairs_per_expert(routing).to(scores_TE.dtype)
     share_E = pairs_E / routing.num_real_tokens.clamp(min=1) / routing.target_k
-    scores_E = mean_over_tokens(routing.scores_TE, routing)
+    scores_E = mean_over_tokens(scores_TE, routing)
     return routing.num_experts * (share_E * scores_E).sum()
 
 
@@ -191,9 +193,9 @@ def pairs_per_sequence(routing: Routing) -> Tensor:
     return rearrange(pairs, "(b e) -> b e", e=num_experts)
 
 
-def normalized_scores(routing: Routing) -> Tensor:
-    """(T, E): each token's scores, divided by their sum."""
-    scores_TE = routing.scores_TE
+def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") -> Tensor:
+    """(T, E): each token's scores, divided by their sum; see `Routing.require`."""
+    scores_TE = routing.require("scores_TE", needed_by)
     # Larger than the least number there is, so that no gradient divided by it overflows.
     limits = torch.finfo(scores_TE.dtype)
     return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=limits.tiny / limits.eps)
@@ -218,9 +220,9 @@ def real_only(values: Tensor, routing: Routing) -> Tensor:
     return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
-def _sum_of_scores(routing: Routing) -> Tensor:
+def _sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
     """(E,): each expert's normalised score, summed over the real tokens."""
-    return real_only(normalized_scores(routing), routing).sum(dim=0)
+    return real_only(normalized_scores(routing, needed_by), routing).sum(dim=0)
 
 
 def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MOST, TaggedConfig, describe_options
 from moe_ffn.dispatch import Plan
-from moe_ffn.sizes import (
-    init_linear_,
-)
+from moe_ffn.errors import Refusal
+from moe_ffn.kernels.select import BACKEND_DEVICES
+from moe_ffn.sizes import init_linear_
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
@@ -36,8 +36,12 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         """Forward FLOPs of one expert on one token."""
 
+    def refusal_on(self, device: str) -> Refusal | None:
+        """Why the experts do not run on a kind of device, `cpu` or `cuda`; None where they do."""
+        return None
 
-class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
+
+class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
     d_ff: int | None = Field(default=None, ge=1, le=MOST)
@@ -48,6 +52,14 @@ class _MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """Probability of zeroing an activated hidden unit, in training."""
     backend: Literal["auto", "loop", "bmm", "cpu", "grouped_mm", "triton"] = "auto"
     """How the products are computed; every backend gives the same result."""
+
+    def refusal_on(self, device: str) -> Refusal | None:
+        needed = BACKEND_DEVICES.get(self.backend, device)
+        if needed == device:
+            return None
+        return Refusal(
+            f"backend ({self.backend}) runs on {needed}, but this run is on {device}", "use auto"
+        )
 
 
 class Experts(nn.Module, ABC):

@@ -14,18 +14,18 @@ from torch import Tensor
 from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
 from moe_ffn.config import MOST
 from moe_ffn.dispatch import Plan
-from moe_ffn.experts.base import Experts, _MatrixExpertsConfig, describe_experts, stacked_linear
+from moe_ffn.experts.base import Experts, MatrixExpertsConfig, describe_experts, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.sizes import gated_params, gated_width, linear_flops
 
 
-class ThreeMatrixExpertsConfig(_MatrixExpertsConfig, frozen=True):
+class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
 
     @property
     def clamped(self) -> ClampedSwiGLU | None:
-        """What stands for activation(gate) * up; None where that is what is computed."""
+        """Computes the hidden units instead of activation(gate) * up; None for that product."""
         return None
 
     @property

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moe_ffn.activations import Activation
 from moe_ffn.dispatch import Plan
-from moe_ffn.experts.base import Experts, _MatrixExpertsConfig, describe_experts, stacked_linear
+from moe_ffn.experts.base import Experts, MatrixExpertsConfig, describe_experts, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.sizes import linear_flops, mlp_params, round_width
 
 
-class MLPExpertsConfig(_MatrixExpertsConfig, frozen=True):
+class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
     """Plain experts: down(act(up x)). The experts of a token share a width of 4 * d_model."""
 
     type: Literal["mlp"] = "mlp"

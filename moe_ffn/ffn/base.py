@@ -1,15 +1,72 @@
-"""The one interface of every feed-forward block."""
+"""The interface of every feed-forward block: `FFNConfig` builds an `FFNBlock`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from torch import Tensor, nn
 
+from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import TaggedConfig
+from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.ffn.zero_computation import ZeroComputationConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
+
+
+@dataclass(frozen=True)
+class RouterInfo:
+    """One router of a block: what it chooses from, and what stands around it."""
+
+    router: RouterConfig
+
+    num_experts: int
+    """What it chooses from."""
+
+    zero_computation: ZeroComputationConfig = field(default_factory=ZeroComputationConfig)
+    """The experts without a network, which are the last of them."""
+
+    capacity: CapacityConfig = field(default_factory=CapacityConfig)
+    """How many tokens one of them takes."""
+
+    shared_expert: FFNConfig | None = None
+    """The block that every token passes through beside them."""
+
+    is_gate: bool = False
+    """True where tokens that it does not choose pass by a whole block, and the routings of that block are
+    of the chosen ones alone."""
+
+    path: str = ""
+    """The option that holds the router's block, from the config that was asked: `ffn`; empty for its own."""
+
+    @property
+    def num_networks(self) -> int:
+        """The experts with a network, which are the first."""
+        return self.num_experts - self.zero_computation.total
+
+    def expert_names(self) -> tuple[str, ...]:
+        """The number of each expert, after a word where it has no network: `7`, `copy8`."""
+        words = [""] * self.num_networks + self.zero_computation.words()
+        return tuple(f"{word}{number}" for number, word in enumerate(words))
+
+    def inside(self, option: str) -> Self:
+        """The same for the config that holds the block as `option`."""
+        return replace(self, path=f"{option}.{self.path}" if self.path else option)
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The experts of a block, and what they are built with."""
+
+    config: ExpertsConfig
+    num_experts: int
+    experts_per_token: float
+
+    def build(self, d_model: int) -> Experts:
+        return self.config.build(d_model, self.num_experts, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):
@@ -23,7 +80,7 @@ class FFNConfig(TaggedConfig, frozen=True):
     """True where each token uses a part of the parameters, so that the block returns a Routing."""
 
     @property
-    def not_causal_because(self) -> str | None:
+    def not_causal_because(self) -> Refusal | None:
         """Why a token's output may depend on later tokens, and what to use instead; None if causal."""
         return None
 
@@ -31,9 +88,25 @@ class FFNConfig(TaggedConfig, frozen=True):
     def is_causal(self) -> bool:
         return self.not_causal_because is None
 
-    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
-        """The routers of the block, named as in `FFNOutput`, and what each has to choose from."""
+    def routers(self) -> dict[str, RouterInfo]:
+        """The routers of the block, named as in `FFNOutput.routings`."""
         return {}
+
+    def inner_blocks(self) -> dict[str, FFNConfig]:
+        """The blocks that this one holds, by the option that holds each."""
+        return {}
+
+    @property
+    def expert_stack(self) -> ExpertStack | None:
+        """The experts in the option `experts`; None for a block without any."""
+        return None
+
+    def refusal_on(self, device: str) -> Refusal | None:
+        """Why the block, or one inside it, does not run on a kind of device, `cpu` or `cuda`."""
+        parts = {option: block.refusal_on(device) for option, block in self.inner_blocks().items()}
+        if self.expert_stack is not None:
+            parts["experts"] = self.expert_stack.config.refusal_on(device)
+        return first_refusal(parts)
 
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock: ...
@@ -76,7 +149,7 @@ class FFNBlock(nn.Module, ABC):
             context: padding mask and token ids, for the blocks that need them; see `TokenContext`.
 
         Returns:
-            hidden, of the shape and dtype of `x`, and the routing, None for a dense block.
+            hidden, of the shape and dtype of `x`, and the routings by name, none for a dense block.
 
         Raises:
             TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` and
@@ -85,5 +158,5 @@ class FFNBlock(nn.Module, ABC):
         """
 
     def routers(self) -> dict[str, Router]:
-        """The routers behind the Routings that this block returns, under their names in `FFNOutput`."""
+        """The routers behind `FFNOutput.routings`, under the same names."""
         return {}

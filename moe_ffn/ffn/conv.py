@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.activations import Activation, activation_function
 from moe_ffn.config import MOST
+from moe_ffn.errors import Refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops, linear_params
@@ -42,11 +43,11 @@ class ConvConfig(FFNConfig, frozen=True):
     """Probability of zeroing a hidden unit, in training."""
 
     @property
-    def not_causal_because(self) -> str | None:
+    def not_causal_because(self) -> Refusal | None:
         if self.causal or self.kernel_size == 1:
             return None
-        return (
-            f"its causal (false) with kernel_size ({self.kernel_size}) looks ahead; set it to true"
+        return Refusal(
+            f"causal (false) with kernel_size ({self.kernel_size}) looks ahead", "set it to true"
         )
 
     def width(self, d_model: int) -> int:

@@ -5,6 +5,7 @@ B sequences, S tokens of a sequence, M the most tokens of one sequence that pass
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,9 +13,10 @@ from einops import rearrange, repeat
 from pydantic import model_validator
 from torch import Tensor
 
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.layer_names import within
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
@@ -57,20 +59,22 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         return self.router.experts_per_token(1)
 
     @property
-    def not_causal_because(self) -> str | None:
-        if self.router.not_causal_because:
-            return self.router.not_causal_because.replace("'top_k'", "'relu'")
-        if isinstance(self.ffn, MoEConfig) and self.ffn.capacity.is_limited:
-            return (
-                "its ffn.capacity grows with the number of tokens chosen, later ones among them; set "
-                "ffn.capacity.factor and eval_factor to null"
+    def not_causal_because(self) -> Refusal | None:
+        if refusal := self.router.not_causal_because:
+            return replace(refusal, advice="use 'relu'").inside("router")
+        if any(info.capacity.is_limited for info in self.ffn.routers().values()):
+            return Refusal(
+                "ffn.capacity grows with the number of tokens chosen, later ones among them",
+                "set ffn.capacity.factor and eval_factor to null",
             )
-        return self.ffn.not_causal_because
+        return first_refusal({"ffn": self.ffn.not_causal_because})
 
-    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
-        inner = self.ffn.routers()
-        routers = {"routing": (self.router, 1)}
-        return routers | ({"inner_routing": inner["routing"]} if inner else {})
+    def routers(self) -> dict[str, RouterInfo]:
+        inner = {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
+        return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)
+
+    def inner_blocks(self) -> dict[str, FFNConfig]:
+        return {"ffn": self.ffn}
 
     def build(self, d_model: int) -> FFNBlock:
         return MixtureOfDepthsFFN(self, d_model)
@@ -121,7 +125,7 @@ class MixtureOfDepthsFFN(FFNBlock):
         index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
         mask_BM = chosen_BS.gather(1, picked_BM)
         inner = self.ffn(
-            # Whoever fills up a sequence may hold what overflows in the block: times 0, a NaN.
+            # A token that fills up a sequence may overflow in the block, and times 0 be NaN.
             x_BSD.gather(1, index_BMD).masked_fill(~mask_BM.unsqueeze(-1), 0),
             TokenContext(
                 mask=mask_BM,
@@ -132,14 +136,17 @@ class MixtureOfDepthsFFN(FFNBlock):
         passed_BMD = weights_BM1 * inner.hidden
         hidden = torch.zeros(x_BSD.shape, dtype=passed_BMD.dtype, device=x.device)
         hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
-        return FFNOutput(hidden.reshape(x.shape), routing, inner.routing)
+        return FFNOutput(
+            hidden.reshape(x.shape),
+            {"routing": routing} | within("inner", inner.routings),
+            within("inner", inner.shared_shares),
+        )
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}"
 
     def routers(self) -> dict[str, Router]:
-        inner = self.ffn.routers()
-        return {"routing": self.router} | ({"inner_routing": inner["routing"]} if inner else {})
+        return {"routing": self.router} | within("inner", self.ffn.routers())
 
     @staticmethod
     def _picked_ids(flat: TokenContext, picked_BM: Tensor, length: int) -> Tensor | None:

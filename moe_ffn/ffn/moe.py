@@ -11,12 +11,13 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_ffn.capacity import DROP_POLICIES, CapacityConfig, Priority, limit
+from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import MOST, describe_options
 from moe_ffn.dispatch import make_plan
+from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.gated import GatedExpertsConfig
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
@@ -48,7 +49,7 @@ class MoEConfig(FFNConfig, frozen=True):
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MoEConfig:
         self._check_router()
-        if self.shared_expert is None and self.combine.type != "sum":
+        if self.shared_expert is None and self.combine != SumConfig():
             raise ValueError(
                 f"combine.type ('{self.combine.type}') joins a shared expert, but shared_expert is "
                 "null; give it one, such as 'swiglu', or leave combine out"
@@ -83,12 +84,26 @@ class MoEConfig(FFNConfig, frozen=True):
         return self.router.experts_per_token(self.num_routable) * share
 
     @property
-    def not_causal_because(self) -> str | None:
-        shared = self.shared_expert.not_causal_because if self.shared_expert else None
-        return self.router.not_causal_because or self.capacity.not_causal_because or shared
+    def not_causal_because(self) -> Refusal | None:
+        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
+        return first_refusal({option: part.not_causal_because for option, part in parts.items()})
 
-    def routers(self) -> dict[str, tuple[RouterConfig, int]]:
-        return {"routing": (self.router, self.num_routable)}
+    def routers(self) -> dict[str, RouterInfo]:
+        info = RouterInfo(
+            self.router,
+            self.num_routable,
+            self.zero_computation,
+            self.capacity,
+            self.shared_expert,
+        )
+        return {"routing": info}
+
+    def inner_blocks(self) -> dict[str, FFNConfig]:
+        return {} if self.shared_expert is None else {"shared_expert": self.shared_expert}
+
+    @property
+    def expert_stack(self) -> ExpertStack:
+        return ExpertStack(self.experts, self.num_experts, self.experts_per_token)
 
     def build(self, d_model: int) -> FFNBlock:
         return MoEFFN(self, d_model)
@@ -129,7 +144,7 @@ class MoEConfig(FFNConfig, frozen=True):
 class MoEFFN(FFNBlock):
     """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    flatten -> route -> limit -> plan -> experts -> unflatten -> add shared
+    flatten -> route -> limit -> plan -> experts -> add those without a network -> add shared
     """
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
@@ -138,7 +153,7 @@ class MoEFFN(FFNBlock):
         self.num_experts = config.num_experts
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
-        self.experts = config.experts.build(d_model, config.num_experts, config.experts_per_token)
+        self.experts = config.expert_stack.build(d_model)
         self.zero_computation = self.shared_expert = None
         if config.zero_computation.total:
             self.zero_computation = ZeroComputationExperts(config.zero_computation, d_model)
@@ -148,23 +163,24 @@ class MoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model)
-        x_TD, flat_context = flatten_tokens(x, context)
-        routing = self.router(x_TD, flat_context)
-        routing = limit(
-            routing, self.capacity_factor, self.drop, renormalize=self.capacity.renormalize
-        )
+        x_TD, flat = flatten_tokens(x, context)
+        routing = self.router(x_TD, flat)
+        routing = self.capacity.limit(routing, training=self.training)
         plan = make_plan(routing, self.num_experts)
         y_TD = self.experts(x_TD, plan)
         if self.zero_computation is not None:
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
-        hidden = y_TD.view_as(x)
-        if self.shared_expert is not None:
-            clean = x_TD.view(x.shape)  # zero where it is padding
-            shared = self.shared_expert(clean, context).hidden
-            routed, shared = self.combine(hidden, shared, clean)
-            share = share_of_norms(shared, routed, routing.mask_T)
-            hidden, routing = routed + shared, replace(routing, shared_share=share)
-        return FFNOutput(hidden, routing)
+        output = FFNOutput(y_TD.view_as(x), {"routing": routing})
+        return self._add_shared(output, x_TD.view_as(x), context)
+
+    def _add_shared(self, output: FFNOutput, x: Tensor, context: TokenContext | None) -> FFNOutput:
+        """The routed output and the shared expert's together; `x` is zero where it is padding."""
+        if self.shared_expert is None:
+            return output
+        shared = self.shared_expert(x, context).hidden
+        routed, shared = self.combine(output.hidden, shared, x)
+        share = share_of_norms(shared, routed, None if context is None else context.mask)
+        return replace(output, hidden=routed + shared, shared_shares={"routing": share})
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, d_model={self.d_model}"
@@ -175,15 +191,3 @@ class MoEFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router}
-
-    @property
-    def capacity_factor(self) -> float | None:
-        """Training and evaluation each have their own; None drops nothing."""
-        return self.capacity.factor if self.training else self.capacity.eval_factor
-
-    @property
-    def drop(self) -> Priority:
-        """Whom an expert serves first; nothing is random in evaluation."""
-        if self.capacity.drop == "random" and not self.training:
-            return DROP_POLICIES["position"]
-        return DROP_POLICIES[self.capacity.drop]

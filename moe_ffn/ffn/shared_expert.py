@@ -1,4 +1,4 @@
-"""How a shared expert's output joins the routed one.
+"""How the output of a shared expert joins that of the routed experts.
 
 T tokens
 """
@@ -122,15 +122,17 @@ class Residual(Combine):
 
 
 @torch.no_grad()
-def share_of_norms(shared: Tensor, routed: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The mean over real tokens of |shared| / (|shared| + |routed|), both (..., d_model); see
-    `Routing.shared_share`.
+def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tensor:
+    """The share of the output that the shared expert made, a scalar in [0, 1].
+
+    The mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms of both, (..., d_model),
+    after they were weighted. 0 where no token is real.
     """
     dtype = torch.promote_types(shared.dtype, torch.float32)
     shared_T, routed_T = (
         torch.linalg.vector_norm(value, dim=-1, dtype=dtype).flatten() for value in (shared, routed)
     )
     share_T = shared_T / (shared_T + routed_T).clamp(min=torch.finfo(shared_T.dtype).tiny)
-    if mask_T is None:
+    if mask is None:
         return share_T.sum() / max(len(share_T), 1)
-    return share_T.masked_fill(~mask_T, 0).sum() / mask_T.sum().clamp(min=1)
+    return share_T.masked_fill(~mask.flatten(), 0).sum() / mask.sum().clamp(min=1)

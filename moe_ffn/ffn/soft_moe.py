@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MOST
 from moe_ffn.dispatch import Plan
+from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.gated import GatedExpertsConfig
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops
 
@@ -37,8 +38,14 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     """What one expert is; by default as wide as the dense block."""
 
     @property
-    def not_causal_because(self) -> str | None:
-        return "type 'soft_moe' mixes all tokens of a sequence; use 'moe' with router.type 'top_k'"
+    def not_causal_because(self) -> Refusal:
+        return Refusal(
+            "type 'soft_moe' mixes all tokens of a sequence", "use 'moe' with router.type 'top_k'"
+        )
+
+    @property
+    def expert_stack(self) -> ExpertStack:
+        return ExpertStack(self.experts, self.num_experts, experts_per_token=1)
 
     @property
     def num_slots(self) -> int:
@@ -74,7 +81,7 @@ class SoftMoEFFN(FFNBlock):
         self.d_model = d_model
         self.num_experts = config.num_experts
         self.slots_per_expert = config.slots_per_expert
-        self.experts = config.experts.build(d_model, config.num_experts, 1)
+        self.experts = config.expert_stack.build(d_model)
         self.slots_PD = nn.Parameter(torch.empty(config.num_slots, d_model))
         self.scale = nn.Parameter(torch.ones(1))
         nn.init.normal_(self.slots_PD)

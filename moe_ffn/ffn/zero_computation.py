@@ -32,6 +32,10 @@ class ZeroComputationConfig(Config, frozen=True):
     def total(self) -> int:
         return self.num_zero + self.num_copy + self.num_constant
 
+    def words(self) -> list[str]:
+        """What each expert is called, in the order of their ids."""
+        return ["zero"] * self.num_zero + ["copy"] * self.num_copy + ["const"] * self.num_constant
+
     def num_params(self, d_model: int) -> int:
         return self.num_constant * (d_model + linear_params(d_model, 2, bias=False))
 

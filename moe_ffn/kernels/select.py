@@ -33,6 +33,9 @@ REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
 }
 """Why a backend does not take these tokens and weights, or None; who is missing here takes all."""
 
+BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
+"""The kind of device of each backend that runs on one alone."""
+
 FEW_PAIRS = 64
 """Up to here, and without gradients, `loop` is quicker on a CPU than preparing the blocks of `cpu`."""
 

@@ -115,7 +115,7 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
     """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
-    sizes_TE = routing.logits_TE.abs()
+    sizes_TE = routing.require("logits_TE", "logit_max").abs()
     ignored_TE = ~sizes_TE.isfinite()
     if routing.mask_T is not None:
         ignored_TE = ignored_TE | ~routing.mask_T.unsqueeze(-1)
@@ -128,7 +128,7 @@ def logit_max(routing: Routing) -> Tensor:
 def nonfinite_tokens(routing: Routing) -> Tensor:
     """How many real tokens have a logit that is NaN or infinite: something before this layer broke."""
     # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
-    broken_T = ~routing.logits_TE.sum(dim=-1).isfinite()
+    broken_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 
@@ -139,12 +139,11 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
 def chosen_experts(routing: Routing) -> Tensor:
     """Bool (T, E): whom each real token chose, before dropping."""
     cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
-    chosen = routing.logits_TE.new_zeros(routing.logits_TE.shape, dtype=torch.bool).flatten()
+    shape = (routing.num_tokens, routing.num_experts)
+    chosen_N = routing.real_N.to(torch.uint8)
     # One pair may stand in the list twice, once chosen and once not: `amax` is an or.
-    chosen = chosen.to(torch.uint8).scatter_reduce(
-        0, cells_N, routing.real_N.to(torch.uint8), "amax", include_self=True
-    )
-    return chosen.bool().view(routing.logits_TE.shape)
+    chosen = chosen_N.new_zeros(shape).flatten().scatter_reduce(0, cells_N, chosen_N, "amax")
+    return chosen.bool().view(shape)
 
 
 @takes_routing

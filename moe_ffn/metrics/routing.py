@@ -122,7 +122,8 @@ class TokenMetrics(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float32), "sum")
         self.add_state("logit_max", torch.zeros((), dtype=torch.float32), "max")
 
-    def update(self, routing: Routing) -> None:
+    def update(self, routing: Routing, shared_share: Tensor | None = None) -> None:
+        """Add a batch; `shared_share` is that of `FFNOutput.shared_shares`, None without a shared expert."""
         _check(self, routing, len(self.scores_E))
         routing = routing.detach()
         num_tokens = routing.num_real_tokens
@@ -130,7 +131,7 @@ class TokenMetrics(Metric):
         pairs_BE = pairs_per_sequence(routing)
         self.num_sequences += pairs_BE.any(dim=-1).sum()
         self.sequence_violations += max_violation(pairs_BE.float()).clamp(min=0).sum()
-        scores_TE = real_only(normalized_scores(routing), routing)
+        scores_TE = real_only(normalized_scores(routing, "TokenMetrics"), routing)
         scores_E = scores_TE.sum(dim=0)
         self.scores_E += scores_E
         # Padding has scores of 0, and so neither entropy nor margin.
@@ -140,8 +141,7 @@ class TokenMetrics(Metric):
         self.load_balance += balance * num_tokens
         self.router_z += router_z_loss(routing) * num_tokens
         self.logit_max = self.logit_max.maximum(logit_max(routing))
-        share = torch.nan if routing.shared_share is None else routing.shared_share
-        self.shared_shares += share * num_tokens
+        self.shared_shares += (torch.nan if shared_share is None else shared_share) * num_tokens
 
     def compute(self) -> dict[str, Tensor]:
         """Scalars: `entropy` of a token's scores and `entropy_of_mean`, of the mean of them all, in nats

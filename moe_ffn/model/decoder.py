@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config import MOST, Config, TaggedConfig, require_count
+from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig
-from moe_ffn.layer_names import layer_names, parse_layer
+from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.layer_names import layer_name, within
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
 from moe_ffn.routing.base import Router
 from moe_ffn.sizes import linear_flops
 
-LEAST_EPS = 1e-30
-"""Below it, float32 would take it for nothing, and the norm of a zero vector would be NaN."""
+MIN_EPS = 1e-30
+"""A smaller epsilon is 0 in float32, and the norm of a zero vector NaN."""
 
 
 class NormConfig(TaggedConfig, frozen=True):
@@ -42,15 +44,13 @@ class RMSNormConfig(NormConfig, frozen=True):
     """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     type: Literal["rms_norm"] = "rms_norm"
-    eps: float = Field(default=1e-6, ge=LEAST_EPS)
+    eps: float = Field(default=1e-6, ge=MIN_EPS)
     """Added to the mean square."""
 
     def num_params(self, d_model: int) -> int:
         return d_model
 
     def build(self, d_model: int) -> nn.Module:
-        from torch import nn
-
         return nn.RMSNorm(d_model, eps=self.eps)
 
 
@@ -58,15 +58,13 @@ class LayerNormConfig(NormConfig, frozen=True):
     """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
 
     type: Literal["layer_norm"] = "layer_norm"
-    eps: float = Field(default=1e-5, ge=LEAST_EPS)
+    eps: float = Field(default=1e-5, ge=MIN_EPS)
     """Added to the variance."""
 
     def num_params(self, d_model: int) -> int:
         return 2 * d_model
 
     def build(self, d_model: int) -> nn.Module:
-        from torch import nn
-
         return nn.LayerNorm(d_model, eps=self.eps)
 
 
@@ -111,20 +109,12 @@ class DecoderConfig(Config, frozen=True):
             raise ValueError(
                 f"attention.num_heads ({self.attention.num_heads}) must divide d_model ({self.d_model})"
             )
-        if self.positions.type == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"positions.type 'rope' needs an even head width, but d_model ({self.d_model}) / "
-                f"attention.num_heads ({self.attention.num_heads}) is {self.head_dim}"
-            )
-        if self.positions.type == "sinusoidal" and self.d_model % 2:
-            raise ValueError(
-                f"positions.type 'sinusoidal' needs an even d_model, got {self.d_model}"
-            )
+        self.positions.check_widths(self.d_model, self.attention.num_heads)
         for layer, ffn in enumerate(self.layer_ffns()):
-            if self.causal and not ffn.is_causal:
+            if self.causal and (refusal := ffn.not_causal_because):
                 raise ValueError(
-                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: "
-                    f"{ffn.not_causal_because}, or set model.causal: false"
+                    f"a causal model refuses the '{ffn.type}' block of layer {layer}: {refusal}, or set "
+                    "model.causal: false"
                 )
         return self
 
@@ -134,7 +124,11 @@ class DecoderConfig(Config, frozen=True):
 
     def layer_ffns(self) -> list[FFNConfig]:
         """The feed-forward config of each layer, first to last."""
-        layers = [self.ffn] * self.num_layers
+        return [ffn for _, ffn in self._layers()]
+
+    def _layers(self) -> list[tuple[str, FFNConfig]]:
+        """For each layer the option that its block comes from, `ffn` or `ffn_at.1::2`, and the block."""
+        layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
             chosen = range(self.num_layers)[_parse_slice(where)]
             if not chosen:
@@ -143,14 +137,20 @@ class DecoderConfig(Config, frozen=True):
                     f"(0 to {self.num_layers - 1})"
                 )
             for layer in chosen:
-                layers[layer] = ffn
+                layers[layer] = (f"ffn_at.{where}", ffn)
         return layers
 
-    def routed_ffn(self, layer: str) -> FFNConfig:
-        """The block behind a routing, by the routing's name."""
-        number, is_inner = parse_layer(layer)
-        ffn = self.layer_ffns()[number]
-        return getattr(ffn, "ffn", ffn) if is_inner else ffn
+    def routers(self) -> dict[str, RouterInfo]:
+        """The routers of all layers, named as in `DecoderOutput.routings`."""
+        routers: dict[str, RouterInfo] = {}
+        for layer, (option, ffn) in enumerate(self._layers()):
+            of_layer = {name: info.inside(option) for name, info in ffn.routers().items()}
+            routers |= within(layer_name(layer), of_layer)
+        return routers
+
+    def refusal_on(self, device: str) -> Refusal | None:
+        """Why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
+        return first_refusal({option: ffn.refusal_on(device) for option, ffn in self._layers()})
 
     def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
         """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""
@@ -249,6 +249,9 @@ class DecoderOutput:
     """Where the tokens went, for each sparse layer: `layer_03`, and `layer_03/inner` for a sparse block
     inside a mixture of depths."""
 
+    shared_shares: dict[str, Tensor] = field(default_factory=dict)
+    """The share of the output that shared experts made, under the same names; see `FFNOutput`."""
+
     def __repr__(self) -> str:
         names = list(self.routings)
         if len(names) > 4:
@@ -311,22 +314,20 @@ class Decoder(nn.Module):
         x = self.positions.embed(self._embed(token_ids) * self.embedding_scale)
         x = self.dropout(x)
         routings: dict[str, Routing] = {}
+        shared_shares: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             output = self._run(layer, x, context)
             x = output.hidden
-            for kind, name in layer_names(index).items():
-                routing = getattr(output, kind)
-                if routing is not None:
-                    routings[name] = routing
-        return DecoderOutput(self.unembedding(self.final_norm(x)), routings)
+            routings |= within(layer_name(index), output.routings)
+            shared_shares |= within(layer_name(index), output.shared_shares)
+        return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
 
     def routers(self) -> dict[str, Router]:
         """The routers behind `DecoderOutput.routings`, under the same names."""
-        return {
-            layer_names(index)[kind]: router
-            for index, layer in enumerate(self.layers)
-            for kind, router in cast("Block", layer).ffn.routers().items()
-        }
+        routers: dict[str, Router] = {}
+        for index, layer in enumerate(self.layers):
+            routers |= within(layer_name(index), cast("Block", layer).ffn.routers())
+        return routers
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         token_ids = token_ids.long()  # narrower ones are taken too

@@ -25,6 +25,9 @@ class PositionsConfig(TaggedConfig, frozen=True):
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return 0
 
+    def check_widths(self, d_model: int, num_heads: int) -> None:
+        """ValueError, in one sentence, where these positions do not go with the widths of a model."""
+
 
 class RotaryConfig(PositionsConfig, frozen=True):
     """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
@@ -32,6 +35,13 @@ class RotaryConfig(PositionsConfig, frozen=True):
     type: Literal["rope"] = "rope"
     base: float = Field(default=10_000.0, gt=1)
     """The longest wavelength is about 2 pi * base positions."""
+
+    def check_widths(self, d_model: int, num_heads: int) -> None:
+        if (head_dim := d_model // num_heads) % 2:
+            raise ValueError(
+                f"positions.type 'rope' needs an even head width, but d_model ({d_model}) / "
+                f"attention.num_heads ({num_heads}) is {head_dim}"
+            )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
         return Rotary(self.base, head_dim, max_seq_len)
@@ -41,6 +51,10 @@ class SinusoidalConfig(PositionsConfig, frozen=True):
     """Fixed sines and cosines, added to the embeddings (Vaswani et al. 2017, section 3.5)."""
 
     type: Literal["sinusoidal"] = "sinusoidal"
+
+    def check_widths(self, d_model: int, num_heads: int) -> None:
+        if d_model % 2:
+            raise ValueError(f"positions.type 'sinusoidal' needs an even d_model, got {d_model}")
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
         return Sinusoidal(d_model, max_seq_len)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
-from moe_ffn.ffn import FFNConfig, MixtureOfDepthsConfig, MoEConfig
-from moe_ffn.layer_names import is_inner, parse_layer, short_name
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.layer_names import layer_number, short_name
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.saved_model import SavedRun, load_run
 
@@ -131,13 +132,15 @@ def follow(
             "with model.ffn.type 'moe' or 'mixture_of_depths'"
         )
     shown = _chosen(output.routings, layers, folder)
-    visits = visits_by_layer(output.routings)
+    infos = run.config.model.routers()
+    gates = [name for name, info in infos.items() if info.is_gate]
+    visits = visits_by_layer(output.routings, gates)
     predictions: Sequence[Prediction | None] = [None] * len(ids)
     if run.config.model.causal:
         predictions = _predictions(output.logits[0], run)
     return Way(
         run=folder.resolve().name,
-        layers=tuple(_layer(name, output.routings[name], run) for name in shown),
+        layers=tuple(_layer(name, output.routings[name], infos.get(name)) for name in shown),
         tokens=tuple(
             TokenTrace(
                 position=position,
@@ -151,18 +154,23 @@ def follow(
     )
 
 
-def visits_by_layer(routings: Mapping[str, Routing]) -> dict[str, list[Visit | None]]:
+def visits_by_layer(
+    routings: Mapping[str, Routing], gates: Sequence[str] = ()
+) -> dict[str, list[Visit | None]]:
     """What each router decided about each token of one sequence, (T,) for every layer.
 
     A block inside a mixture of depths sees the tokens that were let through, moved together in their
     order; here they stand where they came from.
+
+    Args:
+        gates: the routings of mixtures of depths.
     """
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
         here = visits_of(routing)
-        outer_name, _, inner = name.partition("/")
-        if inner:
-            outer = routings[outer_name]
+        gate = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
+        if gate is not None:
+            outer = routings[gate]
             came_from = outer.token_ids_N[outer.computed_N].tolist()
             moved = dict(zip(came_from, here, strict=True))
             here = [moved.get(token) for token in range(outer.num_tokens)]
@@ -172,12 +180,13 @@ def visits_by_layer(routings: Mapping[str, Routing]) -> dict[str, list[Visit | N
 
 def visits_of(routing: Routing) -> list[Visit | None]:
     """What a router decided about each of its tokens, (T,); None for padding."""
+    scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
     pairs = zip(
         routing.token_ids_N.tolist(),
         routing.expert_ids_N.tolist(),
         routing.weights_N.tolist(),
-        routing.scores_TE[routing.token_ids_N, routing.expert_ids_N].tolist(),
+        scores_TE[routing.token_ids_N, routing.expert_ids_N].tolist(),
         routing.dropped_N.tolist(),
         routing.real_N.tolist(),
         strict=True,
@@ -196,11 +205,8 @@ def visits_of(routing: Routing) -> list[Visit | None]:
 
 def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) -> dict[str, str]:
     """The title of each layer that returned no routing, and the type of its block."""
-    return {
-        f"layer {index}": ffn.type
-        for index, ffn in enumerate(ffns)
-        if f"layer_{index:02d}" not in routings
-    }
+    routed = set(map(layer_number, routings))
+    return {f"layer {index}": ffn.type for index, ffn in enumerate(ffns) if index not in routed}
 
 
 def _entropies(routing: Routing) -> list[float | None]:
@@ -230,7 +236,7 @@ def _chosen(
     """The names of the layers to show, in the model's order."""
     if layers is None:
         return list(routings)
-    numbers = {name: parse_layer(name)[0] for name in routings}
+    numbers = {name: layer_number(name) for name in routings}
     for layer in layers:
         if layer not in numbers.values():
             known = ", ".join(map(str, dict.fromkeys(numbers.values())))
@@ -240,42 +246,25 @@ def _chosen(
     return [name for name, number in numbers.items() if number in layers]
 
 
-def _layer(name: str, routing: Routing, run: SavedRun) -> Layer:
-    ffn = run.config.model.layer_ffns()[parse_layer(name)[0]]
-    if isinstance(ffn, MixtureOfDepthsConfig):
-        if not is_inner(name):
-            return Layer(name, ("through",), _capacity(routing, ffn), is_gate=True)
-        ffn = ffn.ffn
-    shared = ffn.shared_expert if isinstance(ffn, MoEConfig) else None
+def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
+    """`info` is None for a router that its block does not name."""
+    if info is None:
+        return Layer(name, tuple(map(str, range(routing.num_experts))), _capacity(routing, None))
     return Layer(
         name,
-        expert_names(routing.num_experts, ffn),
-        _capacity(routing, ffn),
-        shared_expert=None if shared is None else shared.type,
+        ("through",) if info.is_gate else info.expert_names(),
+        _capacity(routing, info.capacity.eval_factor),
+        shared_expert=None if info.shared_expert is None else info.shared_expert.type,
+        is_gate=info.is_gate,
     )
 
 
-def expert_names(num_experts: int, ffn: FFNConfig) -> tuple[str, ...]:
-    """Their numbers; those without a network after a word, in the order of `ffn/zero_computation.py`."""
-    words = [""] * num_experts
-    if isinstance(ffn, MoEConfig):
-        without = ffn.zero_computation
-        words[ffn.num_experts :] = [
-            *["zero"] * without.num_zero,
-            *["copy"] * without.num_copy,
-            *["const"] * without.num_constant,
-        ]
-    return tuple(f"{word}{number}" for number, word in enumerate(words))
-
-
-def _capacity(routing: Routing, ffn: FFNConfig) -> str:
+def _capacity(routing: Routing, factor: float | None) -> str:
     if routing.capacity is None:
         return "dropless"
     places = int(routing.capacity)
     text = f"{places} place{'' if places == 1 else 's'} per expert"
-    if isinstance(ffn, MoEConfig) and ffn.capacity.eval_factor is not None:
-        text = f"factor {ffn.capacity.eval_factor}, {text}"
-    return text
+    return text if factor is None else f"factor {factor}, {text}"
 
 
 END_OF_DOCUMENT = "<end>"

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     LinearRouter,
@@ -30,8 +31,10 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
     type: Literal["balanced_assignment"] = "balanced_assignment"
 
     @property
-    def not_causal_because(self) -> str | None:
-        return "router.type 'balanced_assignment' balances tokens against later ones; use 'top_k'"
+    def not_causal_because(self) -> Refusal:
+        return Refusal(
+            "type 'balanced_assignment' balances tokens against later ones", "use 'top_k'"
+        )
 
     def experts_per_token(self, num_experts: int) -> float:
         return 1

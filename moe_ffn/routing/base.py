@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config import TaggedConfig, describe_options
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.transforms import transforms_at_work
@@ -26,10 +27,12 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     has_selection_probs: ClassVar[bool] = False
     """True where `Routing.selection_probs_TE` is given, which the load loss of noisy top-k needs."""
+    learns: ClassVar[bool] = True
+    """False where it is fixed beforehand who goes where, so that neither a loss nor a rule can change it."""
 
     @property
-    def not_causal_because(self) -> str | None:
-        """Why a later token can change where an earlier one goes, and what to use instead."""
+    def not_causal_because(self) -> Refusal | None:
+        """Why a later token can change where an earlier one goes, and what to use instead; None if causal."""
         return None
 
     @property
@@ -217,27 +220,39 @@ class _WiderLinear(torch.autograd.Function):
 def routing_of_pairs(
     weights_TK: Tensor,
     expert_ids_TK: Tensor,
-    logits_TE: Tensor,
-    scores_TE: Tensor,
+    logits_TE: Tensor | None,
+    scores_TE: Tensor | None,
     context: TokenContext,
     *,
+    num_experts: int | None = None,
     chosen_TK: Tensor | None = None,
     capacity_k: float | None = None,
     target_k: float | None = None,
     selection_probs_TE: Tensor | None = None,
 ) -> Routing:
-    """The Routing of a router in which every token lists K experts: N = T*K pairs, token-major."""
+    """The Routing of a router in which every token lists K experts: N = T*K pairs, token-major.
+
+    Args:
+        logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.
+        num_experts: E; read from `logits_TE` when None.
+    """
     num_tokens, k = expert_ids_TK.shape
+    if num_experts is None:
+        if logits_TE is None:
+            raise ValueError("routing_of_pairs without logits_TE needs num_experts")
+        num_experts = logits_TE.shape[1]
     token_ids_T1 = torch.arange(num_tokens, device=expert_ids_TK.device).unsqueeze(-1)
     return Routing(
         token_ids_N=token_ids_T1.expand(num_tokens, k).flatten(),
         expert_ids_N=expert_ids_TK.flatten(),
         weights_N=weights_TK.flatten(),
         dropped_N=torch.zeros(num_tokens * k, dtype=torch.bool, device=expert_ids_TK.device),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        sequence_length=context.sequence_length or num_tokens,
+        mask_T=context.mask,
         logits_TE=logits_TE,
         scores_TE=scores_TE,
-        mask_T=context.mask,
-        sequence_length=context.sequence_length or num_tokens,
         chosen_N=None if chosen_TK is None else chosen_TK.flatten(),
         capacity_k=capacity_k,
         target_k=target_k,

@@ -13,6 +13,7 @@ from einops import rearrange, repeat
 from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, LinearRouter, LinearRouterConfig, Router, comparable
 from moe_ffn.sizes import ceil_of_share, share_of
@@ -34,8 +35,8 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """How logits become weights: against the other experts, or each by itself."""
 
     @property
-    def not_causal_because(self) -> str | None:
-        return "router.type 'expert_choice' ranks tokens against later ones; use 'top_k'"
+    def not_causal_because(self) -> Refusal:
+        return Refusal("type 'expert_choice' ranks tokens against later ones", "use 'top_k'")
 
     def check_num_experts(self, num_experts: int) -> None:
         super().check_num_experts(num_experts)
@@ -95,9 +96,11 @@ class ExpertChoiceRouter(LinearRouter):
             expert_ids_N=expert_ids_N,
             weights_N=scores_TE[token_ids_N, expert_ids_N],
             dropped_N=torch.zeros_like(token_ids_N, dtype=torch.bool),
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+            sequence_length=sequence_length,
+            mask_T=context.mask,
             logits_TE=logits_TE,
             scores_TE=scores_TE,
-            mask_T=context.mask,
-            sequence_length=sequence_length,
             chosen_N=chosen_N[order_N],
         )

@@ -6,7 +6,7 @@ T tokens, D model width, E experts, K experts per token
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -35,6 +35,8 @@ class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Experts per token."""
     skew: float = Field(default=0.0, ge=0, le=1)
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
+
+    learns: ClassVar[bool] = False
 
     def describe(self) -> str:
         return f"{self.type} k={self.k} skew={self.skew:g}"

@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,6 +29,8 @@ class HashRouterConfig(FixedKConfig, frozen=True):
     """Experts per token, all different, each with weight 1 / k."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function."""
+
+    learns: ClassVar[bool] = False
 
     def num_params(self, d_model: int, num_experts: int) -> int:
         return 0

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.config import MOST
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -39,8 +40,8 @@ class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
 
     @property
-    def not_causal_because(self) -> str | None:
-        return "router.type 'sinkhorn' balances tokens against later ones; use 'top_k'"
+    def not_causal_because(self) -> Refusal:
+        return Refusal("type 'sinkhorn' balances tokens against later ones", "use 'top_k'")
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return SinkhornRouter(self, d_model, num_experts)

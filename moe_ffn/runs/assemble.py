@@ -71,9 +71,6 @@ class RunCallbacks:
 LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 """Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
 
-BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
-"""The backends that run on one kind of device alone."""
-
 
 def check_trainer(config: TrainConfig) -> str:
     """The precision to train in, once Lightning has accepted its arguments.
@@ -111,13 +108,8 @@ def check_trainer(config: TrainConfig) -> str:
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
     if has_outside_parts(config):
         check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
-    for ffn in config.model.layer_ffns():
-        backend = getattr(getattr(ffn, "experts", None), "backend", "auto")
-        if BACKEND_DEVICES.get(backend, device) != device:
-            raise ConfigError(
-                f"model.ffn.experts.backend ({backend}) runs on {BACKEND_DEVICES[backend]}, but this run is "
-                f"on {device}; use auto"
-            )
+    if refusal := config.model.refusal_on(device):
+        raise ConfigError(f"model.{refusal}")
     return precision
 
 

@@ -1,4 +1,4 @@
-"""Everything `python -m experiments.train` can be told; torch-free."""
+"""Everything `python -m experiments.train` can be told."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.config import Config
 from moe_ffn.data.prepare import DataConfig
+from moe_ffn.layer_names import short_name
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
@@ -63,19 +64,15 @@ class TrainConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
-        routers = [
-            (layer, router, num_experts)
-            for layer, ffn in enumerate(self.model.layer_ffns())
-            for router, num_experts in ffn.routers().values()
-        ]
-        for layer, router, _ in routers:
-            if self.objective.load_cv2 and not router.has_selection_probs:
+        routers = self.model.routers()
+        for layer, info in routers.items():
+            if self.objective.load_cv2 and not info.router.has_selection_probs:
                 raise ValueError(
                     f"objective.load_cv2 ({self.objective.load_cv2:g}) counts over a router's noise, but "
-                    f"the router of layer {layer} is '{router.type}'; use router.type 'noisy_top_k' or "
-                    "objective.load_balance"
+                    f"the router of layer {short_name(layer)} is '{info.router.type}'; use router.type "
+                    "'noisy_top_k' or objective.load_balance"
                 )
-        sizes = {num_experts for _, _, num_experts in routers}
+        sizes = {info.num_experts for info in routers.values()}
         if self.objective.load_balance_pooled and len(sizes) > 1:
             raise ValueError(
                 f"objective.load_balance_pooled ({self.objective.load_balance_pooled:g}) needs equally "

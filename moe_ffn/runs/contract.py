@@ -26,7 +26,7 @@ from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.dispatch import make_plan
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.experts.base import Experts
-from moe_ffn.ffn import FFNConfig, MoEConfig, SoftMoEConfig
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.shared_expert import Combine, CombineConfig
 from moe_ffn.import_path import explaining_outside_errors, is_outside
@@ -106,9 +106,9 @@ class _Trial:
         """What a router chooses from in the block that holds it."""
         for _, part in tagged_parts(self.config):
             if isinstance(part, FFNConfig):
-                for other, num_experts in part.routers().values():
-                    if other is router:
-                        return num_experts
+                for info in part.routers().values():
+                    if info.router is router:
+                        return info.num_experts
         return None
 
     # -- what is demanded
@@ -154,9 +154,17 @@ class _Trial:
             "dropped_N": N,
             "logits_TE": TE,
             "scores_TE": TE,
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
         }.items():
-            if (shape := tuple(getattr(routing, field).shape)) != expected:
+            found = getattr(routing, field)
+            if found is None and expected is TE:
+                continue  # a router of too many experts for a table has none
+            if isinstance(found, Tensor) and tuple(found.shape) != expected:
+                shape = tuple(found.shape)
                 raise self.refuse(f"its routing has {field} of shape {shape}, expected {expected}")
+            if not isinstance(found, Tensor) and found != expected:
+                raise self.refuse(f"its routing has {field} {_show(found)}, expected {expected}")
         for field, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, field)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
@@ -213,8 +221,13 @@ class _Trial:
             output = block.train(training)(x, context)
             output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
             self.require_like(output.hidden, x, "hidden")
-            if output.routing is not None:
-                self.require_routing(output.routing, _BATCH * self.length, None)
+            if not isinstance(output.routings, dict):
+                raise self.refuse(
+                    f"routings is {_show(output.routings)}, but has to be a dict, as in "
+                    "FFNOutput(hidden, {'routing': routing})"
+                )
+            for routing in output.routings.values():
+                self.require_routing(routing, _BATCH * self.length, None)
         found = sum(parameter.numel() for parameter in block.parameters())
         expected = config.num_params(self.d_model)
         if found != expected and self.warn:
@@ -242,8 +255,8 @@ class _Trial:
 
         def weights(x: Tensor, ids: Tensor) -> Tensor:
             routing = route(x, ids)
-            weights_TE = torch.zeros_like(routing.scores_TE)
-            weights_N = routing.weights_N.masked_fill(~routing.real_N, 0).to(weights_TE.dtype)
+            weights_N = routing.weights_N.masked_fill(~routing.real_N, 0)
+            weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
             weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
             return weights_TE.unflatten(0, ids.shape)
 
@@ -257,14 +270,12 @@ class _Trial:
         self.require_blind_to_future(router, weights)
 
     def experts(self, config: FFNConfig) -> None:
-        """Of a block of this package, which alone is known to build them by these sizes."""
-        if not isinstance(config, MoEConfig | SoftMoEConfig) or not is_outside(
-            type(config.experts)
-        ):
+        """Those of a block that says how they are built."""
+        stack = config.expert_stack
+        if stack is None or not is_outside(type(stack.config)):
             return
-        E = config.num_experts
-        k = config.experts_per_token if isinstance(config, MoEConfig) else 1
-        experts = self.require_module(config.experts.build(self.d_model, E, k), Experts)
+        E = stack.num_experts
+        experts = self.require_module(stack.build(self.d_model), Experts)
         T = _BATCH * self.length
         ids_T1 = (torch.arange(T, device=self.device) % E)[:, None]
         ones_TE = torch.ones(T, E, device=self.device)

@@ -50,12 +50,18 @@ class LoadedBatch(TypedDict):
     target_ids: Tensor
 
 
-class TrainStepOutput(TypedDict):
+class RoutedOutput(TypedDict):
+    """What callbacks see of the routing of a batch, by layer, as in `DecoderOutput`."""
+
+    routings: dict[str, Routing]
+    shared_shares: dict[str, Tensor]
+
+
+class TrainStepOutput(RoutedOutput):
     """What callbacks see of a training step; all but `loss` is detached."""
 
     loss: Tensor
     objective: Objective
-    routings: dict[str, Routing]
 
 
 class LanguageModel(LightningModule):
@@ -156,14 +162,19 @@ class LanguageModel(LightningModule):
         self.steering.observe(routings, self.decoder.routers())
         self._step_batches.append(batch)
         self._step_losses.append(losses.total.detach())
-        return TrainStepOutput(loss=losses.total, objective=losses.detach(), routings=routings)
+        return TrainStepOutput(
+            loss=losses.total,
+            objective=losses.detach(),
+            routings=routings,
+            shared_shares=output.shared_shares,
+        )
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
         # After the callbacks, which have said and logged that the step was skipped.
         if self.skipped_step is not None:
             self.guard.require_progress(self.skipped_step)
 
-    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> dict[str, dict[str, Routing]]:
+    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> RoutedOutput:
         # The same tokens are masked in every validation and on any number of ranks.
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
@@ -177,7 +188,7 @@ class LanguageModel(LightningModule):
         )
         counted = targets != IGNORED_TARGET
         self.validation_metrics.update(nats[counted], self.byte_lengths[targets[counted]])
-        return {"routings": output.routings}
+        return RoutedOutput(routings=output.routings, shared_shares=output.shared_shares)
 
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()

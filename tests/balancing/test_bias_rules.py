@@ -121,7 +121,8 @@ def test_the_quantile_is_where_an_expert_gets_its_share() -> None:
         dropped_N=torch.zeros(4, dtype=torch.bool),
         logits_TE=scores,
         scores_TE=scores,
-        mask_T=None,
+        num_tokens=4,
+        num_experts=2,
         sequence_length=4,
     )
     rule = QuantileRule(QuantileRuleConfig(ema=0.0))
@@ -151,6 +152,8 @@ def test_a_share_that_is_no_whole_number_is_rounded_down(
         logits_TE=scores_TE,
         scores_TE=scores_TE,
         mask_T=mask_T if padding else None,
+        num_tokens=num_tokens + padding,
+        num_experts=num_experts,
         sequence_length=num_tokens + padding,
     )
     observed_E = QuantileRule(QuantileRuleConfig()).observe(routing, torch.zeros(num_experts))

@@ -290,6 +290,11 @@ REFUSED = {
         "--trainer.accelerator cpu --model.ffn.experts.backend triton",
         "model.ffn.experts.backend (triton) runs on cuda, but this run is on cpu; use auto",
     ),
+    "backend of another device inside a mixture of depths": (
+        "--trainer.accelerator cpu --model.ffn.type mixture_of_depths --model.ffn.router.type relu "
+        "--model.ffn.router.k 0.5 --model.ffn.ffn.type moe --model.ffn.ffn.experts.backend triton",
+        "model.ffn.ffn.experts.backend (triton) runs on cuda, but this run is on cpu; use auto",
+    ),
     "config file without its flag": (
         "configs/moe.yaml",
         "'configs/moe.yaml': expected --config configs/moe.yaml",

@@ -111,7 +111,11 @@ def BuildExitsFFN(d_model, rank): sys.exit(3)
 
 class NotRouting(Good, frozen=True): pass
 class NotRoutingFFN(GoodFFN):
-    def forward(self, x, context=None): return FFNOutput(x, routing=[1])
+    def forward(self, x, context=None): return FFNOutput(x, {"routing": [1]})
+
+class NotRoutings(Good, frozen=True): pass
+class NotRoutingsFFN(GoodFFN):
+    def forward(self, x, context=None): return FFNOutput(x, [1])
 
 class Miscounts(Good, frozen=True):
     def num_params(self, d_model): return 7
@@ -290,6 +294,9 @@ BROKEN = {
     "BuildExits": "failed: SystemExit: 3 (own.py, line {p}, in BuildExitsFFN)",
     "NotRouting": (
         "forward returned a list, but has to return a Routing; `moe_ffn.routing_of_pairs` makes one"
+    ),
+    "NotRoutings": (
+        "routings is a list, but has to be a dict, as in FFNOutput(hidden, {'routing': routing})"
     ),
     "Sizeless": "failed: KeyError: 'size' (own.py, line {p}, in num_params)",
 }

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_ffn.ffn import GatedConfig, MoEConfig
+from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.outputs import Routing
 from moe_ffn.report.trace import (
     Choice,
     Layer,
     Visit,
-    expert_names,
     unrouted_layers,
     visible,
     visits_by_layer,
@@ -42,7 +42,8 @@ def routing(
         dropped_N=torch.tensor([place in (dropped or []) for place in places], dtype=torch.bool),
         logits_TE=scores_TE,
         scores_TE=scores_TE,
-        mask_T=None,
+        num_tokens=len(scores_TE),
+        num_experts=scores_TE.shape[1],
         sequence_length=len(scores_TE),
         chosen_N=torch.tensor([place not in not_chosen for place in places])
         if not_chosen
@@ -104,7 +105,7 @@ def test_tokens_inside_a_mixture_of_depths_stand_where_they_came_from() -> None:
     gate = routing([(1, 0, 0.6), (2, 0, 0.2), (3, 0, 0.9)], gate_scores, not_chosen=[1])
     inner = routing([(0, 2, 0.25), (1, 1, 0.75)], SCORES[[0, 2]])
 
-    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner})
+    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner}, gates=["layer_00"])
 
     assert [visit and [c.expert for c in visit.choices] for visit in found["layer_00/inner"]] == [
         None,
@@ -124,7 +125,7 @@ def test_a_mixture_of_depths_that_nobody_passes_has_nobody_inside() -> None:
     gate = routing([(0, 0, 0.0), (1, 0, 0.0)], torch.zeros(2, 1), not_chosen=[0, 1])
     inner = routing([], torch.zeros(0, 3))
 
-    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner})
+    found = visits_by_layer({"layer_00": gate, "layer_00/inner": inner}, gates=["layer_00"])
 
     assert found["layer_00/inner"] == [None, None]
 
@@ -201,5 +202,6 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
     zero_computation = {"num_zero": 1, "num_copy": 2, "num_constant": 1}
     ffn = MoEConfig.model_validate({"num_experts": 2, "zero_computation": zero_computation})
 
-    assert expert_names(6, ffn) == ("0", "1", "zero2", "copy3", "copy4", "const5")
-    assert expert_names(3, GatedConfig()) == ("0", "1", "2")
+    info = ffn.routers()["routing"]
+    assert info.expert_names() == ("0", "1", "zero2", "copy3", "copy4", "const5")
+    assert RouterInfo(info.router, 3).expert_names() == ("0", "1", "2")

@@ -184,6 +184,8 @@ def test_output_is_a_pytree(config: dict[str, Any]) -> None:
     doubled = pytree.tree_map_only(Tensor, lambda leaf: leaf * 2, output)
     assert torch.equal(doubled.hidden, output.hidden * 2)
     if output.routing is not None:
+        assert doubled.routing.logits_TE is not None
+        assert output.routing.logits_TE is not None
         assert torch.equal(doubled.routing.logits_TE, output.routing.logits_TE * 2)
         assert doubled.routing.sequence_length == output.routing.sequence_length
 

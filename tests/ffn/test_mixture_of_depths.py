@@ -42,7 +42,7 @@ def test_chosen_tokens_pass_weighted_and_the_others_get_zero(router: dict[str, A
     output = ffn(x)
     torch.testing.assert_close(output.hidden, wanted, rtol=0, atol=1e-12)
     assert output.routing.num_experts == 1
-    assert output.inner_routing is None
+    assert output.routings == {"routing": output.routing}
 
 
 @pytest.mark.parametrize("router", [EXPERT_CHOICE, RELU], ids=lambda r: r["type"])
@@ -71,14 +71,14 @@ def test_a_mixture_inside_routes_the_chosen_alone_and_reports_it() -> None:
     moe = {"type": "moe", "num_experts": 4}
     ffn, x = build(EXPERT_CHOICE, moe), tokens()
     output = ffn(x)
-    inner = output.inner_routing
-    assert inner is not None
+    assert list(output.routings) == ["routing", "inner"]
+    assert output.routing is output.routings["routing"]
+    inner = output.routings["inner"]
     assert inner.num_real_tokens == 6  # half of 12
     assert inner.real_N.sum() == 12  # k = 2
-    assert ffn.routers().keys() == {"routing", "inner_routing"}
-    assert ffn.routers()["inner_routing"] is ffn.ffn.router
+    assert ffn.routers() == {"routing": ffn.router, "inner": ffn.ffn.router}
     relu = build(RELU, moe)(x)
-    assert int(relu.inner_routing.num_real_tokens) == int(relu.routing.real_N.sum())
+    assert int(relu.routings["inner"].num_real_tokens) == int(relu.routing.real_N.sum())
 
 
 def test_token_ids_go_with_their_tokens() -> None:
@@ -88,7 +88,8 @@ def test_token_ids_go_with_their_tokens() -> None:
     output = ffn(x, TokenContext(token_ids=ids))
     chosen, _ = chosen_and_weights(ffn, x, EXPERT_CHOICE)
     wanted = ffn.ffn.router(x[chosen], TokenContext(token_ids=ids[chosen])).expert_ids_N
-    assert output.inner_routing.expert_ids_N[output.inner_routing.real_N].equal(wanted)
+    inner = output.routings["inner"]
+    assert inner.expert_ids_N[inner.real_N].equal(wanted)
 
 
 def test_nobody_chosen_gives_zero_and_zero_gradients() -> None:

@@ -71,8 +71,10 @@ def test_a_router_promises_each_token_what_its_rule_says(drawn: AnyMoE) -> None:
 def check_number_of_experts(drawn: AnyMoE, promised: Routing, token: int, number: int) -> None:
     router = drawn.config["router"]
     if drawn.router_type == "relu":
+        assert promised.logits_TE is not None
         assert number == (promised.logits_TE[token] > 0).sum()
     elif drawn.router_type == "top_p":
+        assert promised.scores_TE is not None
         scores = sorted(promised.scores_TE[token].double().tolist(), reverse=True)
         max_k = router["max_k"] or len(scores)
         assert 1 <= number <= max_k
@@ -296,6 +298,8 @@ def test_autocast_lowers_the_products_and_neither_the_router_nor_the_output(draw
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output, routing = drawn.call(layer, x)
         assert output.hidden.dtype == input_dtype
+        assert routing.logits_TE is not None
+        assert wanted_routing.logits_TE is not None
         assert torch.equal(routing.logits_TE, wanted_routing.logits_TE)
         assert torch.equal(routing.computed_N, wanted_routing.computed_N)
         assert torch.equal(routing.weights_N, wanted_routing.weights_N)

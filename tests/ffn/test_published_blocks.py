@@ -356,6 +356,7 @@ def test_routing_is_that_of_the_published_block(
         expected.weights_TK.gather(-1, their_order_TK),
         "weights",
     )
+    assert routing.logits_TE is not None
     assert_same_numbers(routing.logits_TE, expected.logits_TE, "logits")
 
 

@@ -70,9 +70,7 @@ def test_a_block_inside_a_block_has_a_line_of_its_own() -> None:
     assert routing.startswith(
         "    routing=Routing(num_tokens=12, sequence_length=6, num_experts=1, "
     )
-    assert inner.startswith(
-        "    inner_routing=Routing(num_tokens=6, sequence_length=3, num_experts=8, "
-    )
+    assert inner.startswith("    inner=Routing(num_tokens=6, sequence_length=3, num_experts=8, ")
 
 
 def test_a_context_and_a_plan_name_their_tensors() -> None:

@@ -23,13 +23,19 @@ def test_the_shared_share_is_of_the_norms_of_both_parts() -> None:
     shared_TD = (moe.shared_expert(x).hidden / 3)[mask]
     routed_TD = output.hidden[mask] - shared_TD
     shares_T = shared_TD.norm(dim=-1) / (shared_TD.norm(dim=-1) + routed_TD.norm(dim=-1))
-    assert output.routing is not None
-    assert output.routing.shared_share is not None
-    torch.testing.assert_close(output.routing.shared_share, shares_T.mean())
-    assert not output.routing.shared_share.requires_grad
+    share = output.shared_shares["routing"]
+    torch.testing.assert_close(share, shares_T.mean())
+    assert not share.requires_grad
 
 
 def test_without_a_shared_expert_there_is_no_share() -> None:
     output = build_ffn({"type": "moe", "num_experts": 4}, d_model=8)(torch.randn(3, 8))
-    assert output.routing is not None
-    assert output.routing.shared_share is None
+    assert output.shared_shares == {}
+
+
+def test_the_share_inside_a_mixture_of_depths_has_the_name_of_its_routing() -> None:
+    moe = {"type": "moe", "num_experts": 4, "shared_expert": "dense"}
+    block = build_ffn({"type": "mixture_of_depths", "ffn": moe}, d_model=8)
+    output = block(torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)))
+    assert list(output.shared_shares) == ["inner"]
+    assert 0 < output.shared_shares["inner"] < 1

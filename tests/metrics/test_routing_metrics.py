@@ -164,12 +164,10 @@ def test_the_largest_logit_is_of_all_batches(make_routing: Any) -> None:
 
 
 def test_the_shared_share_is_a_mean_over_tokens(make_routing: Any) -> None:
-    values = measure(
-        2,
-        make_routing([[0]], 2, shared_share=torch.tensor(0.2)),
-        make_routing([[0]] * 3, 2, shared_share=torch.tensor(0.6)),
-    )
-    assert values["shared_share"].item() == pytest.approx((0.2 + 3 * 0.6) / 4)
+    metric = TokenMetrics(2)
+    metric.update(make_routing([[0]], 2), torch.tensor(0.2))
+    metric.update(make_routing([[0]] * 3, 2), torch.tensor(0.6))
+    assert metric.compute()["shared_share"].item() == pytest.approx((0.2 + 3 * 0.6) / 4)
 
 
 # -- who comes with whom

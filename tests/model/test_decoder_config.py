@@ -74,16 +74,17 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
     [
         (
             {"ffn": {"type": "conv", "causal": False}},
-            "a causal model refuses the 'conv' block of layer 0: its causal (false) with kernel_size (3) "
+            "a causal model refuses the 'conv' block of layer 0: causal (false) with kernel_size (3) "
             "looks ahead; set it to true, or set model.causal: false",
         ),
         (
             {"ffn_at": {"-1": {"type": "conv", "causal": False}}},
-            "a causal model refuses the 'conv' block of layer 3: its causal (false)",
+            "a causal model refuses the 'conv' block of layer 3: causal (false)",
         ),
         (
             {"ffn": {"type": "moe", "shared_expert": {"type": "conv", "causal": False}}},
-            "a causal model refuses the 'moe' block of layer 0: its causal (false) with kernel_size (3)",
+            "a causal model refuses the 'moe' block of layer 0: shared_expert.causal (false) with "
+            "kernel_size (3) looks ahead; set it to true",
         ),
         (
             {"ffn": {"type": "moe", "router": "expert_choice"}},
@@ -123,7 +124,7 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
                     "router": {"type": "relu", "k": 0.5},
                 }
             },
-            "a causal model refuses the 'mixture_of_depths' block of layer 0: its ffn.capacity grows with "
+            "a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.capacity grows with "
             "the number of tokens chosen, later ones among them; set ffn.capacity.factor and eval_factor "
             "to null, or set model.causal: false",
         ),
@@ -131,6 +132,17 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
             {"ffn": "mixture_of_depths"},
             "a causal model refuses the 'mixture_of_depths' block of layer 0: router.type "
             "'expert_choice' ranks tokens against later ones; use 'relu', or set model.causal: false",
+        ),
+        (
+            {
+                "ffn": {
+                    "type": "mixture_of_depths",
+                    "ffn": {"type": "moe", "router": "sinkhorn"},
+                    "router": {"type": "relu", "k": 0.5},
+                }
+            },
+            "a causal model refuses the 'mixture_of_depths' block of layer 0: ffn.router.type 'sinkhorn' "
+            "balances tokens against later ones; use 'top_k', or set model.causal: false",
         ),
         ({"d_model": 130}, "attention.num_heads (4) must divide d_model (130)"),
         (
@@ -168,3 +180,19 @@ def test_yaml_layers_go_to_a_dict_and_back() -> None:
     plain = config.to_dict()
     assert plain["ffn_at"]["0"]["d_ff"] == 8
     assert DecoderConfig.model_validate(plain) == config
+
+
+def test_a_backend_of_another_device_is_refused_by_the_option_of_its_layer() -> None:
+    moe = {"type": "moe", "experts": {"type": "swiglu", "backend": "cpu"}}
+    inside = {"type": "mixture_of_depths", "ffn": moe, "router": {"type": "relu", "k": 0.5}}
+    config = DecoderConfig.model_validate({"ffn": "dense", "ffn_at": {"1::2": inside}})
+    assert config.refusal_on("cpu") is None
+    assert str(config.refusal_on("cuda")) == (
+        "ffn_at.1::2.ffn.experts.backend (cpu) runs on cpu, but this run is on cuda; use auto"
+    )
+
+
+def test_a_block_that_no_layer_has_is_not_asked() -> None:
+    moe = {"type": "moe", "experts": {"type": "swiglu", "backend": "cpu"}}
+    config = DecoderConfig.model_validate({"ffn": moe, "ffn_at": {":": "dense"}})
+    assert config.refusal_on("cuda") is None

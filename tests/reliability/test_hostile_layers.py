@@ -301,6 +301,7 @@ def test_the_default_dtype_of_torch_does_not_narrow_a_router(
         torch.set_default_dtype(before)
     assert block.get_buffer("router.correction_bias_E").dtype == torch.float32
     assert routing is not None
+    assert routing.logits_TE is not None
     assert routing.logits_TE.dtype == torch.promote_types(dtype, torch.float32)
 
 

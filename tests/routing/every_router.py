@@ -138,6 +138,8 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
     assert routing.dropped_N.dtype == routing.real_N.dtype == torch.bool
     assert not routing.dropped_N.any()
     assert routing.capacity is None
+    assert routing.logits_TE is not None
+    assert routing.scores_TE is not None
     assert routing.logits_TE.shape == routing.scores_TE.shape == (num_tokens, num_experts)
     assert (routing.token_ids_N.diff() >= 0).all()
     assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()

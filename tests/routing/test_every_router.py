@@ -200,6 +200,8 @@ def test_a_layer_of_another_dtype_keeps_wide_logits(
         layer, Batch(batch.x_BSD.to(dtype), batch.token_ids_BS, batch.mask_BS)
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert routing.logits_TE is not None
+    assert routing.scores_TE is not None
     assert routing.logits_TE.dtype == routing.scores_TE.dtype == routing.weights_N.dtype == wide
     assert output.hidden.dtype == dtype
     check_well_formed(routing, NUM_TOKENS)
@@ -212,6 +214,7 @@ def test_autocast_changes_no_bit_of_the_routing(router: dict[str, Any], training
     expected = route_batch(built, make_batch())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         routing = route_batch(built, make_batch())
+    assert routing.logits_TE is not None
     assert routing.logits_TE.dtype == torch.float32
     for name in ("logits_TE", "scores_TE", "weights_N", "expert_ids_N", "real_N"):
         assert torch.equal(getattr(routing, name), getattr(expected, name)), name

@@ -56,6 +56,7 @@ def test_groups_and_experts_equal_a_loop_in_plain_python(
     logits = random_logits(30, NUM_EXPERTS)
     routing = route(config, logits, bias=bias)
     # The bias is float32; the scores are float64.
+    assert routing.scores_TE is not None
     ranking = (routing.scores_TE + torch.tensor(bias)).tolist()
     size = NUM_EXPERTS // groups["num_groups"]
     for row, chosen in zip(ranking, experts_of(routing), strict=True):

@@ -84,6 +84,8 @@ def test_the_k_experts_of_a_token_differ_and_weigh_the_same(k: int) -> None:
         assert len({e for e, _ in pairs}) == k
         assert [w for _, w in pairs] == pytest.approx([1 / k] * k)
     # The scores say who was named.
+    assert routing.logits_TE is not None
+    assert routing.scores_TE is not None
     assert torch.equal(routing.scores_TE.count_nonzero(dim=-1), torch.full((50,), k))
     torch.testing.assert_close(routing.scores_TE.sum(dim=-1), torch.ones(50))
     assert routing.logits_TE.count_nonzero() == 0

@@ -17,6 +17,8 @@ def test_the_pairs_equal_those_worked_by_hand() -> None:
         [],
         [(0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0)],
     ]
+    assert routing.logits_TE is not None
+    assert routing.scores_TE is not None
     assert torch.equal(routing.scores_TE, logits.clamp(min=0))
     assert torch.equal(routing.logits_TE, logits)
 

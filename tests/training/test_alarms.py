@@ -194,7 +194,7 @@ def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
             {"ffn": {"type": "moe", "router": "forced"}},
             "take another model.ffn.router.type than 'forced', which learns nothing",
         ),
-        ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at")),
+        ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at.3")),
     ],
     ids=["bias", "forced", "one layer"],
 )

@@ -186,7 +186,8 @@ def add_step(window: callbacks._LossWindow, losses: Tensor) -> None:
     """An optimizer step of so many batches, each of which has one number."""
     for loss in losses:
         objective = Objective(loss, loss, {})
-        window.add(TrainStepOutput(loss=loss, objective=objective, routings={}), tokens=1)
+        output = TrainStepOutput(loss=loss, objective=objective, routings={}, shared_shares={})
+        window.add(output, tokens=1)
     window.end_step(taken=True)
 
 

@@ -24,7 +24,8 @@ def routing(expert_ids: list[int], scores_TE: Tensor, logits_TE: Tensor) -> Rout
         dropped_N=torch.zeros(num_tokens, dtype=torch.bool),
         logits_TE=logits_TE,
         scores_TE=scores_TE,
-        mask_T=None,
+        num_tokens=num_tokens,
+        num_experts=scores_TE.shape[1],
         sequence_length=num_tokens,
     )
 
@@ -118,6 +119,8 @@ def test_gradients_reach_logits_and_scores_and_detaching_cuts_them(
     logits_BSV: Tensor, balanced: Routing
 ) -> None:
     logits_BSV.requires_grad_()
+    assert balanced.logits_TE is not None
+    assert balanced.scores_TE is not None
     balanced.scores_TE.requires_grad_()
     balanced.logits_TE.requires_grad_()
 

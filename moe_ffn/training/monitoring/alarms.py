@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from moe_ffn.layer_names import parse_layer
+from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
@@ -74,43 +74,29 @@ class Advice:
 
     def against(self, kind: AlarmKind, layer: str | None) -> str:
         """Options with their values now; `layer` as in the keys of metrics."""
-        balance, rate = self._balance(layer), self._lower_rate()
+        info = self.model.routers().get(layer or "")
+        balance, rate = self._balance(info), self._lower_rate()
         warmup = self.optimizer.schedule.warmup_option
         return {
             "collapse": balance,
             "dead_experts": f"{balance}, or take fewer experts or a larger batch",
             "nonfinite_logits": f"something before it broke: {rate}",
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
-            "dropped": f"raise {self._capacity(layer)}, or balance better: {balance}",
+            "dropped": f"raise {_capacity_factor(info)}, or balance better: {balance}",
             "loss_spike": f"{rate}, or raise optimizer.schedule.{warmup}",
             "skipped_step": f"if it comes again, {rate}",
         }[kind]
 
-    def _balance(self, layer: str | None) -> str:
-        ffn, where = self._ffn(layer)
-        router = ffn.routers().get("routing")
-        if router is not None and router[0].type in ("hash", "forced"):
-            return f"take another {where}.router.type than '{router[0].type}', which learns nothing"
+    def _balance(self, info: RouterInfo | None) -> str:
         raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
-        if getattr(router and router[0], "correction_bias", False):
-            rule = self.objective.bias_rule
-            rate = getattr(rule, "rate", None)
-            return raise_loss if rate is None else f"raise objective.bias_rule.rate (now {rate:g})"
-        return (
-            f"{raise_loss}, or take {where}.router.type 'sigmoid_top_k', whose bias a rule balances"
-        )
-
-    def _capacity(self, layer: str | None) -> str:
-        ffn, where = self._ffn(layer)
-        factor = getattr(getattr(ffn, "capacity", None), "factor", None)
-        return f"{where}.capacity.factor" + ("" if factor is None else f" (now {factor:g})")
-
-    def _ffn(self, layer: str | None) -> tuple[Any, str]:
-        """The block of a layer, and where it stands in the YAML."""
-        number, is_inner = parse_layer(layer or "layer_00")
-        where = "model.ffn" if self.model.layer_ffns()[number] == self.model.ffn else "model.ffn_at"
-        ffn = self.model.routed_ffn(layer or "layer_00")
-        return ffn, f"{where}.ffn" if is_inner else where
+        if info is None:
+            return raise_loss
+        router, option = info.router, f"model.{info.path}.router.type"
+        if not router.learns:
+            return f"take another {option} than '{router.type}', which learns nothing"
+        if router.has_correction_bias:
+            return self.objective.bias_rule.advice or raise_loss
+        return f"{raise_loss}, or take {option} 'sigmoid_top_k', whose bias a rule balances"
 
     def _lower_rate(self) -> str:
         clip = self.trainer.gradient_clip_val
@@ -120,6 +106,14 @@ class Advice:
             else "set trainer.gradient_clip_val"
         )
         return f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {what}"
+
+
+def _capacity_factor(info: RouterInfo | None) -> str:
+    """The option, with its value now; `info` is None for a router that its block does not name."""
+    if info is None:
+        return "the block's capacity"
+    factor = info.capacity.factor
+    return f"model.{info.path}.capacity.factor" + ("" if factor is None else f" (now {factor:g})")
 
 
 class AlarmRules:

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
-from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
-from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
+from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
 from moe_ffn.training.monitoring.alarm_bell import AlarmBell
 from moe_ffn.training.monitoring.alarms import AlarmRules
 from moe_ffn.training.monitoring.routing_window import (
@@ -95,7 +94,11 @@ class StepLogger(Callback):
             self._last_step = trainer.global_step
             self._end_step(trainer, pl_module)
         step_of_batch = batch["index"] // trainer.accumulate_grad_batches + 1
-        self._routing.update(outputs["routings"], self._ends_row(step_of_batch, trainer))
+        self._routing.update(
+            outputs["routings"],
+            self._ends_row(step_of_batch, trainer),
+            outputs["shared_shares"],
+        )
         due = self._ends_row(trainer.global_step, trainer)
         # Between the batches of one accumulation window the step stands still.
         due = due and trainer.global_step > self._last_row_step
@@ -254,12 +257,13 @@ class ValidationLogger(Callback):
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: dict[str, dict[str, Routing]],
+        outputs: RoutedOutput,
         batch: LoadedBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._routing.update(outputs["routings"], counted=batch["index"] != FILLER)
+        counted = batch["index"] != FILLER
+        self._routing.update(outputs["routings"], counted, outputs["shared_shares"])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.routing = self._routing.close()

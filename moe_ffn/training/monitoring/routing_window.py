@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ class RoutingByLayer:
         self.layers: dict[str, list[Metric]] = {}
         self._loaded: dict[str, list[dict[str, Tensor]]] = {}
 
-    def update(self, routings: Mapping[str, Routing], counted: bool = True) -> None:
+    def update(
+        self,
+        routings: Mapping[str, Routing],
+        counted: bool = True,
+        shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Add a batch; one not `counted` only creates the metrics, so that all ranks reduce the same."""
         for layer, routing in routings.items():
             if layer not in self.layers:
-                device = routing.logits_TE.device
+                device = routing.token_ids_N.device
                 # Not when they compute: `close` does it for all of them at once.
                 made = [
                     metric(routing.num_experts, sync_on_compute=False).to(device)
@@ -46,7 +52,8 @@ class RoutingByLayer:
                 self.layers[layer] = made
             if counted:
                 for metric in self.layers[layer]:
-                    metric.update(routing)
+                    share = metric._filter_kwargs(shared_share=shared_shares.get(layer))
+                    metric.update(routing, **share)
 
     def close(self) -> dict[str, dict[str, Tensor]]:
         """The values of each layer over all batches and ranks, on the CPU; then everything begins anew."""
@@ -214,7 +221,12 @@ class RoutingWindow:
         self._probe = RoutingProbe()
         self._last_look = -config.churn_every_n_steps
 
-    def update(self, routings: Mapping[str, Routing], in_last_step: bool) -> None:
+    def update(
+        self,
+        routings: Mapping[str, Routing],
+        in_last_step: bool,
+        shared_shares: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Add a batch.
 
         Args:
@@ -224,7 +236,7 @@ class RoutingWindow:
         """
         self._load.update(routings)
         if in_last_step:
-            self._tokens.update(routings)
+            self._tokens.update(routings, shared_shares=shared_shares)
 
     def close(
         self, step: int, num_steps: int, module: LanguageModel, num_ranks: int
@@ -240,16 +252,16 @@ class RoutingWindow:
             values[layer] |= of_tokens
         # Forgotten and not only reset: an interrupted window has none of them, and should not say 0.
         self._tokens = RoutingByLayer(TokenMetrics)
-        routers = module.decoder.routers()
+        routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
             load_E = of_layer["load"]
             self._count_idle_steps(layer, load_E, num_steps)
             of_layer["dead_experts"] = (self._idle_steps[layer] >= self.dead_after_steps).sum()
             if num_ranks > 1:
                 # Zero-computation experts, which stand last, are on no rank.
-                ffn = module.decoder.config.routed_ffn(layer)
-                computing_E = load_E[: getattr(ffn, "num_experts", len(load_E))]
-                of_layer["rank_max_violation"] = rank_max_violation(computing_E, num_ranks)
+                num_networks = infos[layer].num_networks if layer in infos else len(load_E)
+                of_ranks = rank_max_violation(load_E[:num_networks], num_ranks)
+                of_layer["rank_max_violation"] = of_ranks
             bias_E = routers[layer].correction_bias_E if layer in routers else None
             if bias_E is not None:
                 of_layer["bias_spread"] = (bias_E.max() - bias_E.min()).cpu()

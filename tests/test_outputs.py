@@ -1,0 +1,181 @@
+"""The values that blocks return: their names, trees and graphs, and a Routing without tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from moe_ffn import FFNOutput, Router, TokenContext, build_ffn, routing_of_pairs
+from moe_ffn.balancing.bias_rules import QuantileRule, QuantileRuleConfig, SignRule, SignRuleConfig
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    global_load_balancing_loss,
+    importance_cv2_loss,
+    pairs_per_expert,
+    pairs_per_sequence,
+    pooled_load_balancing_loss,
+    relu_sparsity_loss,
+)
+from moe_ffn.metrics.functional import chosen_experts, logit_max, nonfinite_tokens
+from moe_ffn.metrics.routing import TokenMetrics
+from moe_ffn.outputs import Routing
+from moe_ffn.report.trace import visits_of
+
+D_MODEL = 8
+NESTED: dict[str, Any] = {
+    "type": "mixture_of_depths",
+    "ffn": {"type": "moe", "num_experts": 4, "shared_expert": "dense"},
+}
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, D_MODEL, generator=torch.Generator().manual_seed(0))
+
+
+# ------------------------------------------------------------------------------------- routings
+
+
+def test_the_first_routing_is_the_block_s_own() -> None:
+    output = build_ffn(NESTED, D_MODEL)(tokens(2, 6))
+    assert list(output.routings) == ["routing", "inner"]
+    assert output.routing is output.routings["routing"]
+    assert build_ffn("dense", D_MODEL)(tokens(2, 6)).routing is None
+
+
+def test_a_routing_without_a_name_is_refused() -> None:
+    routing = build_ffn("moe", D_MODEL)(tokens(2, 6)).routing
+    wrong: Any = routing
+    with pytest.raises(TypeError, match=r"routings is a mapping; use \{'routing': routing\}"):
+        FFNOutput(tokens(2, 6), wrong)
+
+
+@pytest.mark.parametrize("config", ["dense", "moe", NESTED], ids=["dense", "moe", "nested"])
+def test_an_output_is_a_tree_of_its_tensors(config: Any) -> None:
+    output = build_ffn(config, D_MODEL)(tokens(2, 6))
+    leaves, tree = pytree.tree_flatten(output)
+    again = pytree.tree_unflatten(leaves, tree)
+    assert repr(again) == repr(output)
+    assert list(again.routings) == list(output.routings)
+    assert list(again.shared_shares) == list(output.shared_shares)
+    assert any(leaf is output.hidden for leaf in leaves)
+    if output.routing is not None:
+        assert any(leaf is output.routing.weights_N for leaf in leaves)
+
+
+@pytest.mark.parametrize("config", ["dense", "moe"])
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_a_compiled_caller_reads_the_routing(config: str) -> None:
+    block, x = build_ffn(config, D_MODEL), tokens(2, 6)
+
+    def weights(x: Tensor) -> Tensor:
+        output = block(x)
+        return output.hidden.sum() if output.routing is None else output.routing.weights_N
+
+    torch.testing.assert_close(torch.compile(weights, backend="eager")(x), weights(x))
+
+
+class Routed(nn.Module):
+    """A router alone, which is what of a sparse block torch.export takes: products of experts are as large
+    as the data ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = build_ffn("moe", D_MODEL).routers()["routing"]
+
+    def forward(self, x_TD: Tensor) -> FFNOutput:
+        return FFNOutput(x_TD, {"routing": self.router(x_TD, TokenContext())})
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_an_exported_program_returns_an_output() -> None:
+    model, x_TD = Routed(), tokens(6)
+    dynamic = ({0: torch.export.Dim("T", min=2, max=64)},)
+    program = torch.export.export(model, (x_TD,), dynamic_shapes=dynamic)
+    for x_TD in (tokens(6), tokens(9)):
+        output, expected = program.module()(x_TD), model(x_TD)
+        assert repr(output) == repr(expected)
+        torch.testing.assert_close(output.routing.weights_N, expected.routings["routing"].weights_N)
+
+
+# ------------------------------------------------------------------------------- without tables
+
+
+@pytest.fixture
+def tableless(make_routing: Callable[..., Routing]) -> Routing:
+    """Of a router that has too many experts for a table."""
+    routing = make_routing([[0, 1], [2, 1], [0, 3]], 4)
+    return replace(routing, logits_TE=None, scores_TE=None, target_k=1.0)
+
+
+NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
+    "load_balance": ("scores_TE", BALANCING_LOSSES["load_balance"]),
+    "load_balance_sequence": ("scores_TE", BALANCING_LOSSES["load_balance_sequence"]),
+    "load_balance_pooled": ("scores_TE", lambda r: pooled_load_balancing_loss([r, r])),
+    "load_balance_global": (
+        "scores_TE",
+        lambda r: global_load_balancing_loss(r, pairs_per_expert(r), r.num_real_tokens),
+    ),
+    "router_z": ("logits_TE", BALANCING_LOSSES["router_z"]),
+    "router_entropy": ("scores_TE", BALANCING_LOSSES["router_entropy"]),
+    "relu_sparsity": ("scores_TE", relu_sparsity_loss),
+    "objective.bias_rule 'quantile'": (
+        "scores_TE",
+        lambda r: QuantileRule(QuantileRuleConfig()).observe(r, torch.zeros(4)),
+    ),
+    "logit_max": ("logits_TE", logit_max),
+    "nonfinite_tokens": ("logits_TE", nonfinite_tokens),
+    "TokenMetrics": ("scores_TE", lambda r: TokenMetrics(4).update(r)),
+    "a trace": ("scores_TE", visits_of),
+}
+
+
+@pytest.mark.parametrize("name", NEEDING)
+def test_what_needs_a_table_says_so(tableless: Routing, name: str) -> None:
+    table, use = NEEDING[name]
+    with pytest.raises(ValueError, match=r"^.+$") as refused:
+        use(tableless)
+    assert str(refused.value) == (
+        f"{name} needs {table}, a number for each expert and token, which this router does not return for "
+        "its 4 experts"
+    )
+
+
+def test_what_counts_pairs_needs_no_table(tableless: Routing) -> None:
+    assert repr(tableless) == (
+        "Routing(num_tokens=3, sequence_length=3, num_experts=4, num_pairs=6, dropless, float32 on cpu)"
+    )
+    assert pairs_per_expert(tableless).tolist() == [2, 2, 1, 1]
+    assert pairs_per_sequence(tableless).tolist() == [[2, 2, 1, 1]]
+    assert chosen_experts(tableless).sum() == 6
+    assert importance_cv2_loss(tableless) > 0
+    assert SignRule(SignRuleConfig()).observe(tableless, torch.zeros(4)).tolist() == [2, 2, 1, 1]
+
+
+class Tableless(Router):
+    """Every token to expert 1."""
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        ids_T1 = torch.ones(len(x_TD), 1, dtype=torch.int64)
+        weights_T1 = torch.ones(len(x_TD), 1)
+        return routing_of_pairs(weights_T1, ids_T1, None, None, context, num_experts=4)
+
+
+def test_a_layer_works_without_tables() -> None:
+    config = {"type": "moe", "num_experts": 4, "capacity": {"factor": 2.0}}
+    layer: Any = build_ffn(config, D_MODEL)
+    layer.router = Tableless()
+    output = layer(tokens(2, 6))
+    assert output.routing.capacity == 6  # ceil(2 * 12 / 4)
+    assert (output.hidden.flatten(0, 1).abs().sum(dim=-1) > 0).sum() == 6
+
+
+def test_the_number_of_experts_is_asked_for_where_no_table_has_it() -> None:
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="routing_of_pairs without logits_TE needs num_experts"):
+        routing_of_pairs(torch.ones(3, 1), ids, None, None, TokenContext())
