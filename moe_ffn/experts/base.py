@@ -50,7 +50,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
-    backend: Literal["auto", "loop", "bmm", "cpu", "grouped_mm", "triton"] = "auto"
+    backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
     """How the products are computed; every backend gives the same result."""
 
     def refusal_on(self, device: str) -> Refusal | None:

@@ -1,4 +1,4 @@
-"""The one signature of the experts' arithmetic.
+"""The signature of every backend, the weights it is given, and what backends share.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up
@@ -37,7 +37,7 @@ class ExpertWeights:
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
     clamped: ClampedSwiGLU | None = None
-    """Stands for the product of activated gate and up, where experts have a gate of this kind."""
+    """Replaces act(gate x) * up x, where experts have a gate of this kind."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -79,14 +79,15 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
 
 
 def outside_graphs(backend: Backend) -> Backend:
-    """The backend where torch.compile steps around it: for those whose shapes are the experts' loads, with
-    which they would be compiled anew at every step.
+    """Keep a backend out of the graphs of torch.compile.
+
+    For those whose shapes are the experts' loads: they would be compiled anew at every step.
     """
 
     @wraps(backend)
     def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         if torch.compiler.is_compiling():
-            # Only now: the decorator would load torch's compiler for everybody, in about a second.
+            # Here, since a decorator would load torch's compiler at import, in about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)
 
@@ -94,7 +95,7 @@ def outside_graphs(backend: Backend) -> Backend:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether anything has to be kept for a backward pass."""
+    """Whether anything must be kept for a backward pass."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -102,13 +103,13 @@ NOT_BY_TRANSFORMS = (
     "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
     "do not go through; set experts.backend to 'loop', which they do"
 )
-"""Said after the name of a backend that would leave the experts out of a derivative, or fail far inside."""
+"""Follows the name of a backend that would leave the experts out of a derivative, or fail far inside."""
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
-    """What a backend with a backward pass of its own raises where that is differentiated in turn.
+    """The error of a backend whose own backward pass is differentiated in turn.
 
-    Without it torch would leave the experts out of the second derivative and not say so.
+    Without it torch would silently leave the experts out of the second derivative.
     """
     return RuntimeError(
         f"experts.backend '{backend}' has no second derivative, which create_graph=True asks for; set "
@@ -119,9 +120,9 @@ def no_second_derivative(backend: str) -> RuntimeError:
 def dropout_mask(
     num_rows: int, weights: ExpertWeights, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """(N, F), what each hidden unit is multiplied by: 0, or what makes up for the zeros.
+    """(N, F), the factor of each hidden unit: 0, or 1 / (1 - dropout); None without dropout.
 
-    None without dropout. For backends that compute hidden units again in backward.
+    For backends that compute hidden units again in backward.
     """
     if not weights.dropout:
         return None
@@ -134,18 +135,18 @@ NATIVE_ON_CPU = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
-"""What a CPU must have, any of them, to multiply a reduced dtype faster than float32."""
+"""Capabilities, one of which a CPU needs to multiply a reduced dtype faster than float32."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's where it is on, which covers neither `grouped_mm` nor functions of our own."""
+    """The dtype of autocast, which covers neither `grouped_mm` nor our own functions; else that of `x`."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
-    """float32 for a reduced dtype that this CPU would only emulate, at a fraction of float32's speed."""
+    """`dtype`, or float32 where this CPU would only emulate it, at a fraction of float32's speed."""
     if dtype in NATIVE_ON_CPU and not any(_capabilities().get(c) for c in NATIVE_ON_CPU[dtype]):
         return torch.float32
     return dtype

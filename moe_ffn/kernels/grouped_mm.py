@@ -14,7 +14,7 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype
 
 ROW_BYTES = 16
-"""grouped_mm wants rows whose length in bytes is a multiple of this."""
+"""grouped_mm needs rows whose length in bytes is a multiple of this."""
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -54,7 +54,7 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:
-    """What `F.grouped_mm` multiplies; torch.compile knows its shapes for bfloat16 alone."""
+    """The dtypes that `F.grouped_mm` multiplies; torch.compile knows its shapes for bfloat16 alone."""
     if torch.compiler.is_compiling():
         return (torch.bfloat16,)
     return (torch.float32, torch.bfloat16, torch.float16)

@@ -24,11 +24,11 @@ def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """
     ends = plan.offsets_E.tolist()
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    # Without the tail that nobody computes: of ReLU or top-p routing it may be most of the list.
     experts = range(weights.num_experts)
     if not torch.is_grad_enabled():
         experts = [expert for expert in experts if sizes[expert]]
         sizes = [sizes[expert] for expert in experts]
+    # Without the pairs that are not computed: of ReLU or top-p routing they may be most of the list.
     token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
     if not sizes:
         return torch.zeros_like(x_TD)

@@ -1,4 +1,4 @@
-"""Which backend runs: named by the user, or chosen from device, dtype and size."""
+"""The backends by name, and which one runs: named by the user, or chosen from device, dtype and size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import grouped_mm
 from moe_ffn.kernels.base import Backend, ExpertWeights
-from moe_ffn.kernels.bmm import bmm
 from moe_ffn.kernels.cpu import backend as cpu
 from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.triton import backend as triton
@@ -19,25 +18,24 @@ from moe_ffn.transforms import is_batched, transforms_at_work
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
-    "bmm": bmm,
     "cpu": cpu.cpu,
     "grouped_mm": grouped_mm.grouped_mm,
     "triton": triton.triton,
 }
-"""Every backend computes the same thing; a test holds each to the same double loop."""
+"""Every backend computes the same function; a test holds each to the same double loop."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.refusal,
     "grouped_mm": grouped_mm.refusal,
     "triton": triton.refusal,
 }
-"""Why a backend does not take these tokens and weights, or None; who is missing here takes all."""
+"""Why a backend does not take these tokens and weights, or None. Backends not listed take all."""
 
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 """The kind of device of each backend that runs on one alone."""
 
 FEW_PAIRS = 64
-"""Up to here, and without gradients, `loop` is quicker on a CPU than preparing the blocks of `cpu`."""
+"""Up to this number, without gradients, `loop` is quicker on a CPU than preparing the blocks of `cpu`."""
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
@@ -70,7 +68,7 @@ def _refuse_vmap(*tensors: Tensor) -> None:
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
-    """What `auto` stands for."""
+    """The name of the backend that `auto` picks."""
     if transforms_at_work():
         return "loop"
     if x_TD.device.type == "cpu":

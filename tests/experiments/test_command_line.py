@@ -366,7 +366,7 @@ def test_help_says_which_values_an_option_takes_and_which_it_requires(
 
     shown = " ".join(capsys.readouterr().out.split())
     assert "--data.corpus.paths (required)" in shown
-    assert "One of: auto, loop, bmm, cpu, grouped_mm, triton." in shown
+    assert "One of: auto, loop, cpu, grouped_mm, triton." in shown
     assert "PydanticUndefined" not in shown
     assert "Further names: accelerator, benchmark," in shown
 

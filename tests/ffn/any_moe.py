@@ -32,7 +32,6 @@ Options = dict[str, Any]
 
 DTYPES = {
     "loop": (torch.float64, torch.float32, torch.bfloat16),
-    "bmm": (torch.float64, torch.float32, torch.bfloat16),
     "cpu": (torch.float64, torch.float32, torch.bfloat16),
     "grouped_mm": (torch.float32, torch.bfloat16),
 }

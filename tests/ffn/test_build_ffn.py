@@ -260,8 +260,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "got 'gelo'",
     ),
     "backend": (
-        {"type": "moe", "experts": {"type": "mlp", "backend": "cuda"}},
-        "experts.backend: must be one of 'auto', 'loop', 'bmm', 'cpu', 'grouped_mm' or 'triton', got 'cuda'",
+        {"type": "moe", "experts": {"type": "mlp", "backend": "bmm"}},
+        "experts.backend: must be one of 'auto', 'loop', 'cpu', 'grouped_mm' or 'triton', got 'bmm'",
     ),
 }
 

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_ffn.kernels.triton import configs
+from moe_ffn.kernels.triton import launch
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -89,8 +89,8 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     for name, epilogue in epilogues.items():
         widths = {"D": D, "F": F, **where, **epilogue}
         for kernel, tiles in (
-            (hidden_kernel, configs.HIDDEN),
-            (hidden_gradient_kernel, configs.HIDDEN_GRADIENT),
+            (hidden_kernel, launch.HIDDEN),
+            (hidden_gradient_kernel, launch.HIDDEN_GRADIENT),
         ):
             keep = {"KEEP": True} if kernel is hidden_kernel else {}
             some = tiles if name in ("swiglu", "gelu") else tiles[:1]
@@ -100,23 +100,23 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
                 both = {**widths, "HAS_BIAS": True, "HAS_DROPOUT": True, **keep}
                 yield "clamped, bias and dropout", kernel, "bf16", both, tiles[:1]
     odd = {"D": 1000, "F": 1400, **where, **swiglu, **without, **dropless}
-    yield "odd widths", hidden_kernel, "bf16", {**odd, "KEEP": True}, configs.HIDDEN[:1]
-    yield "odd widths", hidden_gradient_kernel, "bf16", odd, configs.HIDDEN_GRADIENT[:1]
-    float32 = [configs.float32(GROUP=configs.GROUP)]
+    yield "odd widths", hidden_kernel, "bf16", {**odd, "KEEP": True}, launch.HIDDEN[:1]
+    yield "odd widths", hidden_gradient_kernel, "bf16", odd, launch.HIDDEN_GRADIENT[:1]
+    float32 = [launch.float32(GROUP=launch.GROUP)]
     yield "float32", hidden_kernel, "fp32", {**odd, "KEEP": True}, float32
     yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, float32
-    yield "fp16", hidden_kernel, "fp16", {**odd, "KEEP": True}, configs.HIDDEN[:1]
+    yield "fp16", hidden_kernel, "fp16", {**odd, "KEEP": True}, launch.HIDDEN[:1]
 
     down = {"IN": F, "OUT": D, **where, **without, "in_stride": 1}
-    yield "down", product_kernel, "bf16", down, configs.PRODUCT
+    yield "down", product_kernel, "bf16", down, launch.PRODUCT
     transposed = {"IN": 2 * F, "OUT": D, **where, **without, "out_stride": 1}
-    yield "gradient of tokens", product_kernel, "bf16", transposed, configs.PRODUCT
+    yield "gradient of tokens", product_kernel, "bf16", transposed, launch.PRODUCT
 
     sizes = {"IN": D, "OUT": 2 * F, "PRECISION": "ieee"}
     up = {**sizes, "GATHER_OUTPUT": False, "GATHER_INPUT": True}
-    yield "up", weight_gradient_kernel, "bf16", up, configs.WEIGHT_GRADIENT
+    yield "up", weight_gradient_kernel, "bf16", up, launch.WEIGHT_GRADIENT
     down = {**sizes, "IN": F, "OUT": D, "GATHER_OUTPUT": True, "GATHER_INPUT": False}
-    yield "down", weight_gradient_kernel, "bf16", down, configs.WEIGHT_GRADIENT
+    yield "down", weight_gradient_kernel, "bf16", down, launch.WEIGHT_GRADIENT
 
     blocks = [triton.Config({"BLOCK_O": 128, "BLOCK_K": 32}, num_warps=4)]
     biases = {"OUT": D, "WEIGHTED": True}

@@ -41,7 +41,7 @@ def derivative_of(kind: str, block: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grad", "vjp", "jvp", "forward_ad", "batched"])
-@pytest.mark.parametrize("backend", ["auto", "bmm", "cpu", "grouped_mm", "loop", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "grouped_mm", "loop", "triton"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:.*torch.jit.script")
 def test_a_derivative_of_any_kind_is_right_or_refused(backend: str, kind: str) -> None:
     block, x = build_on(backend), tokens()
@@ -56,7 +56,7 @@ def test_a_derivative_of_any_kind_is_right_or_refused(backend: str, kind: str) -
     torch.testing.assert_close(derivative_of(kind, block, x), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["auto", "bmm", "cpu", "grouped_mm", "loop", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "grouped_mm", "loop", "triton"])
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")
 def test_vmap_is_refused_for_a_leading_axis(backend: str) -> None:
     block, x = build_on(backend), tokens(3, 2, 6)

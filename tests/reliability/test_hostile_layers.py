@@ -210,7 +210,7 @@ def test_checkpointing_draws_the_same_again(backend: str, reentrant: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", "bmm", "cpu", "grouped_mm", "loop"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "grouped_mm", "loop"])
 def test_threads_on_one_layer_do_not_meet(backend: str) -> None:
     block = build_on(backend)
 

@@ -69,7 +69,7 @@ class GatedActivation(BlockActivation):
 
 
 class TracedActivation(BlockActivation):
-    """By autograd, for what has no derivative of its own here."""
+    """By autograd, for activations without a derivative in `IN_PLACE`."""
 
     def hidden(self, up_NH: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -84,7 +84,7 @@ class TracedActivation(BlockActivation):
 
 def block_activation(weights: ExpertWeights, workspace: Workspace) -> BlockActivation:
     if weights.clamped is not None:
-        # Dropout is the backend's, which has to know the mask in backward.
+        # The backend applies dropout, since it needs the mask again in backward.
         return TracedActivation(replace(weights, dropout=0.0), workspace)
     kind = GatedActivation if weights.gated else PlainActivation
     return kind(weights, workspace)

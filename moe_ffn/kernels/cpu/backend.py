@@ -1,4 +1,4 @@
-"""What the layer calls on a CPU, and its gradient.
+"""The backend `cpu`: the experts' output, and their gradients by a backward pass of its own.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where there is a gate

@@ -1,4 +1,4 @@
-"""One stacked weight on a CPU: its products and its gradient, expert by expert, into given buffers.
+"""Products of one stacked weight, and its gradient, expert by expert; and the memory they are written into.
 
 E experts, N rows of one expert, O out, I in
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LARGE_BYTES = 32 * 2**20
-"""Where glibc's allocator stops keeping freed memory (the most that M_MMAP_THRESHOLD grows to)."""
+"""From here on glibc's allocator keeps no freed memory (the limit to which M_MMAP_THRESHOLD grows)."""
 
 ALIGNMENT = 64
 """Bytes of a cache line, and of the widest vectors."""
@@ -26,8 +26,8 @@ _lock = Lock()
 def empty_gradient(weight: Tensor) -> Tensor:
     """An uninitialised, contiguous tensor like `weight`.
 
-    A large one lies in the memory of an earlier gradient of the same weight, if no tensor uses that any
-    more. It is given back when the weight is.
+    A large one reuses the memory of an earlier gradient of the same weight that no tensor uses any more.
+    That memory is freed together with the weight.
     """
     if weight.numel() * weight.itemsize < LARGE_BYTES:
         return torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -53,7 +53,7 @@ def _aligned(buffer: bytearray, like: Tensor) -> Tensor:
 
 
 class Workspace:
-    """Buffers by name: the first rows of one that is large enough for every block.
+    """Scratch buffers by name, each large enough for every block.
 
     A fresh large buffer costs a page fault per 4 KiB when it is first written, which on a CPU can
     cost as much as the arithmetic on it.
@@ -65,6 +65,7 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, rows: int, width: int) -> Tensor:
+        """The first `rows` rows of the buffer called `name`."""
         buffer = self._buffers.get(name)
         if buffer is None:
             buffer = torch.empty(self.rows, width, dtype=self.dtype, device="cpu")

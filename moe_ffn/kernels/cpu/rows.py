@@ -1,4 +1,4 @@
-"""The computed pairs of a plan as rows, and how a token finds its own.
+"""The computed pairs of a plan as rows, cut into blocks; gathers from tokens, and sums back to them.
 
 T tokens, D model width, N computed (token, expert) pairs
 """
@@ -15,57 +15,6 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.outputs import count_pairs
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Row n is the n-th pair of the plan; those behind the last offset are left out."""
-
-    token_ids_N: Tensor
-    by_token_N: Tensor
-    """The rows in the order of their tokens."""
-    starts_T: Tensor
-    """Where each token's rows begin in `by_token_N`."""
-    blocks: list[Block]
-
-    @classmethod
-    def of(cls, plan: Plan, num_tokens: int) -> Rows:
-        """Reads the offsets on the host."""
-        offsets = plan.offsets_E.tolist()
-        num_rows = offsets[-1]
-        token_ids_N = plan.token_ids_N[:num_rows]
-        by_token_N = torch.empty_like(plan.pair_ids_N)
-        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
-        if num_rows < len(by_token_N):
-            by_token_N = by_token_N[by_token_N < num_rows]
-        counts_T = count_pairs(token_ids_N, num_tokens)
-        return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T, cut_blocks(offsets))
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.token_ids_N, self.by_token_N, self.starts_T
-
-    def __len__(self) -> int:
-        return len(self.token_ids_N)
-
-    @property
-    def largest_block(self) -> int:
-        return max((block.num_rows for block in self.blocks), default=0)
-
-    def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
-        """The block's rows of `x_TD`."""
-        return torch.index_select(x_TD, 0, self.token_ids_N[block.rows], out=out_ND)
-
-    def sum_per_token(self, values_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        """(T, D): the weighted sum of each token's rows, in one pass."""
-        if not len(self):
-            return values_ND.new_zeros(len(self.starts_T), values_ND.shape[1])
-        if weights_N is not None:
-            weights_N = weights_N.index_select(0, self.by_token_N).to(values_ND.dtype)
-        return F.embedding_bag(
-            self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
-        )
-
 
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 1024, 2048
 """Smaller blocks pay more calls for gathers and activations, larger ones fall out of the cache."""
@@ -136,3 +85,53 @@ def cut_blocks(offsets: Sequence[int]) -> list[Block]:
     if pieces:
         blocks.append(Block(block_start, expert_start, tuple(pieces)))
     return blocks
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Row n is the n-th pair of the plan; pairs behind the last offset have none."""
+
+    token_ids_N: Tensor
+    by_token_N: Tensor
+    """The rows in the order of their tokens."""
+    starts_T: Tensor
+    """Where each token's rows begin in `by_token_N`."""
+    blocks: list[Block]
+
+    @classmethod
+    def of(cls, plan: Plan, num_tokens: int) -> Rows:
+        """Reads the offsets on the host."""
+        offsets = plan.offsets_E.tolist()
+        num_rows = offsets[-1]
+        token_ids_N = plan.token_ids_N[:num_rows]
+        by_token_N = torch.empty_like(plan.pair_ids_N)
+        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
+        if num_rows < len(by_token_N):
+            by_token_N = by_token_N[by_token_N < num_rows]
+        counts_T = count_pairs(token_ids_N, num_tokens)
+        return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T, cut_blocks(offsets))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.token_ids_N, self.by_token_N, self.starts_T
+
+    def __len__(self) -> int:
+        return len(self.token_ids_N)
+
+    @property
+    def largest_block(self) -> int:
+        return max((block.num_rows for block in self.blocks), default=0)
+
+    def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
+        """The block's rows of `x_TD`."""
+        return torch.index_select(x_TD, 0, self.token_ids_N[block.rows], out=out_ND)
+
+    def sum_per_token(self, values_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """(T, D): the weighted sum of each token's rows, in one pass."""
+        if not len(self):
+            return values_ND.new_zeros(len(self.starts_T), values_ND.shape[1])
+        if weights_N is not None:
+            weights_N = weights_N.index_select(0, self.by_token_N).to(values_ND.dtype)
+        return F.embedding_bag(
+            self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
+        )

@@ -1,4 +1,4 @@
-"""The backend `triton`: what the layer calls, and whether it can.
+"""The backend `triton`, and whether it can run here. It imports triton when it first runs.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs
 """
@@ -33,7 +33,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     The first call with a pair of widths does wait: it compiles the kernels and times their tile
     sizes. It keeps for backward the inputs, the pre-activations and, with dropout, the mask (N, F).
     """
-    from moe_ffn.kernels.triton.operator import experts
+    from moe_ffn.kernels.triton.operator import experts  # imports triton, which is optional
 
     dtype = compute_dtype(x_TD)
     ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])

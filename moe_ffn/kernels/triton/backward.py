@@ -1,4 +1,4 @@
-"""The gradient of the hidden units, and of all that is known once it is: an epilogue of one product.
+"""The kernels of the backward pass: the gradients of hidden units, matrices and biases.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ffn.kernels.triton.tiles import dot, find_rows, hidden_units, slot_and_column
+from moe_ffn.kernels.triton.forward import dot, find_rows, hidden_units, slot_and_column
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Buffers, grids and arguments of the kernels. Nothing here waits for the device.
+"""Tile sizes, buffers, grids and arguments of the kernels. Nothing here waits for the device.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up, I in, O out
@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from moe_ffn.kernels.triton import configs
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -23,19 +22,103 @@ from moe_ffn.kernels.triton.backward import (
 )
 from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, product_kernel
 
-_hidden: Any = configs.tuned(hidden_kernel, configs.HIDDEN, ["D", "F"])
-_hidden_gradient: Any = configs.tuned(
-    hidden_gradient_kernel, configs.HIDDEN_GRADIENT, ["D", "F"], reset=["d_weights_ptr"]
+# ------------------------------------------------------------------------------ tile sizes
+#
+# M rows of a tile, O columns, K what is multiplied away at a time. Each kernel chooses from its list at its
+# first call with a pair of widths and a dtype. The lists are short, for every member is compiled and timed
+# once; they hold what fits into a Hopper multiprocessor (228 KB of shared memory, 64 K registers) without
+# spilling. A test compiles them all.
+
+GROUP = 8
+"""Slots of rows that go over the columns together, see `forward.slot_and_column`."""
+
+
+def _config(
+    block_m: int, block_o: int, block_k: int, stages: int, warps: int, **more: int
+) -> triton.Config:
+    blocks = {"BLOCK_M": block_m, "BLOCK_O": block_o, "BLOCK_K": block_k, **more}
+    return triton.Config(blocks, num_stages=stages, num_warps=warps)
+
+
+HIDDEN = [
+    _config(128, 128, 64, 3, 8, GROUP=GROUP),
+    _config(128, 64, 64, 4, 4, GROUP=GROUP),
+    _config(64, 64, 64, 4, 4, GROUP=GROUP),
+]
+HIDDEN_GRADIENT = [
+    _config(128, 128, 64, 3, 8, GROUP=GROUP),
+    _config(128, 64, 64, 4, 8, GROUP=GROUP),
+    _config(64, 64, 64, 4, 4, GROUP=GROUP),
+]
+PRODUCT = [
+    _config(128, 256, 64, 3, 8, GROUP=GROUP),
+    _config(128, 128, 64, 4, 8, GROUP=GROUP),
+    _config(64, 128, 64, 4, 4, GROUP=GROUP),
+]
+WEIGHT_GRADIENT = [
+    _config(128, 256, 64, 3, 8),
+    _config(128, 128, 64, 4, 8),
+    _config(128, 64, 64, 4, 4),
+]
+
+
+def float32(**more: int) -> triton.Config:
+    """One for all kernels.
+
+    The tiles above take twice the shared memory in float32, and the many multiplications of full
+    precision take long to compile.
+    """
+    return _config(64, 64, 32, 3, 4, **more)
+
+
+INTERPRETED = (16, 16, 16, 1, 1)
+"""The smallest there are, so that tests of small layers have several tiles."""
+
+MIN_BLOCK_O = INTERPRETED[1] if knobs.runtime.interpret else 64
+"""No kernel's tiles are narrower."""
+
+
+def tuned(
+    kernel: Any, configs: list[triton.Config], key: list[str], reset: list[str] | None = None
+) -> Any:
+    """`kernel` with the best of `configs`, chosen anew where one of `key` or a dtype changes.
+
+    The number of pairs is not in the key: it changes at every step.
+    """
+    groups = "GROUP" in configs[0].kwargs
+    if knobs.runtime.interpret:
+        configs = [_config(*INTERPRETED, **({"GROUP": 2} if groups else {}))]
+        return triton.autotune(configs, key=key)(kernel)
+    wide = float32(**({"GROUP": GROUP} if groups else {}))
+
+    def for_dtype(
+        configs: list[triton.Config], arguments: dict[str, Any], **_: Any
+    ) -> list[triton.Config]:
+        first = next(iter(arguments.values()))
+        return [c for c in configs if (c is wide) == (first.dtype == torch.float32)]
+
+    return triton.autotune(
+        [*configs, wide],
+        key=key,
+        reset_to_zero=reset,
+        prune_configs_by={"early_config_prune": for_dtype},
+    )(kernel)
+
+
+_hidden: Any = tuned(hidden_kernel, HIDDEN, ["D", "F"])
+_hidden_gradient: Any = tuned(
+    hidden_gradient_kernel, HIDDEN_GRADIENT, ["D", "F"], reset=["d_weights_ptr"]
 )
-_product: Any = configs.tuned(product_kernel, configs.PRODUCT, ["IN", "OUT"])
-_weight_gradient: Any = configs.tuned(
-    weight_gradient_kernel, configs.WEIGHT_GRADIENT, ["IN", "OUT"]
-)
+_product: Any = tuned(product_kernel, PRODUCT, ["IN", "OUT"])
+_weight_gradient: Any = tuned(weight_gradient_kernel, WEIGHT_GRADIENT, ["IN", "OUT"])
 _bias_gradient: Any = bias_gradient_kernel
 _combine: Any = combine_kernel
 
 _FUSED = {"enable_fp_fusion": True}
 """A multiplication and an addition in one instruction: said, as Triton's default is about to change."""
+
+
+# ------------------------------------------------------------------------------- launches
 
 
 @dataclass(frozen=True)
@@ -155,7 +238,7 @@ def hidden_gradient(
     # Each tile of units has a column of its own and they are added up afterwards: atomic additions
     # would come in another order every time. Zero for tiles wider than the narrowest, and for the
     # pairs that are not computed.
-    parts = triton.cdiv(d_ff, configs.MIN_BLOCK_O)
+    parts = triton.cdiv(d_ff, MIN_BLOCK_O)
     d_weights = dy_TD.new_zeros(len(rows), parts, dtype=torch.float32)
     _hidden_gradient[rows.grid(d_ff)](
         dy_TD,

@@ -1,7 +1,7 @@
-"""The experts as torch sees them: an operator forward and one backward, which it does not look into.
+"""The experts as torch sees them: one operator forward and one backward, opaque to it.
 
-As operators, torch.compile and export take them without a break in the graph; it is told their
-outputs' shapes alone. Triton is loaded when one of them first runs.
+So torch.compile and export take them without a break in the graph; they are told the shapes of the
+outputs alone.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.kernels.base import no_second_derivative
+from moe_ffn.kernels.triton import launch
 
 
 @torch.library.custom_op("moe_ffn::experts", mutates_args=())
@@ -36,8 +37,6 @@ def experts(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """y_TD, and the pre-activations (N, H) if backward is to come, else none of their rows."""
-    from moe_ffn.kernels.triton import launch
-
     with torch.cuda.device_of(x_TD):  # Triton launches on the current device
         rows = launch.Rows(token_ids_N, offsets_E, dtype)
         epilogue = launch.Epilogue.of(activation, up_EHD, down_EDF, clamp)
@@ -100,8 +99,6 @@ def experts_backward(
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
-    from moe_ffn.kernels.triton import launch
-
     with torch.cuda.device_of(x_TD):
         dtype = pre_NH.dtype
         rows = launch.Rows(token_ids_N, offsets_E, dtype)
