@@ -11,7 +11,6 @@ never changes.
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import os
@@ -33,6 +32,8 @@ from moe_ffn.files import write_whole
 from moe_ffn.report.tables import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
+from moe_ffn.runs.rows import Rows
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -126,9 +127,8 @@ def first_steps() -> tuple[list[float], str]:
             *("--logging.wandb.mode", "disabled", "--run.output_dir", folder, "--run.name", "run"),
         ]
         train.main(arguments)
-        with (Path(folder) / "run" / METRICS_FILE).open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    return [float(row["train/loss"]) for row in rows if row["train/loss"]], out.getvalue()
+        rows = Rows(read_lines(Path(folder) / "run" / METRICS_FILE, Row))
+    return list(rows.column("train/loss").values), out.getvalue()
 
 
 def results_of(screen: str) -> str:

@@ -100,12 +100,12 @@ def test_what_a_dead_process_left_is_removed_and_nothing_else(tmp_path: Path) ->
 
 
 def test_a_damaged_file_is_kept_beside_itself(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
+    path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\xff\x00")
 
     kept = set_aside(path)
 
-    assert kept == tmp_path / "metrics.csv.damaged"
+    assert kept == tmp_path / "metrics.jsonl.damaged"
     assert kept.read_bytes() == path.read_bytes() == b"\xff\x00"
 
 

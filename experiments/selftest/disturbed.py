@@ -133,7 +133,7 @@ class Reader(threading.Thread):
         self.look()
 
     def look(self) -> None:
-        from moe_ffn.training.monitoring.metrics_file import num_damaged
+        from moe_ffn.training.monitoring.json_lines import Row, num_damaged
         from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_checkpoint
 
         for path in (self.folder / CHECKPOINTS_FOLDER).glob("*.ckpt"):
@@ -143,7 +143,7 @@ class Reader(threading.Thread):
             except CheckpointError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):  # removed in this moment
                     self.unreadable.append(f"{path.name} {error}")
-        if damaged := num_damaged(self.folder / METRICS_FILE):
+        if damaged := num_damaged(self.folder / METRICS_FILE, Row):
             self.unreadable.append(f"{damaged} lines of {METRICS_FILE}")
 
 

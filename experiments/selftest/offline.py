@@ -63,7 +63,7 @@ def _quickstart(folder: Path, *, terminal: bool = False, **environment: str) -> 
     _check(trained, "validation loss")
     assert "wandb: offline" in trained.printed, f"of wandb it says: {trained.about_wandb}"
     run = folder / "runs" / "my-run"
-    for name in ("config.yaml", "metrics.csv", "summary.json", "report.html", "checkpoints"):
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "report.html", "checkpoints"):
         assert (run / name).exists(), f"the run has no {name}"
     seconds = [trained.seconds]
     for argv, shown in (

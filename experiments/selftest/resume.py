@@ -232,8 +232,8 @@ def _from_two_ranks_to_one(folder: Path) -> str:
     return f"losses within {farthest:.0e}"
 
 
-def _losses(folder: Path) -> dict[str, float]:
-    from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+def _losses(folder: Path) -> dict[int, float]:
+    from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
-    rows = read_rows(folder / METRICS_FILE)
-    return {row[STEP]: float(row["train/loss"]) for row in rows if "train/loss" in row}
+    rows = map(dict, read_lines(folder / METRICS_FILE, Row))
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}

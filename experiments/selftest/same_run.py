@@ -25,18 +25,17 @@ def differences(one: Path, other: Path) -> list[str]:
     """Where two run folders differ: metrics, alarms, samples, summary, the newest checkpoint and the best,
     with weights, optimizer, router biases and every other state; empty where nowhere.
     """
-    from moe_ffn.training.monitoring.metrics_file import num_damaged, read_rows
+    from moe_ffn.training.monitoring.json_lines import Row, num_damaged, read_lines
     from moe_ffn.training.recovery.checkpoint_file import (
         BEST_NAME,
         read_checkpoint,
         step_checkpoints,
     )
 
+    logs = one / METRICS_FILE, other / METRICS_FILE
     found = [
-        *_differ(read_rows(one / METRICS_FILE), read_rows(other / METRICS_FILE), METRICS_FILE),
-        *_differ(
-            num_damaged(one / METRICS_FILE), num_damaged(other / METRICS_FILE), "damaged lines"
-        ),
+        *_differ(*(list(map(dict, read_lines(log, Row))) for log in logs), METRICS_FILE),
+        *_differ(*(num_damaged(log, Row) for log in logs), "damaged lines"),
         *_differ(_json(one / SUMMARY_FILE), _json(other / SUMMARY_FILE), SUMMARY_FILE),
     ]
     for name in (ALARMS_FILE, SAMPLES_FILE):

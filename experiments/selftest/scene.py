@@ -157,10 +157,10 @@ def wait_for_row(
     folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60
 ) -> None:
     """Return once the run in `folder` has written a row of optimizer step `step` or a later one."""
-    from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+    from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
     deadline = time.monotonic() + timeout
-    while not any(int(row[STEP]) >= step for row in read_rows(folder / METRICS_FILE)):
+    while not any(row.step >= step for row in read_lines(folder / METRICS_FILE, Row)):
         assert process.poll() is None, f"ended before step {step}: {finish(process).stderr}"
         assert time.monotonic() < deadline, f"not at step {step} after {timeout:g} s"
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, printable
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
-from moe_ffn.training.monitoring.json_lines import read_lines
+from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig
 from moe_ffn.trust import FLAG
 from moe_ffn.trust import HELP as TRUST_HELP
@@ -72,10 +72,10 @@ def own_prompt(folder: Path) -> str:
     Raises:
         ConfigError: it wrote none.
     """
-    prompts = [line["prompt"] for line in read_lines(folder / SAMPLES_FILE) if "prompt" in line]
+    prompts = [sample.prompt for sample in read_lines(folder / SAMPLES_FILE, Sample)]
     if not prompts:
         raise ConfigError(f"--prompt: is needed, since '{folder}' has no sample of its own")
-    return str(prompts[-1])
+    return prompts[-1]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python -m experiments.report runs/NAME              writes runs/NAME/report.html
 python -m experiments.report runs/a runs/b          both in the same plots: runs/report.html
 python -m experiments.report --watch runs/NAME      keeps the page current until the run has ended
+python -m experiments.report --csv FILE runs/NAME   writes the run's rows as a table instead
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import Parser, check_output
+from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.errors import ConfigError
 from moe_ffn.report.html import OPENING
+from moe_ffn.runs.reader import read_run
+from moe_ffn.training.monitoring.json_lines import STEP
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,10 +36,18 @@ def main(argv: Sequence[str]) -> int:
         help="wait for the runs, and write again whenever a file of one changed, until all have ended",
     )
     parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write the rows of one run as CSV here, and no page",
+    )
+    parser.add_argument(
         "--every", default="10", metavar="SECONDS", help="how often --watch looks (default: 10)"
     )
     options = parser.parse_args(argv)
     every = _seconds(options.every)
+    if options.csv is not None:
+        return write_csv(options.runs, options.csv)
     # Only now: `--help` needs neither YAML nor plotly.
     from moe_ffn.report.page import check_plotly, write_report
     from moe_ffn.report.watch import watch
@@ -50,6 +61,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     write_report(options.runs, output)
     print(output)
+    return 0
+
+
+def write_csv(folders: Sequence[Path], path: Path) -> int:
+    """The rows of a run as a table, a row for each optimizer step."""
+    if len(folders) > 1:
+        raise ConfigError(f"--csv: takes the rows of one run, got {len(folders)} runs")
+    check_output("--csv", path, f"{STEP},")
+    write_output("--csv", path, read_run(folders[0]).rows.csv())
+    print(path)
     return 0
 
 

@@ -147,7 +147,7 @@ _FILES = {
     "report.html": "all of this as a page; open it in a browser",
     "config.yaml": "the resolved options; --config takes it again",
     "facts.json": "corpus, code revision, sizes, precision",
-    "metrics.csv": "every logged value, by step",
+    "metrics.jsonl": "every logged value, by step",
     "summary.json": "the numbers above",
     "sample.txt": "the text above",
     "profile.txt": "where the time went (trainer.profiler)",

@@ -67,7 +67,6 @@ from moe_ffn.runs.start import (
 )
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.json_lines import JsonLines
 from moe_ffn.training.monitoring.metrics_file import MetricsFile
 from moe_ffn.training.monitoring.wandb import close
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME
@@ -257,12 +256,9 @@ def write_results(
         return f"{lost}; mend that, then: python -m experiments.train --resume {folder}"
     if not has_page:
         return f"the page is not written; mend that, then: python -m experiments.report {folder}"
-    files = [callbacks.steps.bell.file, callbacks.samples.file, *loggers]
-    lacking = [
-        str(file.path.relative_to(folder))
-        for file in files
-        if isinstance(file, JsonLines | MetricsFile) and not file.is_complete
-    ]
+    files = [callbacks.steps.bell.file, callbacks.samples.file]
+    files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
+    lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:
         lacking.append(f"{CHECKPOINTS_FOLDER}/{BEST_NAME}")
     return f"the disk did not take the newest of {', '.join(lacking)}" if lacking else ""

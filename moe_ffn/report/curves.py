@@ -70,7 +70,7 @@ def _objective(run: Run) -> Plot | None:
 
 
 def _balancing_losses(run: Run) -> Plot | None:
-    names = [key.removeprefix("train/") for key in run.metrics if key.startswith("train/")]
+    names = [key.removeprefix("train/") for key in run.rows.columns if key.startswith("train/")]
     names = sorted(set(names) - NOT_BALANCING)
     notes = [BALANCING_NOTES[name] for name in names if name in BALANCING_NOTES]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}

@@ -45,7 +45,7 @@ COUNT, SHARE, NATS = ",.4~g", ".2%", ".3f"
 
 @dataclass(frozen=True)
 class Measure:
-    """One number per layer: its key in `metrics.csv`, its plot, and how to read it."""
+    """One number per layer: its key in `metrics.jsonl`, its plot, and how to read it."""
 
     key: str
     title: str

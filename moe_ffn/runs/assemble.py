@@ -236,7 +236,7 @@ def build_trainer(
 def make_loggers(
     config: TrainConfig, folder: Path, facts: dict[str, Any]
 ) -> tuple[list[Logger], str]:
-    """The CSV logger and, unless off, wandb's, with a line on what became of wandb."""
+    """The log of rows and, unless off, wandb's, with a line on what became of wandb."""
     tags = sorted({*ffn_types(config), *config.logging.wandb.tags})
     wandb, line = wandb_logger(config.logging.wandb, folder, tags, facts)
     loggers: list[Logger] = [MetricsFile(folder / METRICS_FILE)]

@@ -16,7 +16,7 @@ from moe_ffn.runs.lock import LOCK_FILE
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
-METRICS_FILE = "metrics.csv"
+METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 ALARMS_FILE = "alarms.jsonl"
 SAMPLES_FILE = "samples.jsonl"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 import time
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_ffn.config_files import parse_yaml
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import kind_of, open_file, parse_object, read_text
+from moe_ffn.files import parse_object, read_text
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CONFIG_FILE,
@@ -27,6 +24,8 @@ from moe_ffn.runs.folder import (
     check_is_run,
 )
 from moe_ffn.runs.lock import is_trained_here
+from moe_ffn.runs.rows import Rows, Series
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -65,7 +64,7 @@ class Run:
     folder: Path
     name: str
     state: State
-    metrics: Mapping[str, Series]
+    rows: Rows
     config: Mapping[str, Any]
     config_text: str
     facts: Mapping[str, Any]
@@ -74,8 +73,8 @@ class Run:
     alarms: Sequence[Alarm] = ()
 
     def series(self, key: str) -> Series:
-        """A column of `metrics.csv`; an empty one where it is absent."""
-        return self.metrics.get(key, Series())
+        """A column of the rows; an empty one where it is absent."""
+        return self.rows.column(key)
 
     def option(self, path: str) -> Any:
         """An option of the config by its dotted path, such as `model.ffn.type`; None if absent."""
@@ -94,18 +93,18 @@ class Run:
     @property
     def step(self) -> int | None:
         """The last optimizer step of which something is known."""
-        steps = [series.steps[-1] for series in self.metrics.values() if series.steps]
-        return int(max(steps)) if steps else None
+        steps = [series.steps[-1] for series in self.rows.columns.values()]
+        return max(steps, default=None)
 
     @cached_property
     def layers(self) -> Mapping[str, Mapping[str, Series]]:
         """Sparse layer -> measure -> its series of the training rows."""
-        return _by_layer(self.metrics, "")
+        return _by_layer(self.rows.columns, "")
 
     @cached_property
     def validated_layers(self) -> Mapping[str, Mapping[str, Series]]:
         """The same of the validation rows."""
-        return _by_layer(self.metrics, "validation/")
+        return _by_layer(self.rows.columns, "validation/")
 
     @cached_property
     def loads(self) -> Mapping[str, Sequence[Series]]:
@@ -151,7 +150,7 @@ def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) 
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
     try:
-        metrics = read_metrics(folder / METRICS_FILE)
+        rows = Rows(read_lines(folder / METRICS_FILE, Row))
     except OSError as error:
         raise ConfigError(
             f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); mend its permissions"
@@ -160,8 +159,8 @@ def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) 
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        state=_state(folder, metrics, is_finished=bool(summary), has_ended=has_ended),
-        metrics=metrics,
+        state=_state(folder, rows, is_finished=bool(summary), has_ended=has_ended),
+        rows=rows,
         config=_yaml_mapping(text),
         config_text=text,
         facts=_mapping(folder / FACTS_FILE),
@@ -183,25 +182,23 @@ def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) 
     )
 
 
-def _state(
-    folder: Path, metrics: Mapping[str, Series], *, is_finished: bool, has_ended: bool
-) -> State:
+def _state(folder: Path, rows: Rows, *, is_finished: bool, has_ended: bool) -> State:
     if is_finished:
         return "finished"
     is_trained = False if has_ended else is_trained_here(folder)
     if is_trained is False:
         return "interrupted"
     if is_trained:
-        return "training" if metrics else "waiting"
+        return "training" if rows.columns else "waiting"
     # Perhaps on another machine: what is written tells.
     files = [folder / name for name in WATCHED]
     written = [path.stat().st_mtime for path in files if path.is_file()]
-    rows = max(map(len, metrics.values()), default=0)
-    seconds_per_row = (max(written) - min(written)) / max(rows, 1)
+    longest = max(map(len, rows.columns.values()), default=0)
+    seconds_per_row = (max(written) - min(written)) / max(longest, 1)
     silence = time.time() - max(written)
     if silence > max(PATIENCE_SECONDS, PATIENCE_ROWS * seconds_per_row):
         return "interrupted"
-    return "training" if metrics else "waiting"
+    return "training" if rows.columns else "waiting"
 
 
 def _by_layer(metrics: Mapping[str, Series], prefix: str) -> dict[str, dict[str, Series]]:
@@ -250,81 +247,3 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _whole(value: Any) -> int:
     return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
-
-
-STEP_COLUMNS = ("step", "trainer/global_step")
-
-_MOST_STEPS = 2**53
-"""What stands beyond is no step but damage: a float does not tell it from the next."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """The values of one column and their optimizer steps, ascending; a value may not be finite."""
-
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    @property
-    def last(self) -> float | None:
-        return self.values[-1] if self.values else None
-
-    def put(self, step: float, value: float) -> None:
-        """A step that comes again was repeated by a resumed run: what it had before is void."""
-        while self.steps and self.steps[-1] >= step:
-            self.steps.pop()
-            self.values.pop()
-        self.steps.append(step)
-        self.values.append(value)
-
-
-def read_metrics(path: Path) -> dict[str, Series]:
-    """Every column that has a number; none where there is no file or no whole line.
-
-    A last line without its end is being written and is left for the next look: a number cut in two
-    is another number. The header may come again, with more columns, further down.
-    """
-    series: dict[str, Series] = {}
-    if kind_of(path) is None:
-        return series
-    columns: list[str] = []
-    with io.TextIOWrapper(open_file(path), "utf-8", errors="replace", newline="\n") as file:
-        for row in (_cells(line) for line in file if line.endswith("\n")):
-            if STEP_COLUMNS[0] in row:
-                columns = row
-            else:
-                _put_row(series, dict(zip(columns, row, strict=False)))
-    return series
-
-
-def _cells(line: str) -> list[str]:
-    # Line by line, or a stray quotation mark would make one cell of all the rest.
-    try:
-        return next(csv.reader([line.rstrip("\r\n")]), [])
-    except csv.Error:  # a cell of a hundred thousand characters
-        return []
-
-
-def _put_row(series: dict[str, Series], cells: Mapping[str, str]) -> None:
-    steps = (_number(cells.get(name, "")) for name in STEP_COLUMNS)
-    step = next((s for s in steps if s is not None), None)
-    if step is None or not 0 <= step <= _MOST_STEPS:
-        return
-    for name, cell in cells.items():
-        value = _number(cell)
-        if value is not None and name not in STEP_COLUMNS:
-            if name not in series:
-                series[name] = Series()
-            series[name].put(step, value)
-
-
-def _number(cell: str) -> float | None:
-    if not cell:
-        return None
-    try:
-        return float(cell)
-    except ValueError:
-        return None

@@ -23,7 +23,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.training.config import PRECISIONS, TrainerConfig
-from moe_ffn.training.monitoring.json_lines import read_lines
+from moe_ffn.training.monitoring.json_lines import Line, read_lines
 
 LAST_SAVED_STEP = "last_saved_step"
 
@@ -115,8 +115,8 @@ def _run_id(values: Mapping[str, Any]) -> str | None:
 def _changes(path: Path) -> Iterator[Mapping[str, Any]]:
     """The options that were given whenever the run was resumed, and what they were before."""
     with suppress(OSError):
-        for line in read_lines(path):
-            changes = line.get("changes")
+        for line in read_lines(path, Line):
+            changes = dict(line).get("changes")
             for key, pair in changes.items() if isinstance(changes, dict) else ():
                 yield from ({key: value} for value in (pair if isinstance(pair, list) else ()))
 

@@ -27,9 +27,15 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.outside_code import code_files, read_entries
 from moe_ffn.runs.record import RUN_ID, differences, read_facts, read_saved
 from moe_ffn.runs.resume import Resume
-from moe_ffn.training.monitoring import json_lines, metrics_file
 from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
-from moe_ffn.training.monitoring.metrics_file import STEP
+from moe_ffn.training.monitoring.json_lines import (
+    Line,
+    Row,
+    Sample,
+    cut_lines,
+    num_damaged,
+    read_lines,
+)
 from moe_ffn.training.monitoring.sample_log import SampleLog
 
 
@@ -42,20 +48,17 @@ def cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    damaged = {
-        path
-        for path, num_damaged in [
-            (folder / METRICS_FILE, metrics_file.num_damaged),
-            (folder / SAMPLES_FILE, json_lines.num_damaged),
-            (folder / ALARMS_FILE, json_lines.num_damaged),
-        ]
-        if _keep_damaged(path, num_damaged(path))
-    }
     # The validation of that very step may be still to come, and with it a row and a text.
     validated_step = callbacks.get(ValidationLogger.__qualname__, {}).get("last_step", -1)
-    metrics_file.cut_rows(folder / METRICS_FILE, step, validated_step)
-    json_lines.cut_lines(folder / SAMPLES_FILE, validated_step)
-    json_lines.cut_lines(folder / ALARMS_FILE, step)
+    metrics, samples, alarms = (folder / n for n in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE))
+    damaged = {
+        path
+        for path, kind in [(metrics, Row), (samples, Sample), (alarms, Line)]
+        if _keep_damaged(path, num_damaged(path, kind))
+    }
+    cut_lines(metrics, Row, lambda r: r.step <= (validated_step if r.is_of_validation else step))
+    cut_lines(samples, Sample, lambda sample: sample.step <= validated_step)
+    cut_lines(alarms, Line, lambda alarm: alarm.step <= step)
     for path, what in _lost(folder, callbacks).items():
         if path not in damaged:
             print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
@@ -79,12 +82,13 @@ def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
     steps = callbacks.get(StepLogger.__qualname__, {})
     text = callbacks.get(SampleLog.__qualname__, {}).get("last")
     lost: dict[Path, str] = {}
-    last_step = max((int(row[STEP]) for row in metrics_file.read_rows(metrics)), default=0)
+    last_step = max((row.step for row in read_lines(metrics, Row)), default=0)
     if last_step < (expected := steps.get("last_row_step", 0)):
         lost[metrics] = f"ends at step {last_step}, not {expected}"
-    if (number := len(json_lines.read_lines(alarms))) < (expected := steps.get("num_alarms", 0)):
+    number = sum(1 for _ in read_lines(alarms, Line))
+    if number < (expected := steps.get("num_alarms", 0)):
         lost[alarms] = f"has {number} alarms, not {expected}"
-    if text and text not in [line.get("text") for line in json_lines.read_lines(samples)[-1:]]:
+    if text and text not in [line.text for line in read_lines(samples, Sample)][-1:]:
         lost[samples] = "does not end with the newest text"
     return lost
 

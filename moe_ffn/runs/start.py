@@ -37,7 +37,7 @@ from moe_ffn.runs.resume import Resume
 from moe_ffn.runs.training_checks import require_training
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import (
     IDENTITY,
     is_misnamed,
@@ -206,7 +206,7 @@ def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunReco
 
 
 def _last_row(folder: Path) -> int:
-    return max((int(row[STEP]) for row in read_rows(folder / METRICS_FILE)), default=0)
+    return max((row.step for row in read_lines(folder / METRICS_FILE, Row)), default=0)
 
 
 def _first_saved_step(own: TrainConfig) -> int:

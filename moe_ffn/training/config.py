@@ -241,7 +241,7 @@ class LoggingConfig(Config, frozen=True):
     alarms: AlarmsConfig = AlarmsConfig()
     """When to call for attention."""
     wandb: WandbConfig = WandbConfig()
-    """Weights & Biases, beside the CSV that is always written."""
+    """Weights & Biases, beside the log that is always written."""
 
 
 def resolve_precision(precision: str, device: str) -> str:

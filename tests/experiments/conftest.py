@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import chromium
@@ -19,6 +19,8 @@ from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.train import main
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.rows import flat
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 TINY = """
 model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
@@ -46,10 +48,10 @@ class Result:
         return folder
 
     @property
-    def rows(self) -> list[dict[str, str]]:
-        """`metrics.csv`, without the cells that a row leaves empty."""
-        with (self.folder / "metrics.csv").open() as file:
-            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+    def rows(self) -> list[dict[str, Any]]:
+        """`metrics.jsonl`, with a key for each entry of a list."""
+        lines = read_lines(self.folder / "metrics.jsonl", Row)
+        return [{"step": line.step, **flat(line.values)} for line in lines]
 
     @property
     def columns(self) -> set[str]:

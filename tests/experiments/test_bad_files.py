@@ -303,7 +303,7 @@ def test_an_existing_run_is_never_overwritten(
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     if content is not None:
-        (folder / "metrics.csv").write_text(content)
+        (folder / "metrics.jsonl").write_text(content)
 
     assert refuse("--run.name", "mine") == (
         "run.name: 'runs/mine' exists and is never overwritten; choose another name or remove it"

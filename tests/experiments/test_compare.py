@@ -27,6 +27,7 @@ from moe_ffn.report.comparison import (
 )
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.lock import locked
+from moe_ffn.training.monitoring.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,13 +181,13 @@ def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
     config = TrainConfig.model_validate({"run": {"name": "plain", "output_dir": str(tmp_path)}})
     folder = tmp_path / "plain"
     folder.mkdir()
-    (folder / "metrics.csv").write_text("precious")
+    (folder / "metrics.jsonl").write_text("precious")
 
     assert not compare.has_begun(config)
 
     (aside,) = tmp_path.glob("plain-unfinished-*")
     assert not folder.exists()
-    assert (aside / "metrics.csv").read_text() == "precious"
+    assert (aside / "metrics.jsonl").read_text() == "precious"
     assert capsys.readouterr().out == (
         f"plain: an unfinished run with other options is now {aside}\n"
     )
@@ -213,13 +214,16 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     assert commands[0][-2:] == ["--resume", str(tmp_path / "plain")]
 
 
-METRICS = """\
-step,train/tokens_per_second,routing/layer_00/dropped_fraction,routing/layer_01/dropped_fraction,\
-routing/layer_01/inner/dropped_fraction,validation/routing/layer_00/dropped_fraction,validation/loss
-2,1000.0,0.9,0.9,0.0,,
-4,3000.0,0.125,0.375,1.0,,
-4,,,,,0.75,1.25
-"""
+DROPPED = "routing/layer_{}/dropped_fraction"
+METRICS = [
+    {"step": step, "train/tokens_per_second": speed}
+    | {DROPPED.format(layer): share for layer, share in dropped.items()}
+    for step, speed, dropped in (
+        (2, 1000.0, {"00": 0.9, "01": 0.9, "01/inner": 0.0}),
+        (4, 3000.0, {"00": 0.125, "01": 0.375, "01/inner": 1.0}),
+    )
+]
+METRICS.append({"step": 4, f"validation/{DROPPED.format('00')}": 0.75, "validation/loss": 1.25})
 
 
 @pytest.fixture
@@ -227,7 +231,7 @@ def finished(tmp_path: Path) -> TrainConfig:
     """The config of a run of two layers, one of them with a block inside its block."""
     folder = tmp_path / "depths"
     folder.mkdir()
-    (folder / "metrics.csv").write_text(METRICS)
+    JsonLines(folder / "metrics.jsonl").add(METRICS)
     (folder / "facts.json").write_text(
         json.dumps({"flops_per_token": 2_500_000, "precision": "bf16-mixed"})
     )

@@ -26,8 +26,7 @@ from moe_ffn.runs.record import Saved, differences, identity, read_saved
 from moe_ffn.runs.resume import Resume
 from moe_ffn.runs.start import Start, check_documents, find_start, go_back
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.json_lines import JsonLines, read_lines
-from moe_ffn.training.monitoring.metrics_file import read_rows
+from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError, step_name, write_checkpoint
 
@@ -377,7 +376,7 @@ def test_it_goes_on_to_more_steps_and_says_from_where(
     ) in printed.out
     assert printed.err.count("tokenizer.json' is not what this run was begun with") == 1
     assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}
-    assert [row["step"] for row in read_rows(unfinished / "metrics.csv")] == list("244688")
+    assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 8, 8]
     assert yaml.safe_load((unfinished / "config.yaml").read_text())["trainer"]["max_steps"] == 8
     (line,) = (unfinished / "resumes.jsonl").read_text().splitlines()
     assert json.loads(line)["changes"] == {"trainer.max_steps": [6, 8]}
@@ -389,7 +388,7 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "metrics.csv").write_text("step,loss\n2,1.5\n")
+    (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.5}\n')
     (folder / "samples.jsonl").write_bytes(b"\xff\n")
     states = {
         "StepLogger": {"last_row_step": 4, "num_alarms": 3},
@@ -406,7 +405,7 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     assert capsys.readouterr().err.splitlines() == [
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
         "samples.jsonl.damaged has it as it was",
-        f"'{folder}/metrics.csv' ends at step 2, not 4; the rest is lost, and the run goes on",
+        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
         f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
@@ -420,9 +419,8 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     (folder / "checkpoints").mkdir(parents=True)
     for step in (8, 12):
         (folder / "checkpoints" / step_name(step)).touch()
-    (folder / "metrics.csv").write_text(
-        "step,train/loss,validation/loss\n4,2.5,\n4,,2.6\n8,1.5,\n8,,1.6\n12,1.0,\n"
-    )
+    losses = [("train", 4), ("validation", 4), ("train", 8), ("validation", 8), ("train", 12)]
+    JsonLines(folder / "metrics.jsonl").add({"step": n, f"{s}/loss": 1.5} for s, n in losses)
     for name, found in (("samples", (4, 8)), ("alarms", (4, 8, 12))):
         JsonLines(folder / f"{name}.jsonl").add({"step": n, "text": f"text {n}"} for n in found)
     (folder / "summary.json").write_text("{}")
@@ -436,14 +434,16 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
 
     go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, {"facts.json": FACTS})
 
-    rows = read_rows(folder / "metrics.csv")
-    assert [(row["step"], row.get("validation/loss")) for row in rows] == [
-        ("4", None),
-        ("4", "2.6"),
-        ("8", None),
+    rows = read_lines(folder / "metrics.jsonl", Row)
+    assert [(row.step, row.is_of_validation) for row in rows] == [
+        (4, False),
+        (4, True),
+        (8, False),
     ]
-    kept = {n: read_lines(folder / f"{n}.jsonl") for n in ("samples", "alarms", "resumes")}
-    assert {name: [line["step"] for line in lines] for name, lines in kept.items()} == {
+    kept = {
+        n: list(read_lines(folder / f"{n}.jsonl", Line)) for n in ("samples", "alarms", "resumes")
+    }
+    assert {name: [line.step for line in lines] for name, lines in kept.items()} == {
         "samples": [4],
         "alarms": [4, 8],
         "resumes": [0, 8],
@@ -520,7 +520,7 @@ def test_no_run_goes_on_from_its_best_weights(
     assert go_on(str(unfinished)) == 0
     printed = capsys.readouterr()
     assert f"resuming {unfinished} from the start: no checkpoint was saved" in printed.out
-    assert [row["step"] for row in read_rows(unfinished / "metrics.csv")] == list("24466")
+    assert [row.step for row in read_lines(unfinished / "metrics.jsonl", Row)] == [2, 4, 4, 6, 6]
 
 
 def test_the_identity_leaves_out_what_only_changes_the_computing(
@@ -559,5 +559,5 @@ def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
     )
     folder = done.folder
     assert not (folder / "summary.json").exists(), "it could not be resumed"
-    assert (folder / "metrics.csv").exists()
+    assert (folder / "metrics.jsonl").exists()
     assert (folder / "report.html").exists()

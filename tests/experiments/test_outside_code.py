@@ -395,7 +395,7 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert facts["model"]["ffn"]["type"] == "code/own.py:Own"
 
     # The original changes; the run goes on to the same end as if it had not been cut.
-    unbroken = (folder / "metrics.csv").read_text()
+    unbroken = (folder / "metrics.jsonl").read_text()
     own.write_text(own.read_text().replace("relu", "gelu") + f"{MARKS}\n")
     (folder / "summary.json").unlink()
     (folder / "checkpoints/step_00000006.ckpt").unlink()
@@ -405,8 +405,8 @@ def test_a_run_goes_on_with_its_own_copy_and_a_stranger_s_is_asked_about(
     assert f"'{own}' has changed since 'runs/mine' began (sha256 " in stderr
     assert not Path("ran").exists()
     losses = [
-        [line.split(",")[:3] for line in text.splitlines()]
-        for text in (unbroken, (folder / "metrics.csv").read_text())
+        [list(json.loads(line).items())[:3] for line in text.splitlines()]
+        for text in (unbroken, (folder / "metrics.jsonl").read_text())
     ]
     assert losses[0] == losses[1]
     assert (folder / "checkpoints/best.ckpt").exists()

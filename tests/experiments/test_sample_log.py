@@ -23,7 +23,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring import sample_log
-from moe_ffn.training.monitoring.json_lines import read_lines
+from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.sampling import SampleConfig, first_words
 
@@ -87,7 +87,7 @@ def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
     validate(log, 8, math.nan)
 
     assert log.last == ""
-    assert [line["step"] for line in read_lines(log.file.path)] == [4]
+    assert [line.step for line in read_lines(log.file.path, Sample)] == [4]
 
 
 def test_of_several_ranks_the_first_writes(log: SampleLog) -> None:

@@ -32,7 +32,7 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "report.html",
         "config.yaml",
         "facts.json",
-        "metrics.csv",
+        "metrics.jsonl",
         "summary.json",
         "sample.txt",
         "samples.jsonl",
@@ -94,18 +94,17 @@ def test_config_yaml_resolves_to_the_same_config(moe_run: Any, config_of: Config
     assert config_of(["--config", str(moe_run.folder / "config.yaml")]) == config_of(moe_run.args)
 
 
-def test_metrics_csv_has_a_row_every_other_step_and_one_per_validation(moe_run: Any) -> None:
+def test_metrics_jsonl_has_a_row_every_other_step_and_one_per_validation(moe_run: Any) -> None:
     train = [row for row in moe_run.rows if "train/loss" in row]
     validation = [row for row in moe_run.rows if "validation/loss" in row]
 
-    assert [int(row["step"]) for row in train] == [2, 4, 6]
-    assert [int(row["step"]) for row in validation] == [4, 6]
-    assert all(row["trainer/global_step"] == row["step"] for row in moe_run.rows)
-    assert all(float(row["train/gradient_norm"]) > 0 for row in train)
-    assert all(float(row["train/tokens_per_second"]) > 0 for row in train)
+    assert [row["step"] for row in train] == [2, 4, 6]
+    assert [row["step"] for row in validation] == [4, 6]
+    assert all(row["train/gradient_norm"] > 0 for row in train)
+    assert all(row["train/tokens_per_second"] > 0 for row in train)
 
 
-def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
+def test_metrics_jsonl_has_the_promised_columns(moe_run: Any) -> None:
     per_layer = {
         *(f"load/expert_{expert:02d}" for expert in range(4)),
         *("dropped_fraction", "max_violation", "load_cv", "sequence_max_violation"),
@@ -116,7 +115,7 @@ def test_metrics_csv_has_the_promised_columns(moe_run: Any) -> None:
     of_one_split = {"": "dead_experts", "validation/": "coactivation_max"}
 
     assert moe_run.columns == {
-        *("step", "trainer/global_step"),
+        "step",
         *("train/loss", "train/objective", "train/load_balance", "train/router_z"),
         *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
         "train/skipped_steps",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -10,6 +9,10 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from moe_ffn.runs.rows import flat
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789" * 4
@@ -30,10 +33,10 @@ class Outcome:
     home: Path
 
     @property
-    def rows(self) -> list[dict[str, str]]:
-        """`metrics.csv`, without the cells that a row leaves empty."""
-        with (self.folder / "metrics.csv").open() as file:
-            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+    def rows(self) -> list[dict[str, Any]]:
+        """`metrics.jsonl`, with a key for each entry of a list."""
+        lines = read_lines(self.folder / "metrics.jsonl", Row)
+        return [{"step": line.step, **flat(line.values)} for line in lines]
 
     def wandb_folders(self) -> list[Path]:
         """What wandb wrote of the run."""

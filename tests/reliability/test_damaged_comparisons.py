@@ -23,8 +23,9 @@ SUMMARY = {
 }
 FACTS = {"precision": "32-true", "flops_per_token": 2_500_000}
 METRICS = (
-    "step,train/tokens_per_second,routing/layer_00/dropped_fraction,validation/loss\n"
-    "2,1000.0,0.9,\n4,3000.0,0.125,\n4,,,1.25\n"
+    '{"step": 2, "train/tokens_per_second": 1000.0, "routing/layer_00/dropped_fraction": 0.9}\n'
+    '{"step": 4, "train/tokens_per_second": 3000.0, "routing/layer_00/dropped_fraction": 0.125}\n'
+    '{"step": 4, "validation/loss": 1.25}\n'
 )
 WHOLE = ["next", "32-true", "1.2500", "0.25", "2.00", "12.5%", "2.50", "3,000"]
 """The cells of an undamaged run, after its name."""
@@ -61,7 +62,7 @@ def _with(values: dict[str, object], **changes: object) -> str:
 
 NO_SUMMARY = "summary.json lacks validation_loss, unigram_loss, routing"
 NO_FACTS = "facts.json lacks precision, flops_per_token"
-NO_METRICS = "metrics.csv lacks train/tokens_per_second"
+NO_METRICS = "metrics.jsonl lacks train/tokens_per_second"
 
 DAMAGES: dict[str, tuple[str, str | bytes | None, str]] = {
     "summary empty": (SUMMARY_FILE, "", NO_SUMMARY),
@@ -108,15 +109,27 @@ DAMAGES: dict[str, tuple[str, str | bytes | None, str]] = {
     ),
     "metrics missing": (METRICS_FILE, None, NO_METRICS),
     "metrics empty": (METRICS_FILE, "", NO_METRICS),
-    "metrics without the column": (METRICS_FILE, "step,validation/loss\n4,1.25\n", NO_METRICS),
-    "metrics of a header": (METRICS_FILE, METRICS.splitlines()[0] + "\n", NO_METRICS),
+    "metrics without the column": (METRICS_FILE, '{"step": 4, "validation/loss": 1.25}\n', NO_METRICS),
+    "metrics of half a line": (METRICS_FILE, METRICS.splitlines()[0], NO_METRICS),
     "metrics of junk": (
         METRICS_FILE,
-        "step,train/tokens_per_second\n2,fast\nx,3\n4,nan\n,,,,\n",
+        "".join(
+            f'{{"step": {step}, "train/tokens_per_second": {value}}}\n'
+            for step, value in [("2", '"fast"'), ('"x"', "3"), ("4", "NaN"), ("", "")]
+        ),
         NO_METRICS,
     ),
     "metrics binary": (METRICS_FILE, bytes(range(256)) * 4, NO_METRICS),
-    "metrics of one cell": (METRICS_FILE, "step,x\n1," + "9" * 300_000 + "\n", NO_METRICS),
+    "metrics of one number": (
+        METRICS_FILE,
+        '{"step": 1, "train/tokens_per_second": ' + "9" * 300_000 + "}\n",
+        NO_METRICS,
+    ),
+    "metrics of a thousand levels": (
+        METRICS_FILE,
+        '{"step": 1, "train/tokens_per_second": ' + "[" * 1000 + "]" * 1000 + "}\n",
+        NO_METRICS,
+    ),
 }  # fmt: skip
 """What is put in the place of a file, None for nothing, and what is then said of it."""
 
@@ -181,7 +194,7 @@ def test_a_run_that_ended_before_its_first_row_lacks_nothing(
 ) -> None:
     folder = tmp_path / "runs" / "all" / "hurt"
     (folder / SUMMARY_FILE).write_text(_with(SUMMARY, tokens_per_second=0.0))
-    (folder / METRICS_FILE).write_text("step,validation/loss\n0,5.5\n")
+    (folder / METRICS_FILE).write_text('{"step": 0, "validation/loss": 5.5}\n')
 
     done = compared()
 

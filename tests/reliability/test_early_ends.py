@@ -11,7 +11,7 @@ import pytest
 
 from experiments.selftest.scene import options, run_here
 from moe_ffn.runs.folder import METRICS_FILE
-from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.stopping import StepTimer
 
 NO_TIME = "00:00:00:00"
@@ -19,7 +19,7 @@ STOPPING = "{patience: 1, min_delta: 9.0}"  # no loss falls by so much
 
 
 def last_step(folder: Path) -> int:
-    return max(int(row[STEP]) for row in read_rows(folder / METRICS_FILE))
+    return max(row.step for row in read_lines(folder / METRICS_FILE, Row))
 
 
 def test_time_ends_a_run_between_two_steps() -> None:

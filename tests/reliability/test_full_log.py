@@ -60,7 +60,7 @@ def test_what_is_said_of_a_disk_ends_nothing(
         monkeypatch.setattr(sys, "__stderr__", full)
 
         def complains(_: object) -> int:
-            outage = Outage(Path("metrics.csv"))
+            outage = Outage(Path("metrics.jsonl"))
             outage.failed(OSError(28, "No space left on device"))
             outage.succeeded()
             return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,19 @@ def test_a_damaged_cache_is_made_anew_or_named(
 
 # -- pages of runs
 
-HEADER = "step,train/loss,validation/loss,train/tokens_per_second,routing/layer_00/load/expert_00\n"
+LOADS = "routing/layer_00/load/expert_"
+KEYS = ("train/loss", "validation/loss", "train/tokens_per_second", f"{LOADS}00")
 EVIL = "</script><script>alert(1)</script>\u202e\x1b[31m\0"
 
 
-def _rows(*cells: object) -> str:
-    return "".join(f"{step},{cell},{cell},{cell},{cell}\n" for step, cell in enumerate(cells))
+def _row(step: object, value: object, *, keys: Iterable[str] = KEYS) -> str:
+    """A line with `value` under every key; both are written as they are, whether JSON or not."""
+    pairs = [f'"step": {step}', *(f"{json.dumps(key)}: {value}" for key in keys)]
+    return f"{{{', '.join(pairs)}}}\n"
+
+
+def _rows(*values: object) -> str:
+    return "".join(_row(step, value) for step, value in enumerate(values))
 
 
 def _summary(**values: Any) -> str:
@@ -187,26 +194,34 @@ def _layers(value: Any, key: str = "layer_00") -> str:
     return _summary(routing={key: value})
 
 
-_FEW = HEADER + _rows(3, 2, 1)
+_FEW = _rows(3, 2, 1)
 RUNS: dict[str, dict[str, str]] = {
-    "rows of 1e308": {METRICS_FILE: HEADER + _rows(*[1.797e308] * 2_000)},
-    "rows of infinities and NaN": {METRICS_FILE: HEADER + _rows("inf", "-inf", "nan", "NaN", "1e999")},
-    "rows of fifty digits": {METRICS_FILE: HEADER + _rows("9" * 50, "9" * 5_000)},
-    "steps out of order": {METRICS_FILE: HEADER + "9,1,1,1,1\n3,1,1,1,1\n3,2,2,2,2\n-4,1,1,1,1\n"},
-    "steps that are no steps": {METRICS_FILE: HEADER + "inf,1,1,1,1\nnan,1,1,1,1\n1e300,1,1,1,1\n"},
-    "steps far apart": {METRICS_FILE: HEADER + "".join(f"{n * 10**12},1,1,1,1\n" for n in range(2_000))},
-    "a cell without end": {METRICS_FILE: _FEW + '"' + "9" * 300_000 + "\n" + "7,1,1,1,1\n"},
-    "a quotation mark": {METRICS_FILE: _FEW + '5,",1,1,1\n7,1,1,1,1\n'},
-    "line ends of every kind": {METRICS_FILE: _FEW.replace("\n", "\r\n") + "5,1\r,1,1,1\n"},
-    "a hundred thousand columns": {
-        METRICS_FILE: "step," + ",".join(f"c{n}" for n in range(100_000)) + "\n" + "1," * 100_000 + "1\n"
+    "rows of 1e308": {METRICS_FILE: _rows(*[1.797e308] * 2_000)},
+    "rows of infinities and NaN": {METRICS_FILE: _rows("Infinity", "-Infinity", "NaN", "1e999", "-1e999")},
+    "rows of fifty digits": {METRICS_FILE: _rows("9" * 50, "9" * 400, "9" * 5_000)},
+    "rows of other types": {METRICS_FILE: _rows('"low"', "true", "{}", "[[1]]", '["x", null, 1]', "null")},
+    "steps out of order": {METRICS_FILE: _row(9, 1) + _row(3, 1) + _row(3, 2) + _row(-4, 1)},
+    "steps that are no steps": {
+        METRICS_FILE: "".join(
+            _row(step, 1)
+            for step in ("Infinity", "NaN", "1e300", "9" * 50, "9" * 5_000, "true", '"1"', "1.5")
+        )
     },
+    "steps far apart": {METRICS_FILE: "".join(_row(n * 10**12, 1) for n in range(2_000))},
+    "a thousand levels": {METRICS_FILE: _FEW + _row(7, "[" * 1_000 + "]" * 1_000) + _row(8, 1)},
+    "a line without end": {METRICS_FILE: _FEW + '{"step": ' + "9" * 300_000},
+    "a quotation mark": {METRICS_FILE: _FEW + '"\n' + _row(7, 1)},
+    "line ends of every kind": {METRICS_FILE: _FEW.replace("\n", "\r\n") + _row("5\r", 1)},
+    "a hundred thousand columns": {METRICS_FILE: _row(1, 1, keys=(f"c{n}" for n in range(100_000)))},
+    "a list of a hundred thousand": {METRICS_FILE: _row(1, [1] * 100_000)},
     "layers and experts of many digits": {
-        METRICS_FILE: f"step,routing/layer_{MANY_DIGITS}/entropy,routing/layer_00/load/expert_{MANY_DIGITS}\n"
-        "1,1,1\n2,3,4\n"
+        METRICS_FILE: "".join(
+            _row(step, 1, keys=(f"{prefix}{MANY_DIGITS}" for prefix in ("routing/layer_", LOADS)))
+            for step in (1, 2)
+        )
     },
-    "columns of tags": {METRICS_FILE: f"step,train/{EVIL[:-1]},train/<img src=x>\n1,1,1\n2,3,4\n"},
-    "no row": {METRICS_FILE: HEADER},
+    "columns of tags": {METRICS_FILE: _row(1, 1, keys=(f"train/{EVIL}", "train/<img src=x>")) * 2},
+    "no row": {METRICS_FILE: ""},
     "a summary of other types": {SUMMARY_FILE: _summary(validation_loss=[1], unigram_loss={})},
     "a loss that is text": {SUMMARY_FILE: _summary(validation_loss="low"), METRICS_FILE: _FEW},
     "a loss of 400 digits": {SUMMARY_FILE: _summary(validation_loss=10**400, tokens_per_second=10**400)},
@@ -253,7 +268,7 @@ def write_run(folder: Path, files: Mapping[str, str]) -> Path:
         CONFIG_FILE: to_yaml(TrainConfig()),
         SUMMARY_FILE: _summary(),
         FACTS_FILE: "{}",
-        METRICS_FILE: HEADER + _rows(1, 2),
+        METRICS_FILE: _rows(1, 2),
     }
     for name, text in {**plain, **files}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
@@ -285,7 +300,7 @@ def test_a_page_of_two_hundred_runs(tmp_path: Path) -> None:
 
 OUTPUTS: dict[str, str] = {
     "the run's own config": "run/config.yaml",
-    "the run's own rows": "run/metrics.csv",
+    "the run's own rows": "run/metrics.jsonl",
     "a note of the user's": "notes.md",
     "a device": "/dev/null",
     "a device that is full": "/dev/full",

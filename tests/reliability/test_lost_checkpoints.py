@@ -76,7 +76,7 @@ LOST: dict[str, tuple[list[Do], str]] = {
         [best_alone], f"has no checkpoint to go on from (best.ckpt holds weights alone), {SAID}"
     ),
     "all passed over": ([renamed_all], SAID),
-    "and the rows": ([without_checkpoints, lose("metrics.csv")], SAID),
+    "and the rows": ([without_checkpoints, lose("metrics.jsonl")], SAID),
     "and the facts": ([without_checkpoints, lose("facts.json")], SAID),
     "and saved.json": ([without_checkpoints, lose("saved.json")], GUESSED),
     **{

@@ -45,7 +45,7 @@ def test_runs_of_such_names_have_a_page(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir(parents=True)
         (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))
-        (folder / METRICS_FILE).write_text("step,train/loss\n2,1.0\n4,1.0\n")
+        (folder / METRICS_FILE).write_text('{"step": 2, "train/loss": 1.0}\n')
 
     for runs in (folders[:1], folders):
         page = tmp_path / "page.html"
@@ -100,7 +100,7 @@ def test_wandb_is_off_in_such_a_run(tmp_path: Path, mode: str) -> None:
 
     assert wandb_logger(config, tmp_path / NAME, [], {}) == (
         None,
-        "wandb: off (the run's path is not UTF-8), metrics are in metrics.csv",
+        "wandb: off (the run's path is not UTF-8), metrics are in metrics.jsonl",
     )
 
 

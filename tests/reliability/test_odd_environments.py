@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import os
 import pty
@@ -14,6 +13,7 @@ import termios
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -33,6 +33,7 @@ from experiments.selftest.scene import (
 from moe_ffn import ranks
 from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
 from moe_ffn.errors import ConfigError, printable
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 JOB = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train"}
@@ -311,13 +312,12 @@ def plain_rows() -> list[dict[str, str]]:
     return rows(folder)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
+def rows(folder: Path) -> list[dict[str, Any]]:
     """The metrics of the run in `folder`, but for how long it took."""
-    with (folder / "runs" / "run" / "metrics.csv").open() as file:
-        return [
-            {key: value for key, value in row.items() if not re.search("second|memory", key)}
-            for row in csv.DictReader(file)
-        ]
+    return [
+        {key: value for key, value in row if not re.search("second|memory", key)}
+        for row in read_lines(folder / "runs" / "run" / "metrics.jsonl", Row)
+    ]
 
 
 def shell(script: str, *argv: str, variables: dict[str, str], unset: str = "") -> Finished:

@@ -39,7 +39,7 @@ from moe_ffn.runs.folder import (
     write_file,
 )
 from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
-from moe_ffn.training.monitoring.json_lines import JsonLines, cut_lines
+from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
 from moe_ffn.training.monitoring.metrics_file import MetricsFile
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
@@ -137,7 +137,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))
     for name in (FACTS_FILE, TOKENIZER_FILE, DOCUMENTS_FILE):
         (folder / name).write_text("{}")
-    (folder / METRICS_FILE).write_text("step,loss\n2,1.0\n")
+    (folder / METRICS_FILE).write_text('{"step": 2, "loss": 1.0}\n')
     (folder / CHECKPOINTS_FOLDER / "best.ckpt").write_text("")
     return folder
 
@@ -294,6 +294,10 @@ def test_checkpoints_are_looked_for_in_a_folder_alone(folder: Path, mine: Path, 
 # -- what is planted while a run trains
 
 
+def _line(step: int, loss: float) -> str:
+    return f'{{"step": {step}, "loss": {loss}}}\n'
+
+
 def _row(path: Path) -> None:
     MetricsFile(path).log_metrics({"loss": 1.0}, step=2)
 
@@ -303,7 +307,7 @@ def _alarm(path: Path) -> None:
 
 
 def _mended(path: Path) -> None:
-    cut_lines(path, step=1)
+    cut_lines(path, Line, lambda line: line.step <= 1)
 
 
 def _checkpoint(path: Path) -> None:
@@ -328,14 +332,14 @@ def _aside(path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {
-    "metrics.csv": _row,
+    "metrics.jsonl": _row,
     "alarms.jsonl": _alarm,
     "samples.jsonl": _mended,
     "checkpoints": _checkpoint,
     "code": _put_back,
     "summary.json": _whole,
     ".lock": _held,
-    "metrics.csv.damaged": _aside,
+    "metrics.jsonl.damaged": _aside,
 }
 PLANTS = {
     "a link": _link,
@@ -375,11 +379,11 @@ def test_rows_wait_until_what_stands_in_their_place_is_gone(
         for step in (4, 6):
             metrics.log_metrics({"loss": 1.0}, step=step)
         metrics.save()
-    assert not metrics.is_complete
+    assert not metrics.file.is_complete
     kept.replace(path)
     metrics.log_metrics({"loss": 1.0}, step=8)
 
-    assert path.read_text().splitlines() == ["step,loss", "2,1.0", "4,1.0", "6,1.0", "8,1.0"]
+    assert path.read_text() == "".join(_line(step, 1.0) for step in (2, 4, 6, 8))
     kind = what.replace("a link", "a symbolic link").removesuffix(" to a folder")
     assert capsys.readouterr().err.splitlines() == [
         f"disk: '{path}' cannot be written (no file, but {kind.removesuffix(' to nothing')}); training goes "
@@ -397,8 +401,8 @@ def test_a_file_that_has_another_name_too_is_made_anew_and_not_appended_to(folde
 
     metrics.log_metrics({"loss": 3.0}, step=6)
 
-    assert kept.read_text() == "step,loss\n2,1.0\n4,2.0\n"
-    assert (folder / METRICS_FILE).read_text() == "step,loss\n2,1.0\n4,2.0\n6,3.0\n"
+    assert kept.read_text() == _line(2, 1.0) + _line(4, 2.0)
+    assert (folder / METRICS_FILE).read_text() == _line(2, 1.0) + _line(4, 2.0) + _line(6, 3.0)
 
 
 # -- the cache

@@ -27,7 +27,7 @@ from experiments.selftest.scene import (
 from moe_ffn.runs.folder import METRICS_FILE
 from moe_ffn.runs.saved_model import load_run
 from moe_ffn.training.config import PRECISIONS
-from moe_ffn.training.monitoring.metrics_file import STEP, read_rows
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
 BLOCKS = {
@@ -271,13 +271,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(
     expect(groups(after).train(*resume), 0)
 
     found, expected = (losses(tmp_path / "runs" / name) for name in ("cut", "whole"))
-    assert list(found) == list(expected) == ["2", "4", "6", "8", "10", "12"]
+    assert list(found) == list(expected) == [2, 4, 6, 8, 10, 12]
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def losses(run_folder: Path) -> dict[str, float]:
-    rows = read_rows(run_folder / METRICS_FILE)
-    return {row[STEP]: float(row["train/loss"]) for row in rows if "train/loss" in row}
+def losses(run_folder: Path) -> dict[int, float]:
+    rows = map(dict, read_lines(run_folder / METRICS_FILE, Row))
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
 # ------------------------------------------------------------------------------------- processes

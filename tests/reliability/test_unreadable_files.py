@@ -92,7 +92,7 @@ def _write_run(folder: Path) -> Path:
     (folder / CONFIG_FILE).write_text(to_yaml(TrainConfig()))
     for name in (FACTS_FILE, TOKENIZER_FILE, DOCUMENTS_FILE):
         (folder / name).write_text("{}")
-    (folder / METRICS_FILE).write_text("step,loss\n2,1.0\n")
+    (folder / METRICS_FILE).write_text('{"step": 2, "loss": 1.0}\n')
     return folder
 
 

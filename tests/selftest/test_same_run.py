@@ -75,7 +75,7 @@ def test_a_state_that_is_missing(run: Path, other: Path, part: str) -> None:
     assert f"step_00000004.ckpt/{part}" in differences(run, other)[0]
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "samples.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "summary.json"])
 def test_a_figure_of_a_file(run: Path, other: Path, name: str) -> None:
     _change(other / name, "0", "1")
 
@@ -84,7 +84,7 @@ def test_a_figure_of_a_file(run: Path, other: Path, name: str) -> None:
 
 
 def test_a_row_too_many(run: Path, other: Path) -> None:
-    with (other / "metrics.csv").open("a") as file:
+    with (other / "metrics.jsonl").open("a") as file:
         file.write("5\n")
 
     assert differences(run, other)

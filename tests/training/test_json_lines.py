@@ -1,18 +1,36 @@
-"""Files of one JSON object a line, on good disks and bad ones."""
+"""Logs of one JSON object a line, on good disks and bad ones."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moe_ffn.training.monitoring.json_lines import JsonLines, cut_lines, num_damaged, read_lines
+from moe_ffn.training.monitoring.json_lines import (
+    JsonLines,
+    Line,
+    Row,
+    Sample,
+    cut_lines,
+    num_damaged,
+    read_lines,
+)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "alarms.jsonl"
+
+
+def steps(path: Path) -> list[int]:
+    return [line.step for line in read_lines(path, Line)]
+
+
+def text(*found: int) -> str:
+    return "".join(f'{{"step": {step}}}\n' for step in found)
 
 
 def test_the_file_appears_with_the_first_object(path: Path) -> None:
@@ -23,31 +41,168 @@ def test_the_file_appears_with_the_first_object(path: Path) -> None:
     file.add([{"step": 1}, {"step": 2}])
     file.add([{"step": 3}])
 
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert path.read_text() == text(1, 2, 3)
 
 
-def test_what_a_bad_disk_does_not_take_is_written_later(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_lines_are_appended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is never written anew as it grows, whatever keys a line has."""
+    file = JsonLines(path)
+    file.add([{"step": 1}])
+    identity = path.stat().st_ino
+    written: list[int] = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: written.append(len(data)) or write(fd, data))
+
+    for step in (2, 3, 4):
+        file.add([{"step": step, f"key {step}": [0.5, 1.5]}])
+
+    assert path.stat().st_ino == identity
+    assert sum(written) == path.stat().st_size - len(text(1))
+    assert steps(path) == [1, 2, 3, 4]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail(*_: object) -> int:
+    raise FULL
+
+
+def take_three_bytes() -> Callable[[int, bytes], int]:
+    """A disk that becomes full in the middle of a line."""
+    write, is_full = os.write, [False]
+
+    def half(descriptor: int, data: bytes) -> int:
+        if is_full[0]:
+            raise FULL
+        is_full[0] = True
+        return write(descriptor, bytes(data[:3]))
+
+    return half
+
+
+@pytest.mark.parametrize(
+    ("name", "failing"),
+    [("fsync", lambda: fail), ("write", take_three_bytes), ("write", lambda: fail)],
+    ids=["not synced", "half a line", "nothing"],
+)
+def test_what_a_full_disk_does_not_take_is_written_later(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    failing: Callable[[], Callable[..., int]],
 ) -> None:
     file = JsonLines(path)
     file.add([{"step": 1}])
 
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fail)
-        file.add([{"step": 2}])
-        file.add([{"step": 3}])
-    assert read_lines(path) == [{"step": 1}]
+    for step in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing())
+            file.add([{"step": step}])
+        assert path.read_text() == text(1), "half a line is none"
     assert not file.is_complete
 
     file.add([{"step": 4}])
 
     assert file.is_complete
+    assert path.read_text() == text(1, 2, 3, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        f"disk: '{path}' cannot be written (No space left on device); training goes on and tries again",
+        f"disk: '{path}' is written again",
+    ]
 
-    assert read_lines(path) == [{"step": step} for step in (1, 2, 3, 4)]
-    assert len(capsys.readouterr().err.splitlines()) == 2
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2])
+def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch, num_taken: int
+) -> None:
+    """It takes some of them, fails, and does not let them be cut off again."""
+    file = JsonLines(path)
+    file.add([{"step": 1}])
+    write = os.write
+    taken = text(2, 3, 3)[: num_taken * len(text(2)) + 4].encode()
+
+    def take_some(descriptor: int, data: bytes) -> int:
+        write(descriptor, taken)
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", take_some)
+        patch.setattr(os, "truncate", fail)
+        file.add([{"step": 2}, {"step": 3}])
+    assert path.read_bytes() == text(1).encode() + taken
+
+    file.add([{"step": 4}])
+
+    assert path.read_text() == text(1, 2, 3, 4)
+
+
+def test_lines_that_only_could_not_be_synced_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_and_fail(place: Path, content: bytes) -> None:
+        place.write_bytes(content)
+        raise FULL
+
+    file = JsonLines(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_ffn.training.monitoring.json_lines.write_whole", take_and_fail)
+        file.add([{"step": 4}])
+    file.add([{"step": 6}])
+
+    assert steps(path) == [4, 6]
+
+
+def test_two_lines_that_are_the_same_are_two(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JsonLines(path)
+    file.add([{"step": 2}, {"step": 2}])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", take_three_bytes())
+        file.add([{"step": 2}])
+    path.write_text(text(2, 2))  # another file, so that this one is written anew
+    with path.open("a") as other:
+        other.write("{")
+    file.add([{"step": 2}])
+
+    assert steps(path) == [2, 2, 2, 2]
+
+
+def test_a_folder_that_was_removed_is_made_again(path: Path) -> None:
+    file = JsonLines(path)
+    file.add([{"step": 2}])
+    path.unlink()
+    path.parent.rmdir()
+
+    file.add([{"step": 4}])
+
+    assert path.read_text() == text(4)
+
+
+def test_after_half_a_line_of_a_process_that_died_another_begins(path: Path) -> None:
+    JsonLines(path).add([{"step": 2}])
+    with path.open("a") as file:
+        file.write('{"step": 4')
+
+    JsonLines(path).add([{"step": 4}])
+
+    assert path.read_text() == text(2, 4)
+
+
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_lines_are_on_the_disk_when_that_was_promised(
+    path: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
+) -> None:
+    file = JsonLines(path, is_synced=is_synced)
+    file.add([{"step": 2}])
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+
+    file.add([{"step": 4}])
+    assert synced == ([path.stat().st_size] if is_synced else [])
+
+    file.sync()
+    assert synced[-1:] == [path.stat().st_size]
 
 
 def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
@@ -55,49 +210,69 @@ def test_a_resumed_run_goes_on_after_its_step(path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 8')  # the process died within a line
 
-    cut_lines(path, 4)
-    assert read_lines(path) == [{"step": 2}, {"step": 4}]
+    cut_lines(path, Line, lambda line: line.step <= 4)
+    assert path.read_text() == text(2, 4)
 
-    cut_lines(path, 0)
-    cut_lines(path, 0)
+    cut_lines(path, Line, lambda line: False)
+    cut_lines(path, Line, lambda line: False)
     assert not path.exists()
 
 
+DAMAGES = {
+    "bytes": b"\xff\xfe\x00",
+    "half": b"{",
+    "empty": b"",
+    "a list": b"[1]",
+    "no step": b"{}",
+    "a step of text": b'{"step": "4"}',
+    "a boolean": b'{"step": true}',
+    "a fraction": b'{"step": 4.5}',
+    "below zero": b'{"step": -1}',
+    "infinity": b'{"step": Infinity}',
+    "fifty digits": b'{"step": ' + b"9" * 50 + b"}",
+    "without end": b'{"step": ' + b"9" * 200_000 + b"}",
+    "nested": b"[" * 100_000,
+    "nested within": b'{"step": 1, "x": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+}
+OF_ROWS = {
+    "text": b'{"step": 6, "loss": "low"}',
+    "a boolean loss": b'{"step": 6, "loss": true}',
+    "a mapping": b'{"step": 6, "loss": {}}',
+    "a list of text": b'{"step": 6, "load": ["x"]}',
+    "a matrix": b'{"step": 6, "load": [[1]]}',
+}
+
+
 @pytest.mark.parametrize(
-    "line",
-    [b"\xff\xfe\x00", b"{", b"[1]", b'{"step": "4"}', b'{"step": true}', b"[" * 100_000],
-    ids=["bytes", "half", "a list", "text", "a boolean", "nested"],
+    ("kind", "line"),
+    [(kind, line) for kind in (Line, Row, Sample) for line in DAMAGES.values()]
+    + [(Row, line) for line in OF_ROWS.values()]
+    + [(Sample, b'{"step": 6, "text": 3}')],
+    ids=[*(f"{name} {n}" for n in range(3) for name in DAMAGES), *OF_ROWS, "no text"],
 )
-def test_lines_that_nobody_can_read_are_counted(path: Path, line: bytes) -> None:
-    JsonLines(path).add([{"step": 2}])
-    with path.open("ab") as file:
-        file.write(line + b"\n")
-
-    assert num_damaged(path) == 1
-    assert read_lines(path) == [{"step": 2}]
-    cut_lines(path, 9)
-    assert path.read_text() == '{"step": 2}\n'
-
-
-def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+def test_lines_that_nobody_can_read_are_counted_and_left_out(
+    path: Path, kind: type[Line], line: bytes
 ) -> None:
-    lines = JsonLines(path)
-    lines.add([{"step": 2}])
+    JsonLines(path).add([{"step": 2}, {"step": 4}])
+    with path.open("ab") as file:
+        file.write(line + b'\n{"step": 8}\n')
 
-    def take_and_fail(place: Path, text: str) -> None:
-        place.write_text(text)
-        raise OSError(5, "Input/output error")
+    assert num_damaged(path, kind) == 1
+    assert [value.step for value in read_lines(path, kind)] == [2, 4, 8]
+    cut_lines(path, kind, lambda value: value.step <= 4)
+    assert path.read_text() == text(2, 4)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("moe_ffn.training.monitoring.json_lines.write_whole", take_and_fail)
-        lines.add([{"step": 4}])
 
-    lines.add([{"step": 6}])
+def test_a_row_may_hold_what_is_no_finite_number(path: Path) -> None:
+    values = {"loss": float("nan"), "other": None, "load": [float("inf"), None]}
+    JsonLines(path).add([{"step": 2, **values}])
 
-    assert [line["step"] for line in read_lines(path)] == [2, 4, 6]
+    (row,) = read_lines(path, Row)
+
+    assert num_damaged(path, Row) == 0
+    assert str(dict(row.values)) == str(values)
 
 
 def test_without_a_file_nothing_is_damaged(path: Path) -> None:
-    assert num_damaged(path) == 0
-    assert read_lines(path) == []
+    assert num_damaged(path, Line) == 0
+    assert list(read_lines(path, Line)) == []

@@ -22,10 +22,10 @@ def _activated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def loggers(run_folder: Path) -> Any:
-    """`loggers(StubRun(...), online=True)`: a CSV logger, and wandb's with that run."""
+    """`loggers(StubRun(...), online=True)`: the log of rows, and wandb's with that run."""
 
     def make(run: StubRun, online: bool) -> list[Logger]:
-        return [MetricsFile(run_folder / "metrics.csv"), WandbRun(run, online)]
+        return [MetricsFile(run_folder / "metrics.jsonl"), WandbRun(run, online)]
 
     return make
 
@@ -60,7 +60,7 @@ def test_an_alert_that_fails_is_told_once(loggers: Any, capsys: pytest.CaptureFi
     alert(failing, "collapse", "once")
     alert(failing, "collapse", "twice")
 
-    assert capsys.readouterr().err == "wandb: Connection lost; metrics go to metrics.csv alone\n"
+    assert capsys.readouterr().err == "wandb: Connection lost; metrics go to metrics.jsonl alone\n"
 
 
 @pytest.mark.parametrize(("status", "exit_code"), [("success", 0), ("failed", 1)])

@@ -101,7 +101,7 @@ def test_a_file_where_wandb_would_write_is_no_hindrance(real_wandb: Any, tmp_pat
 
     assert logger is None
     assert line.startswith("wandb: off (")
-    assert line.endswith("), metrics are in metrics.csv")
+    assert line.endswith("), metrics are in metrics.jsonl")
 
 
 class KilledError(Exception):

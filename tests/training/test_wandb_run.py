@@ -91,7 +91,7 @@ def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
 
     assert logger is None
     assert wandb.modes == ["online", "offline"]
-    assert line == "wandb: off (the disk is full), metrics are in metrics.csv"
+    assert line == "wandb: off (the disk is full), metrics are in metrics.jsonl"
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
@@ -157,7 +157,7 @@ def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
     logger, line = start(SimpleNamespace())
 
     assert logger is None
-    assert line == "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
+    assert line == "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
 
 
 def test_the_run_is_named_tagged_and_described(start: Any) -> None:
@@ -182,4 +182,4 @@ def test_a_row_that_fails_stops_nothing(capsys: pytest.CaptureFixture[str]) -> N
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_metrics({"loss": 0.5}, step=2)
 
-    assert capsys.readouterr().err == "wandb: Broken pipe; metrics go to metrics.csv alone\n"
+    assert capsys.readouterr().err == "wandb: Broken pipe; metrics go to metrics.jsonl alone\n"

@@ -286,10 +286,7 @@ class ValidationLogger(Callback):
 
 def log_row(trainer: Trainer, row: Row) -> None:
     """One row for every logger, at the optimizer step the run has reached."""
-    values: Any = {
-        **row,
-        "trainer/global_step": trainer.global_step,
-    }  # Lightning's type knows no lists
+    values: Any = row  # Lightning's type knows no lists
     for logger in trainer.loggers:
         logger.log_metrics(values, trainer.global_step)
 

@@ -1,23 +1,69 @@
-"""Files of one JSON object a line, each with the optimizer step it belongs to."""
+"""Logs of one JSON object a line, each with the optimizer step it belongs to: metrics, samples, alarms."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from moe_ffn.files import parse_object, read_text, write_whole
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_ffn.files import open_file, write_whole
 from moe_ffn.training.recovery.outage import Outage, count_taken
+
+STEP = "step"
+VALIDATION_LOSS = "validation/loss"
+"""A key of the rows of validations alone."""
+
+
+class Line(BaseModel):
+    """One object of a log."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    step: Annotated[int, Field(ge=0, le=2**53)]
+    """The optimizer step; a float does not tell a larger one from the next."""
+
+
+class Row(Line):
+    """A row of metrics: beside its step numbers, and lists with a number for each expert."""
+
+    __pydantic_extra__: dict[str, float | list[float | None] | None] = Field(init=False)
+
+    @property
+    def values(self) -> Mapping[str, float | list[float | None] | None]:
+        return self.__pydantic_extra__
+
+    @property
+    def is_of_validation(self) -> bool:
+        return VALIDATION_LOSS in self.values
+
+
+class Sample(Line):
+    """What the model wrote at an optimizer step, after the prompt."""
+
+    prompt: str = ""
+    text: str = ""
+
+
+AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 class JsonLines:
-    """Appends to a file, which appears with the first object; what cannot be written waits."""
+    """Appends to a log, which appears with its first line; what cannot be written waits, see `Outage`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_synced: bool = True) -> None:
+        """
+        Args:
+            is_synced: every line is on the disk when `add` returns; otherwise when `sync` does.
+        """
         self.path = path
-        self._pending: list[str] = []
+        self._is_synced = is_synced
+        self._pending: list[bytes] = []
         self._num_tried = 0  # of those, how many a write that failed may have left in the file
+        self._size = -1  # of the file as it was left; -1 before the first line
         self._outage = Outage(path)
 
     @property
@@ -27,51 +73,103 @@ class JsonLines:
 
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Write each as a line."""
-        self._pending.extend(json.dumps(value) + "\n" for value in values)
+        self._pending.extend(f"{json.dumps(value)}\n".encode() for value in values)
+        with self._outage.expected():
+            self._write_pending()
+
+    def sync(self) -> None:
+        """Return when every line is on the disk, or was said not to be."""
+        with self._outage.expected():
+            self._write_pending()
+            if self.path.exists():
+                with open_file(self.path) as file:
+                    os.fsync(file.fileno())
+
+    def _write_pending(self) -> None:
         if not self._pending:
             return
-        with self._outage.expected():
-            # Whole, since these files are short, so that no disk can leave half a line.
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _whole_lines(self.path)
-            # A disk that failed after it took some of them has those already.
-            num_taken = count_taken(kept, self._pending[: self._num_tried])
+        if self._is_as_it_was_left():
+            self._append()
+        else:
+            self._write_anew()
+        self._pending.clear()
+        self._num_tried = 0
+
+    def _is_as_it_was_left(self) -> bool:
+        """Whether it can be appended to; one with a second name, as `cp -l` makes, is not ours alone."""
+        try:
+            found = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return found.st_size == self._size and found.st_nlink == 1
+
+    def _append(self) -> None:
+        lines = b"".join(self._pending)
+        with open_file(self.path, "ab") as file:
             self._num_tried = len(self._pending)
-            write_whole(self.path, "".join([*kept, *self._pending[num_taken:]]))
-            self._pending.clear()
-            self._num_tried = 0
+            try:
+                _write(file.fileno(), lines)
+                if self._is_synced:
+                    os.fsync(file.fileno())
+            except OSError:
+                os.truncate(file.fileno(), self._size)  # half a line is none
+                self._num_tried = 0
+                raise
+        self._size += len(lines)
+
+    def _write_anew(self) -> None:
+        """With the whole lines that are there: at the first one of a process, and after a failure."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = list(_whole_lines(self.path))
+        num_taken = count_taken(kept, self._pending[: self._num_tried])
+        content = b"".join([*kept, *self._pending[num_taken:]])
+        self._num_tried = len(self._pending)
+        write_whole(self.path, content)
+        self._size = len(content)
 
 
-def cut_lines(path: Path, step: int) -> None:
-    """Remove what was written after optimizer step `step`, which a resumed run will write again."""
-    lines = _whole_lines(path)
-    kept = [line for line in lines if (value := _with_step(line)) and value["step"] <= step]
+def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
+    """The lines of a log, one after the other as they are read; none where there is no file.
+
+    A last line without its end is left out, since its writer died or is about to end it. So is a line that
+    is no such object; see `num_damaged`.
+    """
+    return (value for _, value in _read(path, kind) if value is not None)
+
+
+def num_damaged(path: Path, kind: type[Line]) -> int:
+    """How many whole lines of a log are no such objects."""
+    return sum(value is None for _, value in _read(path, kind))
+
+
+def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
+    """Remove the lines that a resumed run will write again, and those that nobody can read."""
+    kept = [line for line, value in _read(path, kind) if value is not None and is_kept(value)]
     if kept:
-        write_whole(path, "".join(kept))
+        write_whole(path, b"".join(kept))
     else:
         path.unlink(missing_ok=True)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects that have a step; none where there is no file."""
-    return [value for line in _whole_lines(path) if (value := _with_step(line)) is not None]
+def _read(path: Path, kind: type[AnyLine]) -> Iterator[tuple[bytes, AnyLine | None]]:
+    for line in _whole_lines(path):
+        try:
+            yield line, kind.model_validate_json(line)
+        except ValidationError:
+            yield line, None
 
 
-def num_damaged(path: Path) -> int:
-    """How many whole lines of a file are no objects with a step."""
-    return sum(_with_step(line) is None for line in _whole_lines(path))
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """None where there is no file; without a last line that has no end, whose writer died."""
+def _whole_lines(path: Path) -> Iterator[bytes]:
     try:
-        text = read_text(path, errors="replace")
+        file = open_file(path)
     except FileNotFoundError:
-        return []
-    return [f"{line}\n" for line in text.split("\n")[:-1]]
+        return
+    with file:
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
-def _with_step(line: str) -> dict[str, Any] | None:
-    """The object in a line; None where it is none, or has no step."""
-    value = parse_object(line)
-    return value if value is not None and type(value.get("step")) is int else None
+def _write(descriptor: int, content: bytes) -> None:
+    """Unbuffered: what a failing disk did not take is not to be written once more when the file is closed."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

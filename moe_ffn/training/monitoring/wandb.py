@@ -64,13 +64,13 @@ class WandbRun(WandbLogger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """A row, in the form of `wandb_row`."""
-        with self._harmless("metrics go to metrics.csv alone"):
+        with self._harmless("metrics go to metrics.jsonl alone"):
             super().log_metrics(wandb_row(metrics), step)
 
     def alert(self, title: str, text: str) -> None:
         """Have wandb send its user a message, where it is online."""
         if self.online:
-            with self._harmless("metrics go to metrics.csv alone"):
+            with self._harmless("metrics go to metrics.jsonl alone"):
                 self.experiment.alert(title[:_MAX_ALERT_TITLE], text)
 
     def finish(self, status: str) -> None:
@@ -110,10 +110,10 @@ def wandb_logger(
     try:
         str(run_dir.absolute()).encode()
     except UnicodeEncodeError:  # on which its own log fails, with a traceback for each line
-        return None, "wandb: off (the run's path is not UTF-8), metrics are in metrics.csv"
+        return None, "wandb: off (the run's path is not UTF-8), metrics are in metrics.jsonl"
     wandb = _import_wandb()
     if wandb is None:
-        return None, "wandb: not installed, metrics are in metrics.csv (pip install wandb)"
+        return None, "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
     kept = _kept(run_dir)
     earlier_id = max(kept.values())[1] if kept else None
     start = partial(_start, wandb, config, run_dir, tags, facts, earlier_id)
@@ -129,7 +129,7 @@ def wandb_logger(
     try:
         run = start("offline")
     except Exception as error:
-        return None, f"wandb: off ({_reason(error)}), metrics are in metrics.csv"
+        return None, f"wandb: off ({_reason(error)}), metrics are in metrics.jsonl"
     look = f"{_command()} leet {_folder(run)}"
     line = f"wandb: offline{why_offline}; look: {look}; upload: {sync_command(run)}"
     return WandbRun(run, online=False), line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -54,7 +53,7 @@ def write_run(
         for step in range(validate_every, done + 1, validate_every)
     ]
     table.sort(key=lambda row: row["step"])
-    write_metrics(folder / "metrics.csv", table)
+    write_metrics(folder / "metrics.jsonl", table)
     samples = [
         {"step": step, "prompt": "def ", "text": _text(step / max_steps, rng)}
         for step in range(validate_every, done + 1, validate_every)
@@ -66,12 +65,8 @@ def write_run(
 
 
 def write_metrics(path: Path, table: list[dict[str, Any]]) -> None:
-    """As Lightning's CSV logger does: every column in every row, many cells empty."""
-    columns = sorted({name for row in table for name in row})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+    """A log of rows, in which a load may stand as a list or entry by entry."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
 
 
 def raise_alarms(folder: Path) -> None:
@@ -135,7 +130,6 @@ def _row(
         row |= {"validation/loss": loss + 0.05, "validation/bits_per_byte": (loss + 0.05) / 0.6931}
     else:
         row |= {
-            "trainer/global_step": step,
             "train/loss": loss,
             "train/objective": loss + (0.012 if experts else 0),
             "train/learning_rate": 0.003 * math.cos(1.45 * part),

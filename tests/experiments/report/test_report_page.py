@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import math
 import re
@@ -113,9 +112,9 @@ def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
 
 def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) -> None:
     short = write_run(tmp_path / "short", rows=20)
-    rows = short / "metrics.csv"
-    kept = [line for line in rows.read_text().splitlines() if line]
-    write_metrics(rows, [row for row in csv.DictReader(kept) if int(row["step"]) <= 30])
+    rows = short / "metrics.jsonl"
+    table = [json.loads(line) for line in rows.read_text().splitlines()]
+    write_metrics(rows, [row for row in table if row["step"] <= 30])
     page = Written(short)
 
     assert "No alarm was raised" not in page.text
@@ -136,7 +135,7 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
 
 def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
     run = write_run(tmp_path / "begun", is_finished=False)
-    (run / "metrics.csv").unlink()
+    (run / "metrics.jsonl").unlink()
 
     page = Written(run)
 
@@ -297,7 +296,7 @@ def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
         "tokens_per_second",
     )
     row = losses | {f"train/{name}": 1.0 for name in others}
-    write_metrics(tmp_path / "metrics.csv", [{"step": step, **row} for step in (1, 2)])
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
     page = Written(tmp_path)
 
     drawn = {name: trace["y"][0] for name, trace in page.traces("Balancing losses").items()}
@@ -440,7 +439,7 @@ def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
                 f"{prefix}routing/layer_{n:02d}/{key}" for n in (0, 1) for key in KEYS_OF_MEASURES
             ]
             rows.append({"step": step, **dict.fromkeys(keys, 0.125)})
-    write_metrics(tmp_path / "metrics.csv", rows)
+    write_metrics(tmp_path / "metrics.jsonl", rows)
 
     run = read_runs([tmp_path])[0]
 
@@ -581,7 +580,7 @@ def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
 
 def test_an_old_run_shows_what_it_has(tmp_path: Path) -> None:
     row = {"step": 1, "train/loss": 2.0, "routing/layer_00/load/expert_00": 1.0}
-    write_metrics(tmp_path / "metrics.csv", [row])
+    write_metrics(tmp_path / "metrics.jsonl", [row])
     page = Written(tmp_path)
 
     assert list(page.figures) == ["Loss", "Load, layer 0"]
@@ -590,7 +589,7 @@ def test_an_old_run_shows_what_it_has(tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
     rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
-    write_metrics(tmp_path / "metrics.csv", [*rows, {"step": 6, "validation/loss": math.nan}])
+    write_metrics(tmp_path / "metrics.jsonl", [*rows, {"step": 6, "validation/loss": math.nan}])
     page = Written(tmp_path)
 
     assert page.traces("Loss")["training"]["y"] == [1, 1, None, None, None]
@@ -633,7 +632,7 @@ def test_a_measure_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Pa
             | {f"routing/{layer}/max_violation": step * v for layer, v in values.items()}
             for step in (1, 2)
         ]
-        write_metrics(tmp_path / name / "metrics.csv", rows)
+        write_metrics(tmp_path / name / "metrics.jsonl", rows)
     page = Written(tmp_path / "a", tmp_path / "b")
 
     drawn = page.traces("MaxVio")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -71,6 +72,36 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
     assert program("a", "--output", "page.html") == (0, "page.html\n", "")
     assert Path("page.html").is_file()
     assert not Path("a/report.html").exists()
+
+
+def test_the_rows_of_a_run_as_csv(program: Program) -> None:
+    dense(Path("a"))
+
+    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
+    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
+    with Path("rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(10, 201, 10)]
+    assert float(rows[0]["train/loss"]) > float(rows[-1]["train/loss"])
+    assert rows[0]["validation/loss"] == ""
+    assert not Path("a/report.html").exists()
+
+
+def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> None:
+    runs = [dense(Path(name)) for name in "ab"]
+    kept = Path("a/config.yaml").read_text()
+
+    for argv, message in {
+        ("a", "b", "--csv", "rows.csv"): "--csv: takes the rows of one run, got 2 runs",
+        (
+            "a",
+            "--csv",
+            "a/config.yaml",
+        ): "--csv: 'a/config.yaml' exists and was not made by this program; "
+        "choose another file, or remove it",
+    }.items():
+        assert program(*argv) == (2, "", f"error: {message}\n")
+    assert Path(runs[0] / "config.yaml").read_text() == kept
 
 
 @pytest.mark.parametrize(
@@ -159,7 +190,7 @@ def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
         text = output.read_text()
         seen.append((reloads(output), "waiting for" in text, "step 10 of 20" in text))
         if len(seen) == 1:
-            (run / "metrics.csv").write_text("step,train/loss\n10,2.5\n")
+            (run / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.5}\n')
         if len(seen) == 3:
             (run / "summary.json").write_text('{"validation_loss": 2.0}')
 
@@ -269,13 +300,13 @@ def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.M
 def test_a_change_of_any_file_of_the_page_is_seen(tmp_path: Path, what: str) -> None:
     """Two rows may be written within one tick of a coarse clock."""
     runs = [write_run(tmp_path / name, experts=0) for name in ("a", "b")]
-    before, path = stamp_of(runs), runs[1] / "metrics.csv"
+    before, path = stamp_of(runs), runs[1] / "metrics.jsonl"
     assert stamp_of(runs) == before
     written = path.stat().st_mtime_ns
     if what == "it is gone":
         path.unlink()
     elif what == "its size alone":
-        path.write_text(f"{path.read_text()}5,")
+        path.write_text(f"{path.read_text()}[")
         os.utime(path, ns=(written, written))
     else:
         os.utime(path, ns=(written, written + 10**9))

@@ -9,65 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from synthetic_run import age, raise_alarms, write_run
+from synthetic_run import age, raise_alarms, write_metrics, write_run
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import reader as record
 from moe_ffn.runs.lock import locked
-from moe_ffn.runs.reader import Alarm, Sample, Series, read_metrics, read_run, read_runs
-
-
-def metrics(tmp_path: Path, text: str) -> dict[str, tuple[list[float], list[float]]]:
-    path = tmp_path / "metrics.csv"
-    path.write_text(text)
-    found = read_metrics(path)
-    return {name: (list(series.steps), list(series.values)) for name, series in found.items()}
-
-
-def test_each_column_is_a_series_without_its_empty_cells(tmp_path: Path) -> None:
-    text = "step,train/loss,validation/loss\n2,3.5,\n4,3.0,\n4,,2.5\n"
-    assert metrics(tmp_path, text) == {
-        "train/loss": ([2, 4], [3.5, 3.0]),
-        "validation/loss": ([4], [2.5]),
-    }
-
-
-def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
-    assert metrics(tmp_path, "step,train/loss\n2,3.5\n4,1") == {"train/loss": ([2], [3.5])}
-
-
-@pytest.mark.parametrize("text", ["", "step,tr", "step,train/loss\n", "\n\n", "a,b\n1,2\n"])
-def test_a_file_without_a_whole_row_has_no_series(tmp_path: Path, text: str) -> None:
-    assert metrics(tmp_path, text) == {}
-
-
-def test_no_file_has_no_series(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.csv") == {}
-
-
-def test_columns_may_come_midway(tmp_path: Path) -> None:
-    text = "step,train/loss\n2,3.5\n4,3.0,7.0\nstep,train/churn,train/loss\n6,0.25,2.0\n"
-    assert metrics(tmp_path, text) == {
-        "train/loss": ([2, 4, 6], [3.5, 3.0, 2.0]),
-        "train/churn": ([6], [0.25]),
-    }
-
-
-def test_what_is_no_number_is_left_out_and_nan_stays(tmp_path: Path) -> None:
-    steps, values = metrics(tmp_path, "step,x\n1,nan\n2,inf\n3,what\n4,5\n")["x"]
-    assert steps == [1, 2, 4]
-    assert math.isnan(values[0])
-    assert values[1:] == [math.inf, 5]
-
-
-def test_the_step_may_stand_in_lightning_s_column_alone(tmp_path: Path) -> None:
-    text = "step,trainer/global_step,x\n,3,0.5\n"
-    assert metrics(tmp_path, text) == {"x": ([3], [0.5])}
-
-
-def test_a_resumed_run_writes_over_the_steps_that_it_repeats(tmp_path: Path) -> None:
-    text = "step,x\n1,1.0\n2,2.0\n3,3.0\n2,2.5\n3,3.5\n"
-    assert metrics(tmp_path, text) == {"x": ([1, 2, 3], [1.0, 2.5, 3.5])}
+from moe_ffn.runs.reader import Alarm, Sample, read_run, read_runs
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -86,15 +33,15 @@ def test_a_finished_run(tmp_path: Path) -> None:
 
 
 def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    header = ",".join(f"routing/layer_00/load/expert_{expert:02d}" for expert in (100, 99, 9))
-    (tmp_path / "metrics.csv").write_text(f"step,{header}\n1,0.5,0.3,0.2\n")
+    load = [expert / 1000 for expert in range(101)]
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "routing/layer_00/load": load}])
 
-    assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == [0.2, 0.3, 0.5]
+    assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == load
 
 
 def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
-    keys = "routing/layer_00/max_violation,routing/layer_00/inner/load/expert_00"
-    (tmp_path / "metrics.csv").write_text(f"step,{keys}\n1,0.5,1.0\n")
+    values = {"routing/layer_00/max_violation": 0.5, "routing/layer_00/inner/load": [1.0]}
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, **values}])
 
     run = read_run(tmp_path)
 
@@ -109,9 +56,9 @@ def test_a_dense_run_routes_nothing(tmp_path: Path) -> None:
     assert run.series("train/loss")
 
 
-def test_an_old_run_has_a_config_and_a_few_columns(tmp_path: Path) -> None:
+def test_a_run_may_have_a_config_and_a_few_columns(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    (tmp_path / "metrics.csv").write_text("step,train/loss\n1,2.0\n")
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}])
 
     run = read_run(tmp_path)
 
@@ -124,15 +71,13 @@ def test_an_old_run_has_a_config_and_a_few_columns(tmp_path: Path) -> None:
 def test_until_the_summary_the_experts_are_those_of_the_last_validation(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", layers=2, experts=4, is_finished=False))
 
-    rows = [row.split(",") for row in (run.folder / "metrics.csv").read_text().splitlines()]
     key = "validation/routing/layer_01/"
-    last = next(row for row in reversed(rows) if row[rows[0].index(f"{key}max_violation")])
-    value = dict(zip(rows[0], last, strict=True))
-    assert value["step"] == "300"
-    loads = [float(value[f"{key}load/expert_{expert:02d}"]) for expert in range(4)]
+    value = [row for row in run.rows if f"{key}max_violation" in row][-1]
+    assert value["step"] == 300
+    loads = [value[f"{key}load/expert_{expert:02d}"] for expert in range(4)]
     assert run.validated["layer_01"]["load"] == loads
     assert sum(loads) == pytest.approx(1)
-    assert run.validated["layer_01"]["max_violation"] == float(value[f"{key}max_violation"])
+    assert run.validated["layer_01"]["max_violation"] == value[f"{key}max_violation"]
 
 
 def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
@@ -173,13 +118,13 @@ def test_metrics_that_cannot_be_read_are_a_mistake_to_mend(
 ) -> None:
     folder = write_run(tmp_path / "a", experts=0)
 
-    def refuse(_path: Path) -> dict[str, Series]:
+    def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(record, "read_metrics", refuse)
+    monkeypatch.setattr(record, "read_lines", refuse)
     with pytest.raises(ConfigError) as raised:
         read_run(folder)
-    said = f"'{folder}/metrics.csv' cannot be read (Permission denied); mend its permissions"
+    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); mend its permissions"
     assert str(raised.value) == said
 
 
@@ -228,11 +173,11 @@ def test_a_slow_run_is_given_the_time_of_ten_rows(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", is_finished=False)  # 30 rows
     age(folder, 3_000 + 600)
     then = time.time() - 600
-    os.utime(folder / "metrics.csv", (then, then))  # a row took 100 s
+    os.utime(folder / "metrics.jsonl", (then, then))  # a row took 100 s
     assert read_run(folder).state == "training"
     age(folder, 3_000 + 1_100)
     then = time.time() - 1_100
-    os.utime(folder / "metrics.csv", (then, then))
+    os.utime(folder / "metrics.jsonl", (then, then))
     assert read_run(folder).state == "interrupted"
 
 
@@ -268,10 +213,3 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as raised:
             read_run(tmp_path / name)
         assert str(raised.value) == message
-
-
-def test_a_series_knows_its_last_value() -> None:
-    series = Series()
-    assert series.last is None
-    series.put(1, 2.0)
-    assert (series.last, len(series)) == (2.0, 1)

@@ -1,0 +1,120 @@
+"""The rows of a run as a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_ffn.files import write_whole
+from moe_ffn.training.monitoring.json_lines import STEP, Row
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one column and their optimizer steps, ascending; a value may not be finite."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def last(self) -> float | None:
+        return self.values[-1] if self.values else None
+
+    def put(self, step: int, value: float) -> None:
+        """Append a value; a step that comes again takes the place of itself and of all that was later."""
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(value)
+
+
+class Rows:
+    """A table with a row for each optimizer step that has values, and a column for each key of the log.
+
+    A list is a column for each of its entries: `routing/layer_03/load` becomes
+    `routing/layer_03/load/expert_00` and on. Iterating gives one `{"step": 10, "train/loss": 2.5}` for each
+    step, with the columns that have a value there.
+    """
+
+    def __init__(self, lines: Iterable[Row] = ()) -> None:
+        self.columns: dict[str, Series] = {}
+        """By key, in the order in which the log first has them."""
+        for line in lines:
+            for key, value in flat(line.values).items():
+                if value is not None:
+                    self.columns.setdefault(key, Series()).put(line.step, value)
+
+    def column(self, key: str) -> Series:
+        """The values of one key; an empty series where no row has it."""
+        return self.columns.get(key, Series())
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the rows, ascending."""
+        return sorted({step for series in self.columns.values() for step in series.steps})
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[dict[str, float]]:
+        places = dict.fromkeys(self.columns, 0)
+        for step in self.steps:
+            row: dict[str, float] = {STEP: step}
+            for key, series in self.columns.items():
+                place = places[key]
+                if place < len(series) and series.steps[place] == step:
+                    row[key] = series.values[place]
+                    places[key] += 1
+            yield row
+
+    def csv(self) -> str:
+        """The table as CSV with a header; a cell without a value is empty."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [STEP, *self.columns], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self)
+        return text.getvalue()
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write the table to a file; see `csv`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_whole(Path(path), self.csv())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The table as a DataFrame with the step as its index; a missing value is NaN.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas
+
+        columns = {key: pandas.Series(s.values, index=s.steps) for key, s in self.columns.items()}
+        return pandas.DataFrame(columns).rename_axis(STEP)
+
+
+def flat(
+    values: Mapping[str, float | list[float | None] | None],
+) -> dict[str, float | None]:
+    """`{"load": [0.25, 0.75]}` as `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
+    cells: dict[str, float | None] = {}
+    for key, value in values.items():
+        if isinstance(value, list):
+            cells |= {f"{key}/expert_{e:02d}": share for e, share in enumerate(value)}
+        else:
+            cells[key] = value
+    return cells
