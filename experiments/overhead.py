@@ -44,9 +44,9 @@ class OverheadConfig(TrainConfig, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    config = parse_config(argv, OverheadConfig, command="python -m experiments.overhead")
+    config = parse_config(argv, OverheadConfig, "python -m experiments.overhead")
     check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
-    announce_import("torch", "lightning")
+    announce_import("lightning")
     import torch
 
     from moe_ffn.data.prepare import prepare

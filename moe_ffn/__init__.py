@@ -9,6 +9,10 @@ Below are the names that a user of the layers needs. Every router, kind of exper
 `moe_ffn.routing`, `moe_ffn.experts` and `moe_ffn.ffn`; losses and rules are in `moe_ffn.balancing`.
 """
 
+# Before anything imports torch.
+from moe_ffn import before_torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# isort: split
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.capacity import CapacityConfig
 from moe_ffn.errors import ConfigError

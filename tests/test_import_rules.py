@@ -26,6 +26,7 @@ FOUNDATION = {
     "outputs",
     "sizes",
     "transforms",
+    "commands",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -39,6 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layer_names": set(),
     "files": set(),
     "transforms": set(),
+    "commands": set(),
+    "before_torch": set(),
     "ranks": {"errors"},
     "trust": {"errors", "files", "import_path", "ranks"},
     # Options from YAML files.
@@ -78,6 +81,7 @@ for _room, _below in {
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
+    "before_torch",
     "capacity",
     "balancing",
     "routing",
@@ -235,4 +239,4 @@ def test_programs_without_their_packages_say_what_to_install() -> None:
     )
 
     assert run.returncode == 2
-    assert run.stderr == ("error: experiments needs yaml; install with: pip install '.[train]'\n")
+    assert run.stderr == "error: the programs need yaml; install with: pip install '.[train]'\n"

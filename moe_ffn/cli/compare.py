@@ -1,9 +1,9 @@
 """Train several configs, one after the other, and print their results side by side.
 
-    python -m experiments.compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
+    moe-ffn compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
 
-Further options are those of experiments.train, for all of them. The runs are in runs/NAME/; given the
-same NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
+Further options are those of moe-ffn train, for all of them. The runs are in runs/NAME/; given the same
+NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
 unfinished run with other options left is set aside. --trust-code: run the code that those runs name,
 though no run of yours began with it; read it before.
 """
@@ -19,10 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.help import wrap
-from moe_ffn.cli.parser import versions
+from moe_ffn.cli.parser import versions, wrap
+from moe_ffn.commands import as_typed, command, process
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, first_line, printable, reason, show
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
@@ -39,9 +40,8 @@ from moe_ffn.runs.record import differences
 from moe_ffn.runs.resume import own_config
 from moe_ffn.trust import FLAG, UntrustedCodeError, take_trust
 
-COMMAND = "python -m experiments.compare"
 HELP = (
-    f"{(__doc__ or COMMAND).rstrip()}\n\nFlags\n"
+    f"{(__doc__ or 'moe-ffn compare').rstrip()}\n\nFlags\n"
     "  --version   print the versions of this package, torch and Python, and stop"
 )
 
@@ -52,7 +52,7 @@ class UnreadableRunError(ConfigError):
 
 def main(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
-        print(wrap(HELP, shutil.get_terminal_size().columns))
+        print(wrap(as_typed(HELP), shutil.get_terminal_size().columns))
         return 0
     if "--version" in argv:
         print(versions())
@@ -68,9 +68,7 @@ def main(argv: Sequence[str]) -> int:
                 todo.append(file)
         except UnreadableRunError as error:
             problems[file] = str(error)
-    # Only now: a mistake in any of the configs should not wait for torch.
-    from rich.console import Console
-
+    # Only now: a mistake in any of the configs should not wait for plotly.
     from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
 
     results: list[Result] = []
@@ -113,7 +111,9 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
     while rest and not rest[0].startswith("--"):
         files.append(Path(rest.pop(0)))
     if not files:
-        raise ConfigError(f"give the config files first: {COMMAND} configs/routers/*.yaml")
+        raise ConfigError(
+            f"give the config files first: {command('compare')} configs/routers/*.yaml"
+        )
     name = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
     if rest.count("--name") > 1:
         raise ConfigError("--name: is given twice; the runs of a comparison are in one folder")
@@ -134,7 +134,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
 
 def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of one run, which goes into the comparison's folder under its file's name."""
-    config = parse_config(["--config", str(file), *overrides], TrainConfig, command=COMMAND)
+    config = parse_config(["--config", str(file), *overrides], TrainConfig, command("compare"))
     options = config.to_dict()
     options["run"] = {"name": file.stem, "output_dir": str(Path(config.run.output_dir) / name)}
     return validate(TrainConfig, options)
@@ -207,7 +207,7 @@ def train(
     resume += [FLAG] if begun and trust_code else []
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "experiments.train", "--config", str(file), *overrides),
+            *(*process("train"), "--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
             *resume,
         ],
@@ -221,7 +221,3 @@ def train(
         return False
     print(f"{file.stem}: {time.monotonic() - start:.0f} s")
     return True
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))

@@ -1,4 +1,6 @@
-"""The command: a workspace saved in wandb, or its JSON."""
+"""Make a workspace in wandb that shows the runs of this project: training, efficiency and routing, grouped by
+the type of the feed-forward block.
+"""
 
 from __future__ import annotations
 
@@ -6,84 +8,66 @@ import argparse
 import importlib.util
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.commands import command, install
 from moe_ffn.errors import ConfigError, expand_path
-from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, NOT_IN_NAMES
+
+_OPENING = '{\n  "entity": '
+"""How the JSON of a workspace begins."""
+
+_NOT_IN_NAMES = "/\\#?%:"
+"""What wandb takes neither in an entity's name nor in a project's."""
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     # Only now: a mistake in the options should not wait for wandb.
-    if options.json is not None:
-        from moe_ffn.report.dashboard import build_workspace, to_json
+    from moe_ffn.report.dashboard import build_workspace, save, to_json
 
-        workspace = build_workspace(options.entity, options.project, options.layers, options.name)
-        if str(options.json) == "-":
-            print(to_json(workspace))
-        else:
-            write_output("--json", options.json, to_json(workspace) + "\n")
-        return 0
-    from moe_ffn.report.dashboard import build_workspace, save
-
-    workspace = build_workspace(options.entity, options.project, options.layers, options.name)
-    print(save(workspace, options.replace))
+    given = {key: getattr(options, key) for key in ("layers", "name") if hasattr(options, key)}
+    workspace = build_workspace(options.entity, options.project, **given)
+    if options.json is None:
+        print(save(workspace, options.replace))
+    elif str(options.json) == "-":
+        print(to_json(workspace))
+    else:
+        write_output("--json", options.json, to_json(workspace) + "\n")
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))
-
-
-_OPENING = '{\n  "entity": '
-"""How the JSON of a workspace begins."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to make, and where to put it."""
-
-    entity: str
-    project: str
-    name: str
-    layers: tuple[int, ...]
-    replace: str | None
-    """URL of the saved view to write over; None makes a new one."""
-    json: Path | None
-    """Where the JSON goes instead of wandb; `-` is standard output."""
-
-
-def parse_options(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The options of a command line; answers `--help` itself, and exits.
+
+    Returns:
+        `entity` and `project`; `name` and `layers`, where they are given; `replace`, the URL of the saved
+        view to write over, or None; `json`, the path of the file to write, or None.
 
     Raises:
         ConfigError: one sentence that names the option.
     """
-    given = _parser().parse_args(argv)
-    options = Options(
-        entity=_part_of_address("--entity", given.entity, "the user or team that owns the project"),
-        project=_part_of_address("--project", given.project, "the project that the runs are in"),
-        name=_display_name(given.name),
-        layers=tuple(dict.fromkeys(_layer(text) for text in given.layers)),
-        replace=_saved_view(given),
-        json=None if given.json is None else _output(given.json),
-    )
+    options = _parser().parse_args(argv)
+    _check_address("--entity", options.entity, "the user or team that owns the project")
+    _check_address("--project", options.project, "the project that the runs are in")
+    if hasattr(options, "name"):
+        _check_display_name(options.name)
+    if hasattr(options, "layers"):
+        options.layers = tuple(dict.fromkeys(_layer(text) for text in options.layers))
+    options.replace = _saved_view(options)
+    options.json = None if options.json is None else _output(options.json)
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError(
-            "the dashboard needs wandb-workspaces; install with: pip install '.[dashboard]'"
+            f"the dashboard needs wandb-workspaces; install with: {install('dashboard')}"
         )
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
-        prog="python -m experiments.dashboard",
-        description="Make a workspace in wandb that shows the runs of this project: training, "
-        "efficiency and routing, grouped by the type of the feed-forward block.",
+        prog=command("dashboard"),
+        description=__doc__,
         epilog="Each call saves a new view in the project's list of saved views and prints its URL. "
         "What is there is never changed, a view of the same name neither, unless --replace names it.",
         allow_abbrev=False,
@@ -91,11 +75,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--entity", metavar="E", help="the user or team that owns the project")
     add("--project", metavar="P", help="the project that the runs are in")
-    add("--name", default=DEFAULT_NAME, help=f"name of the saved view; default: {DEFAULT_NAME}")
+    add(
+        "--name",
+        default=argparse.SUPPRESS,
+        help="name of the saved view; default: Feed-forward blocks",
+    )
     add(
         "--layers",
         nargs="*",
-        default=[str(layer) for layer in DEFAULT_LAYERS],
+        default=argparse.SUPPRESS,
         metavar="N",
         help="layers whose load has a heat map of its own, expert x step, beside the one of all "
         "layers; none where nothing follows; default: 0 1 2 3. Every other panel shows all layers",
@@ -115,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _part_of_address(option: str, given: str | None, meaning: str) -> str:
-    """An entity's or a project's name, as it stands in https://wandb.ai/ENTITY/PROJECT."""
+def _check_address(option: str, given: str | None, meaning: str) -> None:
+    """Refuse what is no name of an entity or a project, as in https://wandb.ai/ENTITY/PROJECT."""
     if given is None:
         raise ConfigError(f"{option} is missing: {meaning}, as in https://wandb.ai/ENTITY/PROJECT")
     if not given.strip():
@@ -127,14 +115,13 @@ def _part_of_address(option: str, given: str | None, meaning: str) -> str:
             "--entity ENTITY --project PROJECT"
         )
     for character in given:
-        if character in NOT_IN_NAMES or not character.isprintable():
+        if character in _NOT_IN_NAMES or not character.isprintable():
             raise ConfigError(f"{option} ({given!r}) must not hold {character!r}")
     if given != given.strip():
         raise ConfigError(f"{option} ('{given}') must not begin or end with a space")
-    return given
 
 
-def _display_name(given: str) -> str:
+def _check_display_name(given: str) -> None:
     if not given.strip():
         raise ConfigError("--name is empty: it must be the name that the saved view will have")
     for character in given:
@@ -143,7 +130,6 @@ def _display_name(given: str) -> str:
             raise ConfigError(
                 f"--name ({given!r}) must not hold {character!r}: wandb takes no symbols"
             )
-    return given
 
 
 def _layer(text: str) -> int:

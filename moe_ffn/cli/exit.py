@@ -1,4 +1,4 @@
-"""Exit codes, and a mistake as one line on stderr; needs neither torch nor YAML."""
+"""How a program ends: its exit code, a mistake as one line on stderr, and output that nobody takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +67,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         lines = [without_middle(line) for line in str(error).split("\n")]
         if len(lines) > MAX_LINES:
             rest = len(lines) - (MAX_LINES - 1)
-            lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; mend these first"]
+            lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
         for line in lines:
             print(f"error: {printable(line)}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -207,30 +206,10 @@ def _unfailing(stream: TextIO | None, own: TextIO | None) -> tuple[TextIO, Outpu
 
 
 def announce_import(*packages: str) -> None:
-    """`importing torch and lightning`, on stderr, of those not imported yet; of several ranks, by the first.
+    """`importing lightning ...`, on stderr, of those not imported yet; of several ranks, by the first.
 
     Call it once nothing but the work itself is left: what answers a mistake, or `--help`, says nothing else.
-
-    Raises:
-        ConfigError: torch cannot be imported for want of a folder.
     """
-    _check_folders()
     awaited = [name for name in packages if name not in sys.modules]
     if awaited and is_first_rank():
         print(f"importing {' and '.join(awaited)} ...", file=sys.stderr, flush=True)
-
-
-def _check_folders() -> None:
-    try:
-        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the current folder was removed, and torch cannot be imported in it; cd to another"
-        ) from error
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "TMPDIR: no folder for temporary files can be written, and torch cannot be imported without; "
-            "make room in /tmp, or set TMPDIR to another folder"
-        ) from error

@@ -1,6 +1,6 @@
 """Continue a prompt with a trained run's best weights.
 
-python -m experiments.generate runs/NAME --prompt "def "
+moe-ffn generate runs/NAME --prompt "def "
 
 A terminal is shown control characters of the text as escapes; a file or a pipe gets the text as it is.
 """
@@ -11,32 +11,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn.cli.exit import announce_import, exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.commands import command
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, printable
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
+from moe_ffn.runs.saved_model import load_run
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
-from moe_ffn.training.sampling import SampleConfig
-from moe_ffn.trust import FLAG
-from moe_ffn.trust import HELP as TRUST_HELP
+from moe_ffn.training.sampling import SampleConfig, sample_text
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m experiments.generate", description=__doc__)
-    parser.add_argument(
-        "run",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, finished or interrupted, with a best checkpoint",
-    )
+    parser = Parser(prog=command("generate"), description=__doc__)
+    parser.add_run()
     parser.add_argument("--seed", default="0", help="another seed, another text")
     parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
     for name, field in SampleConfig.model_fields.items():
         if name != "prompt":
             flag = f"--{name.replace('_', '-')}"
             parser.add_argument(flag, default=str(field.default), help=field.description)
-    parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
     options = vars(parser.parse_args(argv))
     folder, seed, prompt, trust_code = (
         options.pop(name) for name in ("run", "seed", "prompt", "trust_code")
@@ -50,11 +43,6 @@ def main(argv: Sequence[str]) -> int:
     check_has_weights(folder)
     if prompt is None:
         prompt = own_prompt(folder)
-    # Only now: a mistake in the options should not wait for torch.
-    announce_import("torch")
-    from moe_ffn.runs.saved_model import load_run
-    from moe_ffn.training.sampling import sample_text
-
     run = load_run(folder, trust_code=trust_code)
     if not run.config.model.causal:
         raise ConfigError(
@@ -76,7 +64,3 @@ def own_prompt(folder: Path) -> str:
     if not prompts:
         raise ConfigError(f"--prompt: is needed, since '{folder}' has no sample of its own")
     return prompts[-1]
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))

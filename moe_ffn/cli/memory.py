@@ -1,4 +1,4 @@
-"""How much memory there is, and an error that says there was not enough."""
+"""How much memory there is, whether a model fits into it, and an error that says there was not enough."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import errno
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_ffn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_ffn.runs.config import TrainConfig
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+_BYTES_VOCABULARY = 257
+_FLOAT32 = 4
+_INT64 = 8
+
 _TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED = re.compile(r"tried to allocate (\d+) bytes")
 _GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
@@ -58,3 +68,44 @@ def gigabytes(num_bytes: int) -> str:
     """`1.2 GB`, or `0.63 MB` of what is small."""
     size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
     return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def check_fits(config: TrainConfig) -> None:
+    """ConfigError where the weights alone, or the token ids of one batch, exceed what this process may have.
+
+    What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
+    """
+    memory = memory_limit()
+    if memory is None:
+        return
+    num_params = _num_params(config)
+    if num_params * _FLOAT32 > memory:
+        raise ConfigError(
+            f"model: {num_params:,} parameters take {gigabytes(num_params * _FLOAT32)}, and this "
+            f"process may have {gigabytes(memory)} of memory; lower model.d_model "
+            f"({config.model.d_model}), model.num_layers ({config.model.num_layers}) or what is wide "
+            "in model.ffn"
+        )
+    num_tokens = config.data.batch_size * config.data.seq_len
+    if num_tokens * _INT64 > memory:
+        raise ConfigError(
+            f"data: batch_size ({config.data.batch_size}) times seq_len ({config.data.seq_len}) is "
+            f"{gigabytes(num_tokens * _INT64)} of token ids, and this process may have "
+            f"{gigabytes(memory)} of memory; lower one of them"
+        )
+
+
+def training_needs(config: TrainConfig) -> str:
+    """What the memory of a training run is made of, and which options lower it."""
+    num_params, model, data = _num_params(config), config.model, config.data
+    return (
+        f"the weights of {num_params:,} parameters and their gradients take "
+        f"{gigabytes(2 * num_params * _FLOAT32)}, and the optimizer states and a batch's activations come on "
+        f"top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), model.num_layers "
+        f"({model.num_layers}) or model.d_model ({model.d_model})"
+    )
+
+
+def _num_params(config: TrainConfig) -> int:
+    vocab_size = getattr(config.data.tokenizer, "vocab_size", _BYTES_VOCABULARY)
+    return config.model.num_params(vocab_size, config.data.seq_len)

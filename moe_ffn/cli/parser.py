@@ -1,15 +1,18 @@
-"""The parser of a command line with a few fixed options; options by path: `experiments.command_line`."""
+"""What all command lines share: a parser of fixed options, numbers, files to write, wrapped text."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import re
 import tempfile
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.cli.help import wrap
+from moe_ffn import trust
+from moe_ffn.commands import as_typed
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import write_whole
 
@@ -30,8 +33,9 @@ class Parser(argparse.ArgumentParser):
     """Answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """A parser with the options of `argparse.ArgumentParser`."""
-        super().__init__(**{"formatter_class": _Formatter, **options})
+        """A parser with the options of `argparse.ArgumentParser`; `moe-ffn NAME` is said as it was typed."""
+        description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
+        super().__init__(description=description, **{"formatter_class": _Formatter, **options})
         self.add_argument(
             "--version",
             action=_Version,
@@ -40,6 +44,16 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,
             help="print the versions of this package, torch and Python, and stop",
         )
+
+    def add_run(self) -> None:
+        """Take the folder of a run as `run`, and whether its code may be run as `trust_code`."""
+        self.add_argument(
+            "run",
+            type=Path,
+            metavar="RUN",
+            help="folder of a run, finished or interrupted, with a best checkpoint",
+        )
+        self.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
@@ -118,3 +132,57 @@ def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{option}: '{path}' cannot be written ({reason(error)}); choose another file"
     )
+
+
+_MIN_WIDTH = 30
+_COLUMN_GAP = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
+
+
+def wrap(text: str, width: int) -> str:
+    """`text`, each line that is too long continued under where its text begins.
+
+    Of a line in two columns (`  --name VALUE   what it means`) that is the second. Lines without indentation
+    that follow each other are one paragraph. A word longer than the width stands out.
+    """
+    return "\n".join(part for line in _paragraphs(text) for part in _wrap_line(line, width))
+
+
+def _paragraphs(text: str) -> list[str]:
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and _is_prose(lines[-1]) and _is_prose(line):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return lines
+
+
+def _is_prose(line: str) -> bool:
+    return bool(line) and not line[0].isspace() and not _COLUMN_GAP.match(line)
+
+
+def _wrap_line(line: str, width: int) -> list[str]:
+    indent = len(line) - len(line.lstrip())
+    columns = _COLUMN_GAP.match(line)
+    hanging = len(columns[0]) if columns else indent
+    head, rest = line[:hanging], line[hanging:]
+    if hanging + _MIN_WIDTH > width and columns:  # no room for two columns: one under the other
+        hanging = indent + 4
+        rest = textwrap.fill(
+            rest,
+            max(width, hanging + _MIN_WIDTH),
+            initial_indent=" " * hanging,
+            subsequent_indent=" " * hanging,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        return [head.rstrip(), *rest.splitlines()]
+    wrapped = textwrap.wrap(
+        rest,
+        max(width - hanging, 1),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if not wrapped:
+        return [""]
+    return [head + wrapped[0], *(" " * hanging + part for part in wrapped[1:])]

@@ -1,9 +1,9 @@
 """Write the page of a run, or of several runs in the same plots, as one file that opens from disk.
 
-python -m experiments.report runs/NAME              writes runs/NAME/report.html
-python -m experiments.report runs/a runs/b          both in the same plots: runs/report.html
-python -m experiments.report --watch runs/NAME      keeps the page current until the run has ended
-python -m experiments.report --csv FILE runs/NAME   writes the run's rows as a table instead
+moe-ffn report runs/NAME              writes runs/NAME/report.html
+moe-ffn report runs/a runs/b          both in the same plots: runs/report.html
+moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
+moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError
 from moe_ffn.report.html import OPENING
 from moe_ffn.runs.reader import read_run
@@ -21,7 +21,7 @@ from moe_ffn.training.monitoring.json_lines import STEP
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m experiments.report", description=__doc__)
+    parser = Parser(prog=command("report"), description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
         "--output",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     every = _seconds(options.every)
     if options.csv is not None:
         return write_csv(options.runs, options.csv)
-    # Only now: `--help` needs neither YAML nor plotly.
+    # Only now: `--help` does not wait for plotly.
     from moe_ffn.report.page import check_plotly, write_report
     from moe_ffn.report.watch import watch
 
@@ -89,7 +89,3 @@ def _seconds(text: str) -> float:
     if not 0.1 <= seconds <= 86_400:
         raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got '{text}'")
     return seconds
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))

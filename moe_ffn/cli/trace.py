@@ -1,44 +1,43 @@
 """Shows which experts each token of a text goes to, layer by layer.
 
-python -m experiments.trace runs/NAME --text "import os" [--html FILE]
+moe-ffn trace runs/NAME --text "import os" [--html FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ffn.cli.exit import announce_import, exit_on_bad_input
+from rich.console import Console
+
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report.html import OPENING
+from moe_ffn.report.trace import follow
+from moe_ffn.report.trace_page import page
+from moe_ffn.report.trace_table import render
 from moe_ffn.runs.folder import check_has_weights
-from moe_ffn.trust import FLAG
-from moe_ffn.trust import HELP as TRUST_HELP
 
 
 def main(argv: Sequence[str]) -> int:
-    given = _parser().parse_args(argv)
+    parser = Parser(prog=command("trace"), description=__doc__)
+    parser.add_run()
+    parser.add_argument("--text", required=True, help="the text; - reads standard input")
+    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
+    given = parser.parse_args(argv)
     check_has_weights(given.run)
     layers = None if given.layers is None else parse_layers(given.layers)
     text = read_text(given.text)
     if given.html is not None:
         check_output("--html", given.html, OPENING)
-    # Only now: a mistake in the options should not wait for torch.
-    announce_import("torch")
-    from rich.console import Console
-
-    from moe_ffn.report.trace import follow
-    from moe_ffn.report.trace_page import page
-    from moe_ffn.report.trace_table import render
-
-    way = follow(given.run, text, layers, trust_code=given.trust_code)
+    trace = follow(given.run, text, layers, trust_code=given.trust_code)
     if given.html is not None:
-        write_output("--html", given.html, page(way))
+        write_output("--html", given.html, page(trace))
     console = Console(highlight=False)
-    console.print(render(way, console.width))
+    console.print(render(trace, console.width))
     if given.html is not None:
         print(f"\nwritten: {given.html}")
     return 0
@@ -69,23 +68,3 @@ def _standard_input() -> bytes:
         return sys.stdin.buffer.read() if sys.stdin is not None else b""
     except OSError as error:
         raise ConfigError(f"--text: standard input cannot be read ({reason(error)})") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    what = "Shows which experts each token of a text goes to, layer by layer."
-    parser = Parser(prog="python -m experiments.trace", description=what)
-    parser.add_argument(
-        "run",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, finished or interrupted, with a best checkpoint",
-    )
-    parser.add_argument("--text", required=True, help="the text; - reads standard input")
-    parser.add_argument("--layers", help="these layers alone, as in 0,3")
-    parser.add_argument(FLAG, action="store_true", help=TRUST_HELP)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
-    return parser
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
 from moe_ffn.cli.results import Results, describe_data, model_table, say_diverged
+from moe_ffn.commands import command
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
 from moe_ffn.errors import first_line, reason
@@ -253,9 +254,9 @@ def write_results(
             lost = f"the summary is not written ({reason(error)})"
     has_page = add_report(folder)
     if lost:
-        return f"{lost}; mend that, then: python -m experiments.train --resume {folder}"
+        return f"{lost}; fix that, then: {command('train')} --resume {folder}"
     if not has_page:
-        return f"the page is not written; mend that, then: python -m experiments.report {folder}"
+        return f"the page is not written; fix that, then: {command('report')} {folder}"
     files = [callbacks.steps.bell.file, callbacks.samples.file]
     files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
     lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]

@@ -21,10 +21,6 @@ DEFAULT_LAYERS = (0, 1, 2, 3)
 """Those of a model of default depth."""
 
 
-NOT_IN_NAMES = "/\\#?%:"
-"""What wandb takes neither in an entity's name nor in a project's."""
-
-
 STEP = "trainer/global_step"
 STEP_TITLE = "optimizer step"
 

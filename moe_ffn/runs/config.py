@@ -1,4 +1,4 @@
-"""Everything `python -m experiments.train` can be told."""
+"""Everything that a training run can be told."""
 
 from __future__ import annotations
 

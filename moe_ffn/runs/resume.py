@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.commands import command
 from moe_ffn.config_files import read_config, read_yaml
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
@@ -53,7 +54,7 @@ def _without_page(folder: Path) -> str:
     """What is said of a run that died between its summary and its page; empty of others."""
     if (folder / REPORT_FILE).is_file():
         return ""
-    return f", but its page was not written: python -m experiments.report {folder}"
+    return f", but its page was not written: {command('report')} {folder}"
 
 
 def is_finished(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.commands import command
 from moe_ffn.data.documents import Documents, changed
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_object, read_text, remove_unfinished, write_whole
@@ -275,4 +276,4 @@ def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:
     """What to type, and what that will begin from."""
     step = keeper.last_saved_step
     saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
-    return f"{saved}; go on with: python -m experiments.train --resume {folder}"
+    return f"{saved}; go on with: {command('train')} --resume {folder}"

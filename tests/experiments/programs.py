@@ -5,9 +5,9 @@ PROGRAMS = (
     "generate",
     "compare",
     "overhead",
-    "report.__main__",
-    "trace.__main__",
-    "dashboard.__main__",
+    "report",
+    "trace",
+    "dashboard",
     "benchmark.__main__",
     "selftest.__main__",
 )

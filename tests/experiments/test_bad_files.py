@@ -101,7 +101,7 @@ def test_of_many_mistakes_three_lines_are_said(refuse: Callable[..., str], tmp_p
     said = refuse("--config", "mine.yaml", lines=3).splitlines()
 
     assert [line.partition(":")[0] for line in said[:2]] == ["k0", "k1"]
-    assert said[2] == "and 7 more mistakes; mend these first"
+    assert said[2] == "and 7 more mistakes; fix these first"
 
 
 def test_a_line_break_in_a_key_makes_no_second_line(

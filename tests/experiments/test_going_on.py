@@ -15,8 +15,7 @@ import torch
 import yaml
 
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.resume import NEWEST, find_resume, take_resume
-from moe_ffn.cli.train import main
+from moe_ffn.cli.train import NEWEST, find_resume, main, take_resume
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.documents import Documents
 from moe_ffn.errors import ConfigError
@@ -53,7 +52,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
 
 
 def find(run: str, *argv: str) -> Resume:
-    return find_resume(run, argv, "train")
+    return find_resume(run, argv)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_a_finished_run_goes_on_to_more_steps_alone(make_run: Callable[..., Path
 
     with pytest.raises(
         ConfigError,
-        match=r"is finished, but its page was not written: python -m experiments.report .*runs/done; raise",
+        match=r"is finished, but its page was not written: moe-ffn report .*runs/done; raise",
     ):
         find(folder)
     (Path(folder) / "report.html").touch()
@@ -554,8 +553,8 @@ def test_weights_that_the_disk_does_not_take_are_an_exit_code_of_1(
 
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == (
-        "error: the weights of step 2 are not saved (No space left on device); mend that, then: python -m "
-        "experiments.train --resume runs/full"
+        "error: the weights of step 2 are not saved (No space left on device); fix that, then: moe-ffn train "
+        "--resume runs/full"
     )
     folder = done.folder
     assert not (folder / "summary.json").exists(), "it could not be resumed"

@@ -15,10 +15,9 @@ import pytest
 import torch
 from own_block import OWN_BLOCK
 
-from moe_ffn.cli import memory, model_size
+from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
-from moe_ffn.cli.memory import gigabytes, memory_limit, out_of_memory
-from moe_ffn.cli.model_size import check_fits
+from moe_ffn.cli.memory import check_fits, gigabytes, memory_limit, out_of_memory
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 
@@ -125,9 +124,9 @@ def test_a_machine_without_containers_has_what_it_has(
 def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig()
     num_bytes = 4 * config.model.num_params(257, config.data.seq_len)
-    monkeypatch.setattr(model_size, "memory_limit", lambda: num_bytes)
+    monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes)
     check_fits(config)
-    monkeypatch.setattr(model_size, "memory_limit", lambda: num_bytes - 1)
+    monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes - 1)
 
     with pytest.raises(
         ConfigError, match=rf"^model: [\d,]+ parameters take {gigabytes(num_bytes)}"

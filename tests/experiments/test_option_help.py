@@ -12,10 +12,10 @@ from importlib import import_module
 import pytest
 from programs import PROGRAMS
 
-from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.help import SET_MOST, wrap
-from moe_ffn.cli.resume import FLAGS
+from moe_ffn.cli.parser import wrap
+from moe_ffn.cli.train import FLAGS
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.option_tree import ALSO_CALLED, option_tree
@@ -47,7 +47,7 @@ def test_the_short_page_has_every_section_and_what_is_set_most_often(show: Show)
 
     for name, field in TrainConfig.model_fields.items():
         assert f" {name} {' '.join(str(field.description).split())}" in printed
-    for path in SET_MOST:
+    for path in COMMON_OPTIONS:
         assert f"--{path} " in printed
     for flag in ("--config FILE", "--resume [RUN]", "--help [SECTION]", "--version", "--help all"):
         assert flag in printed

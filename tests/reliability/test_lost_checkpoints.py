@@ -150,8 +150,8 @@ def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
     folder = tmp_path / "runs" / "run"
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == (
-        "error: the weights of step 12 are not saved (No space left on device); mend that, then: python -m "
-        f"experiments.train --resume {folder}"
+        "error: the weights of step 12 are not saved (No space left on device); fix that, then: moe-ffn "
+        f"train --resume {folder}"
     )
     full()
 
@@ -230,7 +230,7 @@ def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room
     done = finish(start_command(command), timeout=300)
 
     assert "ended 1\n" in done.stdout, done.stderr
-    assert f"mend that, then: python -m experiments.train --resume {runs}/run\n" in done.stderr
+    assert f"fix that, then: python -m experiments.train --resume {runs}/run\n" in done.stderr
     assert done.code == 0, done.stderr
     assert f"resuming {runs}/run from the start: no checkpoint was saved" in done.stdout
     assert differences(trained(), tmp_path / "copied" / "run") == []

@@ -171,7 +171,7 @@ def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFix
 
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert "python -m experiments.report --watch runs/NAME" in printed
+    assert "moe-ffn report --watch runs/NAME" in printed
     assert "--every SECONDS" in printed
 
 

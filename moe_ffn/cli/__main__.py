@@ -1,0 +1,62 @@
+"""The console command: `moe-ffn train`, and the other programs; `python -m moe_ffn.cli train` is the same."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import versions, wrap
+from moe_ffn.errors import ConfigError, did_you_mean, show
+
+PROGRAMS = {
+    "train": "train a Transformer language model whose feed-forward block is one word of YAML",
+    "generate": "continue a prompt with a run's best weights",
+    "report": "write the page of a run, or of several runs in the same plots",
+    "compare": "train several configs, one after the other, and print their results side by side",
+    "trace": "show which experts each token of a text goes to, layer by layer",
+    "dashboard": "make a workspace in wandb that shows the runs",
+}
+"""Module of this package -> what it does."""
+
+
+def main() -> int:
+    """Run the program that the command line names."""
+    # `type: my_module:MyConfig` finds a module in the current folder, as with `python -m`.
+    sys.path.append("")
+    return exit_on_bad_input(run)
+
+
+def run(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(wrap(help_page(), shutil.get_terminal_size().columns))
+        return 0
+    if argv[0] == "--version":
+        print(versions())
+        return 0
+    name, *rest = argv
+    if name not in PROGRAMS:
+        hint = did_you_mean(name, PROGRAMS) or f"; known: {', '.join(PROGRAMS)}"
+        raise ConfigError(f"unknown program {show(name)}{hint}")
+    return import_module(f"moe_ffn.cli.{name}").main(rest)
+
+
+def help_page() -> str:
+    programs = [f"  {name:9}   {meaning}" for name, meaning in PROGRAMS.items()]
+    return "\n".join(
+        [
+            "usage:  moe-ffn PROGRAM ...",
+            "",
+            *programs,
+            "",
+            "  --version   print the versions of this package, torch and Python, and stop",
+            "",
+            "moe-ffn PROGRAM --help says what a program takes.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

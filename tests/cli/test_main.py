@@ -1,0 +1,153 @@
+"""`moe-ffn PROGRAM ...`: which programs there are, and that a wrong word is answered."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.cli import __main__ as console
+from moe_ffn.commands import as_typed, command, install, process
+
+ROOT = Path(__file__).parents[2]
+
+Answer = tuple[int, str, str]
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def moe_ffn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, stdout and stderr of the console command in this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*argv: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/moe-ffn", *argv])
+        try:
+            code = console.main()
+        except SystemExit as end:
+            code = int(str(end.code or 0))
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]], ids=str)
+def test_help_lists_every_program_and_its_meaning(moe_ffn: Run, argv: list[str]) -> None:
+    code, out, err = moe_ffn(*argv)
+
+    assert (code, err) == (0, "")
+    for name, meaning in console.PROGRAMS.items():
+        assert f"  {name} {meaning}" in " ".join(out.split()).replace(f" {name} ", f"  {name} ")
+
+
+@pytest.mark.parametrize("name", console.PROGRAMS)
+def test_every_program_is_called_as_it_was_typed(moe_ffn: Run, name: str) -> None:
+    code, out, _ = moe_ffn(name, "--help")
+
+    assert code == 0
+    assert f"moe-ffn {name}" in out
+    assert "experiments" not in out
+
+
+@pytest.mark.parametrize("name", console.PROGRAMS)
+def test_a_clone_has_each_program_under_experiments(name: str) -> None:
+    shim = importlib.import_module(f"experiments.{name}")
+
+    assert shim.main is importlib.import_module(f"moe_ffn.cli.{name}").main
+
+
+def test_arguments_reach_the_program_and_its_exit_code_comes_back(
+    moe_ffn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        received.append(list(argv))
+        return 7
+
+    monkeypatch.setattr("moe_ffn.cli.generate.main", main)
+
+    assert moe_ffn("generate", "run", "--seed", "1") == (7, "", "")
+    assert received == [["run", "--seed", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", "; did you mean 'train'?"),
+        ("reports", "; did you mean 'report'?"),
+        ("zzz", f"; known: {', '.join(console.PROGRAMS)}"),
+        ("--model.ffn", f"; known: {', '.join(console.PROGRAMS)}"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_the_nearest(moe_ffn: Run, word: str, hint: str) -> None:
+    assert moe_ffn(word) == (2, "", f"error: unknown program '{word}'{hint}\n")
+
+
+def test_a_module_in_the_current_folder_is_found(
+    moe_ffn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script of a console command has its own folder on the path, `python -m` the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_module_of_mine.py").write_text(
+        "from moe_ffn import GatedConfig\nclass Mine(GatedConfig, frozen=True):\n    type: str\n"
+    )
+
+    code, out, err = moe_ffn("train", "--model.ffn", "a_module_of_mine:Mine", "--print-config")
+
+    assert (code, err) == (0, "importing 'a_module_of_mine', which runs its code\n")
+    assert "type: a_module_of_mine:Mine" in out
+
+
+# -- what a person is told to type
+
+SAYS = "moe-ffn train --resume runs/a"
+
+
+def test_an_installed_command_is_named_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/moe-ffn", "train"])
+
+    assert command("train") == "moe-ffn train"
+    assert as_typed(SAYS) == SAYS
+    assert process("train") == [sys.executable, "-P", "-m", "moe_ffn.cli", "train"]
+
+
+@pytest.mark.parametrize("started", ["train.py", "benchmark/__main__.py"])
+def test_a_program_of_a_clone_names_those_of_the_clone(
+    monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "experiments" / started)])
+
+    assert command("report") == "python -m experiments.report"
+    assert as_typed(SAYS) == "python -m experiments.train --resume runs/a"
+    assert process("train") == [sys.executable, "-m", "experiments.train"]
+
+
+@pytest.mark.parametrize("started", ["-c", "", "/elsewhere/experiments/train.py"])
+def test_what_was_started_otherwise_is_told_of_the_console_command(
+    monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+
+    assert command("train") == "moe-ffn train"
+
+
+def test_what_to_install_is_the_clone_or_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert install("train") == "pip install '.[train]'"
+    monkeypatch.setattr("moe_ffn.commands._ROOT", tmp_path)
+    assert install("train") == "pip install 'moe_ffn[train]'"
+
+
+def test_what_is_told_to_install_can_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    assert project["name"] == "moe_ffn"
+    assert {"train", "dashboard"} <= set(project["optional-dependencies"])
+    assert project["scripts"] == {"moe-ffn": "moe_ffn.cli.__main__:main"}
