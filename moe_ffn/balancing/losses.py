@@ -1,17 +1,46 @@
-"""Balancing losses: pure functions of Routings, with coefficient 1.
+"""Balancing losses: pure functions of Routings with coefficient 1, the table of them, and their weights.
+
+A new one is written here alone: its function, its entry in `BALANCING_LOSSES` and its weight in
+`BalancingWeights`. The objective, the rows, the page and the dashboard read the table.
 
 T tokens, E experts, N (token, expert) pairs, B sequences
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from einops import rearrange, reduce
+from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.config import Config
 from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
+
+
+class BalancingWeights(Config, frozen=True):
+    """The weight of each loss below, by its name there."""
+
+    load_balance: float = Field(default=0.01, ge=0)
+    """Weight of the Switch load-balancing loss, which is 1 at balance; of each batch and rank by itself."""
+    load_balance_global: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of all batches and ranks of an optimizer step together. With
+    accumulation it costs one more forward pass of each batch."""
+    load_balance_sequence: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of each sequence by itself (DeepSeek-V3)."""
+    load_balance_pooled: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of all layers' tokens together, as Hugging Face has it."""
+    importance_cv2: float = Field(default=0.0, ge=0)
+    """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer 2017)."""
+    load_cv2: float = Field(default=0.0, ge=0)
+    """Weight of that of the experts' smooth load; for router.type 'noisy_top_k' alone."""
+    router_z: float = Field(default=0.001, ge=0)
+    """Weight of the router z-loss."""
+    router_entropy: float = Field(default=0.0, ge=0)
+    """Weight of the entropy of each token's scores, which makes top-p routers decide."""
 
 
 @takes_routing
@@ -154,15 +183,165 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
     return routing.num_experts * (share_E * scores_E).sum()
 
 
-BALANCING_LOSSES: dict[str, Callable[[Routing], Tensor]] = {
-    "load_balance": load_balancing_loss,
-    "load_balance_sequence": sequence_load_balancing_loss,
-    "importance_cv2": importance_cv2_loss,
-    "load_cv2": load_cv2_loss,
-    "router_z": router_z_loss,
-    "router_entropy": router_entropy_loss,
+# -- the table
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What the batches and ranks of one optimizer step have together."""
+
+    pairs_E: dict[str, Tensor]
+    """Real pairs per expert of each sparse layer."""
+
+    num_tokens: dict[str, Tensor]
+    """Real tokens of each sparse layer."""
+
+    num_parts: int
+    """Batches times ranks. Lightning takes the mean over the parts, so each part's loss is multiplied
+    by this."""
+
+
+def count_step(
+    batches: Iterable[Mapping[str, Routing]],
+    reduce: Callable[[Tensor], Tensor] = lambda value: value,
+    num_ranks: int = 1,
+) -> StepTotals:
+    """The totals of a step from its batches' routings on this rank.
+
+    Args:
+        batches: the routings by layer of each batch.
+        reduce: the sum of a tensor over the ranks.
+        num_ranks: how many there are.
+    """
+    pairs: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}
+    num_batches = 0
+    for routings in batches:
+        num_batches += 1
+        for layer, routing in routings.items():
+            pairs[layer] = pairs_per_expert(routing) + pairs.get(layer, 0)
+            tokens[layer] = routing.num_real_tokens + tokens.get(layer, 0)
+    if pairs and num_ranks > 1:  # one exchange for all layers
+        sizes = [len(pairs_E) for pairs_E in pairs.values()]
+        flat = reduce(torch.cat([*pairs.values(), torch.stack(list(tokens.values()))]))
+        *summed, summed_tokens = flat.split([*sizes, len(tokens)])
+        pairs = dict(zip(pairs, summed, strict=True))
+        tokens = dict(zip(tokens, summed_tokens.unbind(), strict=True))
+    return StepTotals(pairs, tokens, num_batches * num_ranks)
+
+
+Routers = Sequence[tuple[str, Any, int]]
+"""The name of a layer, the config of a router in it, and how many experts that chooses from."""
+
+
+def _has_logits_to_lower(routing: Routing) -> bool:
+    """Below 0 a ReLU router chooses nobody and has no gradient left, so nothing may pull its logits down."""
+    return routing.target_k is None
+
+
+def _is_steered(routing: Routing) -> bool:
+    return routing.target_k is not None
+
+
+def _without_noise(routers: Routers) -> str:
+    for layer, router, _ in routers:
+        if not router.has_selection_probs:
+            return (
+                f"counts over a router's noise, but the router of layer {layer} is '{router.type}'; use "
+                "router.type 'noisy_top_k' or objective.load_balance"
+            )
+    return ""
+
+
+def _of_different_sizes(routers: Routers) -> str:
+    sizes = sorted({num_experts for _, _, num_experts in routers})
+    if len(sizes) < 2:
+        return ""
+    return (
+        f"needs equally many experts in every layer, got {', '.join(map(str, sizes))}; use "
+        "objective.load_balance"
+    )
+
+
+@dataclass(frozen=True)
+class BalancingLoss:
+    """One term of the objective: its function, the layers that it concerns, and when it is computed."""
+
+    function: Callable[..., Tensor]
+    """Of what `scope` says."""
+
+    scope: Literal["layer", "model", "step"] = "layer"
+    """`layer`: a function of one Routing; the mean over the layers, since pooling them would let two
+    layers collapse onto opposite halves unseen, and a sum would change the meaning of a weight with the
+    depth. `model`: of the list of all layers' Routings. `step`: of a Routing and its layer's counts over
+    all batches and ranks of the optimizer step; likewise a mean."""
+
+    concerns: Callable[[Routing], bool] = lambda _: True
+    """Whether a layer takes part."""
+
+    always_shown: bool = False
+    """Computed and logged also where its weight is 0."""
+
+    moved_by_rule: bool = False
+    """Its weight is no option: a rule moves it from step to step."""
+
+    objection: Callable[[Routers], str] = lambda _: ""
+    """Why routers cannot have this loss, and what to use instead; empty where they can."""
+
+    note: str = ""
+    """How to read its curve, a sentence."""
+
+    def value(
+        self, routings: Mapping[str, Routing], totals: StepTotals | None = None
+    ) -> Tensor | None:
+        """Scalar, unweighted; None where it concerns no layer.
+
+        Args:
+            totals: of the optimizer step; None where this batch is the whole step.
+        """
+        layers = {name: routing for name, routing in routings.items() if self.concerns(routing)}
+        if not layers:
+            return None
+        if self.scope == "model":
+            return self.function(list(layers.values()))
+        if self.scope == "layer":
+            return torch.stack([self.function(routing) for routing in layers.values()]).mean()
+        totals = totals or count_step([layers])
+        parts = [
+            self.function(routing, totals.pairs_E[name], totals.num_tokens[name])
+            for name, routing in layers.items()
+        ]
+        return totals.num_parts * torch.stack(parts).mean()
+
+
+BALANCING_LOSSES: dict[str, BalancingLoss] = {
+    "load_balance": BalancingLoss(
+        load_balancing_loss,
+        always_shown=True,
+        note="Load balance is 1 where every expert takes the same.",
+    ),
+    "load_balance_sequence": BalancingLoss(sequence_load_balancing_loss),
+    "importance_cv2": BalancingLoss(importance_cv2_loss),
+    "load_cv2": BalancingLoss(load_cv2_loss, objection=_without_noise),
+    "router_z": BalancingLoss(
+        router_z_loss,
+        concerns=_has_logits_to_lower,
+        always_shown=True,
+        note="Router z is in squared nats.",
+    ),
+    "router_entropy": BalancingLoss(router_entropy_loss, note="Router entropy is in nats."),
+    "load_balance_pooled": BalancingLoss(
+        pooled_load_balancing_loss, scope="model", objection=_of_different_sizes
+    ),
+    "load_balance_global": BalancingLoss(global_load_balancing_loss, scope="step"),
+    "relu_sparsity": BalancingLoss(
+        relu_sparsity_loss, concerns=_is_steered, always_shown=True, moved_by_rule=True
+    ),
 }
-"""Every loss of one layer's routing, under the name of its weight in the objective."""
+"""Every loss by its name in rows and in `BalancingWeights`, in the order in which they are added up."""
+
+
+# -- what they are made of
 
 
 def cv_squared(values_E: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.report.figures import DASHES, Plot, Unit, average, level, line, line_figure
 from moe_ffn.runs.reader import Run, Series
 
@@ -18,22 +19,6 @@ RATE = Unit("learning rate", ".3~g")
 NORM = Unit("gradient norm (L2)")
 SPEED = Unit("tokens per second", ",.0f")
 PART = Unit("loss, before its weight", ".4~g")
-
-NOT_BALANCING = {
-    "loss",
-    "objective",
-    "learning_rate",
-    "gradient_norm",
-    "skipped_steps",
-    "tokens_per_second",
-}
-"""What stands under `train/` beside the balancing losses, of which a run may have any."""
-
-BALANCING_NOTES = {
-    "load_balance": "Load balance is 1 where every expert takes the same.",
-    "router_z": "Router z is in squared nats.",
-    "router_entropy": "Router entropy is in nats.",
-}
 
 
 def curve_plots(run: Run) -> list[Plot]:
@@ -70,9 +55,8 @@ def _objective(run: Run) -> Plot | None:
 
 
 def _balancing_losses(run: Run) -> Plot | None:
-    names = [key.removeprefix("train/") for key in run.rows.columns if key.startswith("train/")]
-    names = sorted(set(names) - NOT_BALANCING)
-    notes = [BALANCING_NOTES[name] for name in names if name in BALANCING_NOTES]
+    names = [name for name in sorted(BALANCING_LOSSES) if f"train/{name}" in run.rows.columns]
+    notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
     return _curve(run, "Balancing losses", PART, keys, "".join(f"{note} " for note in notes))
 

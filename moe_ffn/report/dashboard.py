@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.report.dashboard_library import PanelTypes, reports, wandb
 from moe_ffn.report.dashboard_library import workspaces as ws
@@ -26,9 +27,6 @@ STEP_TITLE = "optimizer step"
 
 LAYER = "layer_[0-9]+(/inner)*"
 """A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
-
-BALANCING_LOSSES = "load_balance|load_balance_global|load_balance_sequence|load_balance_pooled|"
-BALANCING_LOSSES += "importance_cv2|load_cv2|router_z|router_entropy"
 
 ROUTING = (
     ("max_violation", "MaxVio", "busiest expert over the even share, minus 1"),
@@ -62,6 +60,7 @@ VALIDATION_ROUTING = (
 
 
 def training_panels() -> list[PanelTypes]:
+    names = "|".join(BALANCING_LOSSES)
     return [
         _over_steps("Loss", "nats per token", "train/loss", "validation/loss"),
         _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
@@ -69,7 +68,7 @@ def training_panels() -> list[PanelTypes]:
         _over_steps("Gradient norm, before clipping", "L2 norm", "train/gradient_norm"),
         _over_steps("Steps skipped", "since the last row", "train/skipped_steps"),
         _over_steps("Objective: loss and weighted balancing", "nats per token", "train/objective"),
-        _matching("Balancing losses", "before their weights", f"^train/({BALANCING_LOSSES})$"),
+        _matching("Balancing losses", "before their weights", f"^train/({names})$"),
     ]
 
 

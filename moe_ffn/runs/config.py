@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator, model_validator
 
+from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config import Config
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.layer_names import short_name
@@ -64,19 +65,12 @@ class TrainConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
-        routers = self.model.routers()
-        for layer, info in routers.items():
-            if self.objective.load_cv2 and not info.router.has_selection_probs:
-                raise ValueError(
-                    f"objective.load_cv2 ({self.objective.load_cv2:g}) counts over a router's noise, but "
-                    f"the router of layer {short_name(layer)} is '{info.router.type}'; use router.type "
-                    "'noisy_top_k' or objective.load_balance"
-                )
-        sizes = {info.num_experts for info in routers.values()}
-        if self.objective.load_balance_pooled and len(sizes) > 1:
-            raise ValueError(
-                f"objective.load_balance_pooled ({self.objective.load_balance_pooled:g}) needs equally "
-                f"many experts in every layer, got {', '.join(map(str, sorted(sizes)))}; use "
-                "objective.load_balance"
-            )
+        routers = [
+            (short_name(layer), info.router, info.num_experts)
+            for layer, info in self.model.routers().items()
+        ]
+        for name, loss in BALANCING_LOSSES.items():
+            weight = 0 if loss.moved_by_rule else getattr(self.objective, name)
+            if weight and (objection := loss.objection(routers)):
+                raise ValueError(f"objective.{name} ({weight:g}) {objection}")
         return self

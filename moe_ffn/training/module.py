@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.metrics.language import LanguageMetrics
 from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
@@ -27,9 +28,8 @@ from moe_ffn.training.objective import (
     IGNORED_TARGET,
     Objective,
     ObjectiveConfig,
-    StepTotals,
-    count_step,
     mask_tokens,
+    needs_step_totals,
     objective,
 )
 from moe_ffn.training.optimizer import (
@@ -156,7 +156,7 @@ class LanguageModel(LightningModule):
         input_ids, target_ids = self._inputs_and_targets(batch)
         output = self.decoder(input_ids)
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
-        if self.objective_config.load_balance_global and not self._counts_ahead:
+        if needs_step_totals(self.objective_config) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
         losses = self._objective(output, target_ids)
         self.steering.observe(routings, self.decoder.routers())
@@ -338,7 +338,7 @@ class LanguageModel(LightningModule):
     def _counts_ahead(self) -> bool:
         """Whether what the global-batch rule needs lies in batches that are still to come."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
-        return bool(self.objective_config.load_balance_global) and accumulates
+        return needs_step_totals(self.objective_config) and accumulates
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:

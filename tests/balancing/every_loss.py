@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import (
-    BALANCING_LOSSES,
-    global_load_balancing_loss,
-    pairs_per_expert,
-    pooled_load_balancing_loss,
-    relu_sparsity_loss,
-)
+from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingLoss
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import routing_of_pairs
 
 
-def global_loss(routing: Routing) -> Tensor:
-    """Of a step that is this one batch."""
-    return global_load_balancing_loss(routing, pairs_per_expert(routing), routing.num_real_tokens)
+def of_one_layer(loss: BalancingLoss) -> Callable[[Routing], Tensor]:
+    """Of a model with one layer, whose step is one batch; whether the loss concerns that layer or not."""
+    everywhere = replace(loss, concerns=lambda _: True)
+
+    def value(routing: Routing) -> Tensor:
+        found = everywhere.value({"layer_00": routing})
+        assert found is not None
+        return found
+
+    return value
 
 
-def pooled_loss(routing: Routing) -> Tensor:
-    """Of a model with this one layer."""
-    return pooled_load_balancing_loss([routing])
-
-
-LOSSES: dict[str, Callable[[Routing], Tensor]] = {
-    **BALANCING_LOSSES,
-    "load_balance_pooled": pooled_loss,
-    "load_balance_global": global_loss,
-    "relu_sparsity": relu_sparsity_loss,
-}
+LOSSES = {name: of_one_layer(loss) for name, loss in BALANCING_LOSSES.items()}
 
 LOAD_BALANCING = ["load_balance", "load_balance_sequence", "load_balance_pooled"]
 LOAD_BALANCING += ["load_balance_global"]

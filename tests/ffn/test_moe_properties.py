@@ -279,10 +279,11 @@ def check_losses_and_metrics(drawn: AnyMoE, routing: Routing) -> None:
 
 def losses_of(routing: Routing) -> dict[str, Tensor]:
     """Every loss that takes this routing."""
-    losses = dict(BALANCING_LOSSES)
-    if routing.selection_probs_TE is None:
-        del losses["load_cv2"]
-    return {name: loss(routing) for name, loss in losses.items()}
+    losses = {name: loss for name, loss in BALANCING_LOSSES.items() if name != "load_cv2"}
+    if routing.selection_probs_TE is not None:
+        losses["load_cv2"] = BALANCING_LOSSES["load_cv2"]
+    found = {name: loss.value({"layer_00": routing}) for name, loss in losses.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 # -------------------------------------------------------------------------------------- precision

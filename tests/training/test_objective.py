@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingLoss, BalancingWeights, StepTotals
 from moe_ffn.outputs import Routing
-from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, StepTotals, objective
+from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 
 LOG_3 = 1.0986123
 
@@ -146,8 +146,27 @@ def test_the_loss_of_bfloat16_logits_is_computed_in_float32() -> None:
     assert found.total.item() == pytest.approx(6.9077553)
 
 
-def test_every_balancing_loss_has_a_weight() -> None:
-    assert set(BALANCING_LOSSES) <= set(ObjectiveConfig.model_fields)
+def test_every_balancing_loss_has_a_weight_and_every_weight_a_loss() -> None:
+    weighted = {name for name, loss in BALANCING_LOSSES.items() if not loss.moved_by_rule}
+    assert weighted == set(BalancingWeights.model_fields)
+    assert weighted < set(ObjectiveConfig.model_fields)
+
+
+def test_a_new_entry_of_the_table_is_weighed_and_shown(
+    logits_BSV: Tensor, lopsided: Routing, balanced: Routing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The highest weight of a pair, as a class of weights with one more field would name it."""
+    highest = BalancingLoss(
+        lambda routing: routing.scores_TE.max(), concerns=lambda r: r.scores_TE[0, 0] > 0.6
+    )
+    monkeypatch.setitem(BALANCING_LOSSES, "highest_score", highest)
+    monkeypatch.setattr(ObjectiveConfig, "highest_score", 2.0, raising=False)
+    weights = ObjectiveConfig(load_balance=0.0, router_z=0.0)
+
+    found = objective(logits_BSV, torch.tensor([[0, 1]]), {"a": lopsided, "b": balanced}, weights)
+
+    assert found.balancing["highest_score"].item() == 0.75, "of the layer that it concerns"
+    assert found.total.item() == pytest.approx(0.4904146 + 2 * 0.75)
 
 
 def test_the_global_rule_is_of_the_steps_counts_and_the_mean_of_its_parts(

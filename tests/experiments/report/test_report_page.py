@@ -285,8 +285,7 @@ def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) ->
 
 
 def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
-    names = [*BALANCING_LOSSES, "load_balance_pooled", "load_balance_global", "relu_sparsity"]
-    losses = {f"train/{name}": 1.0 + place for place, name in enumerate(names)}
+    losses = {f"train/{name}": 1.0 + place for place, name in enumerate(BALANCING_LOSSES)}
     others = (
         "loss",
         "objective",
