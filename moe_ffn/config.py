@@ -1,8 +1,7 @@
 """The base of every configuration: typed, frozen, strict, and open to classes from outside.
 
-Nothing here, and no `config.py` anywhere in the package, imports torch: a misspelt key is answered
-before a second has passed, long before the first tensor. That is why a config stands *beside* the
-module it builds (`ffn/config.py` beside `ffn/dense.py`) and imports it only inside `build`.
+A config stands above the module that it builds, in the same file, and answers for it: its size, its cost, and why
+it is refused.
 """
 
 from __future__ import annotations

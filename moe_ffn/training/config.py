@@ -1,4 +1,4 @@
-"""The configs of objective, trainer, checkpoints and logging; torch-free (see `moe_ffn.config`)."""
+"""The options of the Trainer, of checkpoints and of logging; it imports no lightning."""
 
 from __future__ import annotations
 

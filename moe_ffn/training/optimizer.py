@@ -1,4 +1,4 @@
-"""The optimizers and their options; torch-free (see `moe_ffn.config`).
+"""The optimizers, their options, and what a resumed run restates of them.
 
 Those of `torch.optim` that train a language model are here under their own names and with their own
 arguments. Its LBFGS calls the loss several times a step, SparseAdam needs sparse gradients, Rprop whole-batch

@@ -1,4 +1,4 @@
-"""The learning rate over the optimizer steps of a run; torch-free (see `moe_ffn.config`)."""
+"""The learning rate over the optimizer steps of a run."""
 
 from __future__ import annotations
 
