@@ -1,4 +1,4 @@
-"""The size of a layer to time, and how it is typed: `T,D,F,E,K,dtype`; torch-free."""
+"""The size of a layer to time, and how it is typed: `T,D,F,E,K,dtype`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.errors import ConfigError, did_you_mean
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What is typed -> torch's name."""
+"""As typed -> torch's name."""
 
 SEQUENCE = 256
 """Tokens are cut into sequences of this length where it divides them: some libraries work by sequence."""
@@ -69,25 +69,24 @@ def parse_shape(text: str) -> Shape:
         ConfigError: one sentence that begins with `--shape`.
     """
     where = f"--shape {text}"
-    parts = text.split(",")
+    parts = [part.strip() for part in text.split(",")]
     if len(parts) != 6:
         raise ConfigError(
             f"{where}: has {len(parts)} parts but needs 6, T,D,F,E,K,dtype, "
             "as in --shape 2048,512,512,8,2,fp32"
         )
-    *numbers, dtype = (part.strip() for part in parts)
     sizes: list[int] = []
-    for name, number in zip("TDFEK", numbers, strict=True):
+    for name, number in zip("TDFEK", parts[:5], strict=True):
         size = whole_number(number, least=1)
         if size is None:
             raise ConfigError(
                 f"{where}: {name} must be a whole number from 1 to {MAX_COUNT}, got '{number}'"
             )
         sizes.append(size)
-    if dtype not in DTYPES:
-        hint = did_you_mean(dtype, DTYPES)
-        raise ConfigError(f"{where}: dtype '{dtype}' is not one of {', '.join(DTYPES)}{hint}")
-    shape = Shape(*sizes, dtype=dtype)
+    shape = Shape(*sizes, dtype=parts[5])
+    if shape.dtype not in DTYPES:
+        hint = did_you_mean(shape.dtype, DTYPES)
+        raise ConfigError(f"{where}: dtype '{shape.dtype}' is not one of {', '.join(DTYPES)}{hint}")
     if shape.k > shape.num_experts:
         raise ConfigError(
             f"{where}: K ({shape.k}) must not exceed E ({shape.num_experts}); lower K or raise E"

@@ -15,49 +15,46 @@ Clock = Callable[[Callable[[], object]], float]
 """Runs what it is given, and returns the seconds that took."""
 
 
-def nothing() -> None:
-    """What most candidates have to clear away after a run."""
-
-
 @dataclass(frozen=True)
 class Timed:
-    """What is timed."""
+    """A candidate to time."""
 
     run: Callable[[], object]
-    reset: Callable[[], object] = nothing
+    reset: Callable[[], object] = lambda: None
     """Called after every run, off the clock."""
     calls: int = 1
-    """How many times `run` does the thing; a single one may be too short for the clock."""
+    """Calls within one `run`; a single one may be too short for the clock."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds of one candidate, one value a round."""
+    """The measurements of one candidate, one a round."""
 
-    seconds: tuple[float, ...]
+    values: tuple[float, ...]
+    """Seconds, unless said otherwise."""
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(self.values)
 
     @property
     def noise(self) -> float:
-        """What the middle half of the values spans, as a part of the median."""
+        """The distance between the quartiles, as a part of the median."""
         lower, upper = self.quartiles
         return (upper - lower) / self.median
 
     @property
     def quartiles(self) -> tuple[float, float]:
         """The lower and the upper one."""
-        if len(self.seconds) == 1:
-            return self.seconds[0], self.seconds[0]
-        lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        if len(self.values) == 1:
+            return self.values[0], self.values[0]
+        lower, _, upper = statistics.quantiles(self.values, n=4, method="inclusive")
         return lower, upper
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often everything takes its turn."""
+    """How often every candidate takes its turn."""
 
     timed: int = 9
     warmup: int = 1
@@ -92,7 +89,7 @@ def interleave(candidates: Mapping[str, Timed], rounds: Rounds, clock: Clock) ->
 
 
 def order(names: Sequence[str], turn: int) -> list[str]:
-    """Who follows whom in a round: shuffled, the same way in every run.
+    """The order of a round: shuffled, the same way in every run.
 
     A candidate finds the caches and the heap as the one before it left them; so it should not always be
     the same one.

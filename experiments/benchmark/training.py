@@ -1,4 +1,4 @@
-"""Whole training steps of the default model against those of a dense one with as many active parameters.
+"""The suite of whole training steps: the default model beside a dense one with as many active parameters.
 
 A step is forward, objective, backward, clipping and AdamW, each as `experiments.train` configures it, on
 the source of Python's standard library, byte by byte.
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmark.layers import AUTO, REFERENCE, SAME, ours
-from experiments.benchmark.report import Row, ratio, spread, table, times
-from experiments.benchmark.session import Session, version_of
-from experiments.benchmark.timing import Timed
+from experiments.benchmark.layers import AUTO, REFERENCE, SAME, Layer, ours
+from experiments.benchmark.session import Session, ratio, spread, times
+from experiments.benchmark.shapes import Shape
+from experiments.benchmark.timing import Timed, Timing
 from moe_ffn.data.corpus import stdlib_documents
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn.moe import MoEConfig
@@ -28,10 +28,10 @@ from moe_ffn.training.optimizer import AdamWConfig
 
 DENSE_MODEL = "dense swiglu"
 
-LEAST = 0.75
+MIN_RATIO = 0.75
 """Tokens per second over those of the dense model."""
 
-NUM_VALUES = 257
+VOCAB_SIZE = 257
 """A byte, or the end of a document: the default tokenizer's vocabulary."""
 
 MORE_ROUNDS = 2
@@ -42,12 +42,12 @@ class Training:
 
     def __init__(self, config: DecoderConfig, text: Tensor, device: torch.device, bf16: bool):
         torch.manual_seed(0)
-        self.data = DataConfig()
+        data = DataConfig()
         self.clip = TrainerConfig().gradient_clip_val
         self.objective = ObjectiveConfig()
-        self.model = config.build(NUM_VALUES, self.data.seq_len).to(device)
+        self.model = config.build(VOCAB_SIZE, data.seq_len).to(device)
         self.optimizer = AdamWConfig().build(self.model)
-        self.batches = batches(text, self.data, device)
+        self.batches = batches(text, data, device)
         self.device, self.bf16 = device, bf16
 
     def step(self) -> None:
@@ -61,12 +61,12 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def run(session: Session) -> None:
+def training(session: Session) -> None:
     precision = resolve_precision("auto", session.device.type)
     data, moe = DataConfig(), DecoderConfig()
     dense = dense_counterpart(moe)
     tokens = data.batch_size * data.seq_len
-    active = [config.num_active_params(NUM_VALUES, data.seq_len) for config in (moe, dense)]
+    active = [config.num_active_params(VOCAB_SIZE, data.seq_len) for config in (moe, dense)]
     session.say(
         f"{data.batch_size} x {data.seq_len} tokens a step, {precision}; active parameters: "
         f"{active[0]:,} with experts, {active[1]:,} dense"
@@ -74,60 +74,45 @@ def run(session: Session) -> None:
     text = corpus(session.rounds.timed * MORE_ROUNDS + session.rounds.warmup, data)
     models = {DENSE_MODEL: dense, AUTO: moe}
     models |= {ours(backend): with_backend(moe, backend) for backend in session.backends}
+    layers: list[Layer] = []
     candidates: dict[str, Timed] = {}
     for name, config in models.items():
-        training = Training(config, text, session.device, precision == "bf16-mixed")
+        trained = Training(config, text, session.device, precision == "bf16-mixed")
         try:
-            training.step()
+            trained.step()
         except ValueError as error:
             session.skip(name, str(error))
             continue
-        candidates[name] = Timed(training.step)
+        candidates[name] = Timed(trained.step)
+        layers.append(Layer(name, trained.model, REFERENCE if config is dense else SAME))
     timings = session.time(candidates, more=MORE_ROUNDS)
-    rows = [
-        [
-            name,
-            f"{tokens / timing.median:,.0f}",
-            spread(timing),
-            times(ratio(timings, DENSE_MODEL, name)),
-        ]
+    rates = {
+        name: Timing(tuple(tokens / seconds for seconds in timing.values))
         for name, timing in timings.items()
-    ]
-    headers = ["model", "tokens/s", "quartiles of a step", f"/ {DENSE_MODEL}"]
-    session.say(table(headers, rows))
-    pair = (DENSE_MODEL, AUTO)
-    claim = f"tokens/s / {DENSE_MODEL}"
-    session.promise_ratio("training", "", claim, LEAST, timings, pair, at_most=False)
-    ffn = _moe(moe)
-    for name, timing in timings.items():
-        lower, upper = timing.quartiles
-        session.rows.append(
-            Row(
-                suite="training",
-                case="default model",
-                candidate=name,
-                version=version_of(name),
-                computes=REFERENCE if name == DENSE_MODEL else SAME,
-                unit="token/s",
-                median=tokens / timing.median,
-                lower_quartile=tokens / upper,
-                upper_quartile=tokens / lower,
-                rounds=len(timing.seconds),
-                ratio=ratio(timings, DENSE_MODEL, name),
-                ratio_to=DENSE_MODEL,
-                num_tokens=tokens,
-                d_model=moe.d_model,
-                d_ff=width_of_expert(moe),
-                num_experts=ffn.num_experts,
-                k=int(ffn.experts_per_token),
-                dtype=precision,
-            )
-        )
+    }
+    session.table(
+        ["model", "tokens/s", "quartiles of a step", f"/ {DENSE_MODEL}"],
+        [
+            [
+                name,
+                f"{rate.median:,.0f}",
+                spread(timings[name]),
+                times(ratio(rates, name, DENSE_MODEL)),
+            ]
+            for name, rate in rates.items()
+        ],
+    )
+    ffn = moe_of(moe)
+    sizes = (width_of_expert(moe), ffn.num_experts, int(ffn.experts_per_token))
+    shape = Shape(tokens, moe.d_model, *sizes, dtype=precision)
+    session.keep("training", "default model", shape, layers, rates, DENSE_MODEL, unit="token/s")
+    claim, pair = f"tokens/s / {DENSE_MODEL}", (AUTO, DENSE_MODEL)
+    session.promise("training", "", claim, MIN_RATIO, rates, pair, at_most=False)
 
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
     """The same Transformer with SwiGLU blocks as wide as the experts of one token together."""
-    width = round(_moe(moe).experts_per_token * width_of_expert(moe))
+    width = round(moe_of(moe).experts_per_token * width_of_expert(moe))
     options = moe.to_dict() | {"ffn": {"type": "swiglu", "d_ff": width}}
     return DecoderConfig.model_validate(options)
 
@@ -139,12 +124,12 @@ def with_backend(moe: DecoderConfig, backend: str) -> DecoderConfig:
 
 
 def width_of_expert(moe: DecoderConfig) -> int:
-    ffn = _moe(moe)
+    ffn = moe_of(moe)
     experts: Any = ffn.experts  # of whatever kind; those there are have a width
     return experts.width(moe.d_model, ffn.experts_per_token)
 
 
-def _moe(config: DecoderConfig) -> MoEConfig:
+def moe_of(config: DecoderConfig) -> MoEConfig:
     assert isinstance(config.ffn, MoEConfig)
     return config.ffn
 

@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
+from plotly.graph_objects import Figure
 from torch import Tensor, nn
 
-from experiments.benchmark import memory, rows, skew, training
-from experiments.benchmark.decoding import as_decoding
-from experiments.benchmark.equivalence import outcome, same_function, share_that_differs
+from experiments.benchmark import suites, training
 from experiments.benchmark.layers import (
     DENSE,
     OTHER,
@@ -30,23 +28,26 @@ from experiments.benchmark.layers import (
     dense_layer,
     moe_layer,
     our_layers,
-    outcome_of,
+    outcome,
     peer_layers,
+    same_function,
+    share_that_differs,
     weights_of,
 )
 from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, Peer, Weights
-from experiments.benchmark.plot import Plot, log_ticks, svg
-from experiments.benchmark.report import (
+from experiments.benchmark.resources import saved_bytes
+from experiments.benchmark.session import (
     Promise,
     Row,
+    Session,
+    chart,
     duration,
+    plots_page,
     ratio,
     spread,
-    table,
     write_promises,
     write_rows,
 )
-from experiments.benchmark.session import Session
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Rounds, Timed, Timing, interleave, order
 from moe_ffn.kernels.select import BACKENDS
@@ -129,7 +130,7 @@ def test_patience_ends_after_three_rounds_and_not_before() -> None:
 
     def done(patience: float | None) -> int:
         rounds = Rounds(9, warmup=0, patience=patience)
-        return len(interleave(named("a"), rounds, clock)["a"].seconds)
+        return len(interleave(named("a"), rounds, clock)["a"].values)
 
     assert [done(1.0), done(55.0), done(None)] == [3, 6, 9]
 
@@ -198,7 +199,7 @@ class Detached(nn.Module):
 
 
 def test_the_gradient_of_x_is_compared_too(case: Case) -> None:
-    found = outcome_of(Layer("detached", Detached(case.source)), case.tokens)
+    found = outcome(Layer("detached", Detached(case.source)), case.tokens)
 
     assert torch.equal(found.hidden_TD, case.expected.hidden_TD)
     assert not same_function(found, case.expected)
@@ -220,7 +221,7 @@ class Idle(nn.Module):
 
 def test_the_gradient_of_the_parameters_is_compared_too(case: Case) -> None:
     idle = Layer("idle", Idle(case.source))
-    layer = checked(idle, case.tokens, case.expected, unheard, Exception)
+    layer = checked(idle, case, unheard, Exception)
 
     assert layer is not None
     assert layer.computes.startswith("DIFFERS in gradients of weights")
@@ -232,14 +233,14 @@ def test_a_layer_that_goes_another_way_without_gradients_is_found_out() -> None:
             return source(x).hidden * (1 if torch.is_grad_enabled() else 2)
 
     source = moe_layer(SMALL, "loop", CPU)
-    x_BSD = Tokens.of(SMALL, CPU).x_BSD.detach()
-    assert as_decoding(Layer("ours", source), source, x_BSD).computes == SAME
-    assert as_decoding(Layer("other", Other()), source, x_BSD).computes.startswith("DIFFERS")
+    case = Case.of(SMALL, source, CPU)
+    assert suites.as_decoding(Layer("ours", source), case).computes == SAME
+    assert suites.as_decoding(Layer("other", Other()), case).computes.startswith("DIFFERS")
 
 
 def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
-    layer = PlainSwiGLU(SMALL.d_model, SMALL.active_width)
-    right = outcome(layer, layer.parameters(), tokens.x_BSD, tokens.grad_BSD)
+    layer = Layer("plain", PlainSwiGLU(SMALL.d_model, SMALL.active_width))
+    right = outcome(layer, tokens)
     hidden_TD = right.hidden_TD.clone()
     hidden_TD[0] *= 1.1
     hidden_TD[1] *= 1.0001  # within the tolerance
@@ -308,9 +309,9 @@ def test_the_dense_block_is_as_wide_as_the_experts_of_a_token() -> None:
 def test_loads_are_what_they_are_called() -> None:
     counts = {
         load: torch.bincount(
-            skew.LoadRouter(skew.SHAPE, shares).expert_ids_TK.flatten(), minlength=8
+            suites.LoadRouter(suites.SKEWED, shares).expert_ids_TK.flatten(), minlength=8
         ).tolist()
-        for load, shares in skew.LOADS.items()
+        for load, shares in suites.LOADS.items()
     }
     assert counts["balanced"] == [1024] * 8
     assert counts["one hot"] == [8192, *[0] * 7]
@@ -322,7 +323,7 @@ def test_saved_bytes_of_the_dense_block() -> None:
     layer = dense_layer(SMALL, CPU)
     x_BSD = Tokens.of(SMALL, CPU).x_BSD
     # gate x, silu(gate x), up x and their product, 64 x 16 floats each; neither x nor a parameter.
-    assert memory.saved_bytes(layer.module, x_BSD) == 4 * 64 * 16 * 4
+    assert saved_bytes(layer.module, x_BSD) == 4 * 64 * 16 * 4
 
 
 def test_the_dense_model_has_the_active_width_of_the_default() -> None:
@@ -362,7 +363,7 @@ def test_a_default_training_step_lowers_the_loss_it_is_given() -> None:
 
 
 def a_row(**changes: object) -> Row:
-    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1)
+    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1) | {"shape": SMALL}
     return Row(**(values | changes))  # pyright: ignore[reportArgumentType]
 
 
@@ -404,13 +405,15 @@ def test_what_was_not_measured_is_neither_kept_nor_missed(
     timings = {"ours": Timing((1.0,)), HF_GROUPED: Timing((2.0,))}
     session.keep("rows", "", SMALL, [odd], timings, to="ours")
 
-    session.promise_ratio("rows", "", "tax", 1.2, timings, ("ours", DENSE))
-    session.promise_ratio("rows", "", "faster", 1.2, timings, (HF_GROUPED, "ours"))
+    session.promise("rows", "", "tax", 1.2, timings, ("ours", DENSE))
+    session.promise("rows", "", "faster", 1.2, timings, (HF_GROUPED, "ours"))
+    session.promise("gpu", "", "rate", 1.2, timings, ("ours", "ours"), reason="no GPU here")
 
-    assert [promise.verdict for promise in session.promises] == ["not measured"] * 2
+    assert [promise.verdict for promise in session.promises] == ["not measured"] * 3
     printed = capsys.readouterr().out
     assert "no 'dense FFN' here" in printed
     assert "HF grouped_mm DIFFERS on 50% of the tokens" in printed
+    assert "no GPU here" in printed
 
 
 def test_a_skipped_candidate_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,12 +423,18 @@ def test_a_skipped_candidate_is_named_once(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "  skipped: MegaBlocks: no GPU\n"
 
 
-def test_tables_are_aligned() -> None:
-    assert table(["layer", "median"], [["a", "9.99 ms"], ["longer", "12.0 ms"]]).splitlines() == [
-        "  layer    median",
-        "  ---------------",
-        "  a       9.99 ms",
-        "  longer  12.0 ms",
+def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["a", "9.99 ms", "[b]"], ["longer" * 20, "12.0 ms", "same"]]
+
+    Session(Rounds(), (), CPU).table(["layer", "median", "computes"], rows)
+
+    header, rule, *lines = capsys.readouterr().out.splitlines()
+    wide = len("longer" * 20)  # nothing is cut or wrapped, whatever the width of the terminal
+    assert header.rstrip() == "  " + "layer".ljust(wide) + "    median   computes"
+    assert set(rule) == {" ", "─"}
+    assert [line.rstrip() for line in lines] == [
+        "  " + "a".ljust(wide) + "   9.99 ms   [b]",
+        "  " + "longer" * 20 + "   12.0 ms   same",
     ]
 
 
@@ -442,52 +451,46 @@ def test_a_spread_names_a_unit_once_if_it_can() -> None:
     assert spread(Timing((0.9, 0.9, 1.2, 1.2, 1.2))) == "900 ms - 1.20 s"
 
 
-# ------------------------------------------------------------------------------------------ plot
+# ----------------------------------------------------------------------------------------- plots
 
 
-def parsed(plot: Plot) -> ElementTree.Element:
-    return ElementTree.fromstring(svg(plot))
+def test_a_chart_has_a_line_for_each_series_over_logarithmic_axes() -> None:
+    lines = {f"layer {n}": [(8.0, 1.0 + n), (256.0, 9.0)] for n in range(10)}
+    figure = chart("a title", "x", "ms", lines)
+
+    assert [trace["name"] for trace in figure["data"]] == list(lines)
+    assert figure["data"][1]["x"] == [8, 256]
+    assert figure["data"][1]["y"] == [2, 9]
+    assert {trace["mode"] for trace in figure["data"]} == {"lines+markers"}
+    assert figure["layout"]["xaxis"]["type"] == figure["layout"]["yaxis"]["type"] == "log"
+    assert figure["layout"]["xaxis"]["ticktext"] == ["8", "256"]
 
 
-def series_of(root: ElementTree.Element) -> list[ElementTree.Element]:
-    return [group for group in root.findall(".//{*}g") if group.get("class") == "series"]
+def test_a_chart_of_cases_names_them_and_joins_nothing() -> None:
+    figure = chart("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first", "second"])
+
+    assert figure["data"][0]["mode"] == "markers"
+    assert figure["layout"]["xaxis"]["ticktext"] == ["first", "second"]
 
 
-def test_a_plot_is_xml_with_a_line_for_each_series() -> None:
-    lines = {f"<layer & {n}>": [(8, 1.0 + n), (256, 9.0)] for n in range(10)}
-    root = parsed(Plot("a <title>", "x & y", "ms", lines))
+def test_the_page_of_plots_opens_without_a_network() -> None:
+    figures = {name: chart(name, "x", "y", {"a": [(1, 1.0)]}) for name in ("rows", "experts")}
 
-    groups = series_of(root)
-    assert [group.findtext("{*}title") for group in groups] == list(lines)
-    assert all(len(group.findall("{*}polyline")) == 1 for group in groups)
-    texts = [element.text for element in root.findall(".//{*}text")]
-    assert {"a <title>", "x & y", "ms", "8", "256", *lines} <= set(texts)
+    page = plots_page(figures)
 
-
-def test_a_plot_of_cases_names_them_and_joins_nothing() -> None:
-    root = parsed(
-        Plot("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first\nand more", "second"])
-    )
-
-    (group,) = series_of(root)
-    assert not group.findall("{*}polyline")
-    assert len(group.findall("{*}circle")) == 3  # one in the legend
-    assert {"first", "and more", "second"} <= {
-        element.text for element in root.findall(".//{*}text")
-    }
+    assert page.count("Plotly.newPlot(") >= 2
+    assert page.count("plotly.js v") == 1  # the script, once
+    assert '"text":"experts"' in page.replace(" ", "")
+    assert '<script src="http' not in page
 
 
-def test_a_single_point_can_be_plotted() -> None:
-    assert series_of(parsed(Plot("t", "x", "y", {"a": [(1, 1.0)]})))
-
-
-def test_ticks_are_round() -> None:
-    assert log_ticks(0.9, 2.6) == pytest.approx([1, 1.2, 1.5, 2, 2.5])
-    assert log_ticks(0.9, 60) == pytest.approx([1, 2, 5, 10, 20, 50])
-    assert log_ticks(0.9, 20000) == pytest.approx([1, 10, 100, 1000, 10000])
+def test_every_figure_is_one_that_plotly_draws() -> None:
+    cases = chart("t", "x", "y", {"a": [(1, 1.0)]}, x_names=["first"])
+    for figure in (chart("t", "x", "y", {"a": [(1, 1.0)]}), cases):
+        Figure(figure)  # it refuses a key it does not know
 
 
 def test_promised_rows_are_those_that_can_be_built() -> None:
-    for shape in rows.PROMISED:
+    for shape in suites.PROMISED:
         moe_layer(shape, "auto", torch.device("meta"))
     assert weights_of(moe_layer(SMALL, "auto", CPU)).down_EDF.shape == (4, 16, 8)

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from experiments.benchmark import memory
-from experiments.benchmark.__main__ import main
+from experiments.benchmark.__main__ import SUITES, main
 from moe_ffn.cli.exit import exit_on_bad_input
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,8 +87,6 @@ def test_an_unknown_backend_is_answered_with_those_there_are(refuse: Callable[..
 
 
 def test_cuda_without_a_gpu_is_a_mistake(refuse: Callable[..., str]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     message = refuse("--device", "cuda", "--shape", TINY)
@@ -118,7 +115,8 @@ def test_a_tiny_run_from_end_to_end(
     tax = float(lines["moe_ffn loop"]["median"]) / float(lines["dense FFN"]["median"])
     assert float(lines["moe_ffn loop"]["ratio"]) == pytest.approx(tax)
     assert (folder / "promises.csv").exists()
-    ElementTree.parse(folder / "shape.svg")
+    page = (folder / "plots.html").read_text(encoding="utf-8")
+    assert "Forward and backward pass beside the dense block" in page
 
 
 # ----------------------------------------------------------------------------------- subprocesses
@@ -143,18 +141,19 @@ from experiments.benchmark.__main__ import main
 try:
     main(["--help"])
 finally:
-    print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "yaml", "numpy", "einops"}))
+    heavy = {"lightning", "transformers", "wandb"}
+    print(sorted({name.split(".")[0] for name in sys.modules} & heavy))
 """
 
 
-def test_help_loads_no_torch() -> None:
+def test_help_loads_no_lightning_and_no_other_library() -> None:
     answer = run(HELP)
     assert answer.returncode == 0, answer.stderr
     assert "--suite NAME" in answer.stdout
     assert answer.stdout.splitlines()[-1] == "[]"
 
 
-CORE_ALONE = """
+WITHOUT = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -171,34 +170,35 @@ raise SystemExit(main({argv}))
 """
 
 ABSENT = {
-    *("yaml", "numpy", "lightning", "torchmetrics", "rich", "wandb", "tokenizers", "matplotlib"),
+    *("wandb", "datasets", "pandas", "matplotlib"),
     *("transformers", "st_moe_pytorch", "mixture_of_experts"),
 }
 
 
-def test_the_core_install_is_enough(tmp_path: Path) -> None:
+def test_no_other_librarys_layers_are_needed(tmp_path: Path) -> None:
     argv = ["--shape", TINY, "--rounds", "1", "--output", str(tmp_path / "bench")]
 
-    answer = run(CORE_ALONE.format(absent=ABSENT, argv=argv))
+    answer = run(WITHOUT.format(absent=ABSENT, argv=argv))
 
     assert answer.returncode == 0, answer.stderr
     assert "beside: none" in answer.stdout
     assert "HF" not in answer.stdout
-    assert (tmp_path / "bench" / "results.csv").exists()
+    names = {path.name for path in (tmp_path / "bench").iterdir()}
+    assert names == {"results.csv", "promises.csv", "plots.html"}
 
 
 @pytest.mark.slow
 def test_every_suite_runs(tmp_path: Path) -> None:
-    """Minutes: each suite once, with the core install alone."""
+    """Minutes: each suite once, without any other library's layers."""
     argv = ["--rounds", "1", "--warmup", "0", "--output", str(tmp_path / "bench")]
 
-    answer = run(CORE_ALONE.format(absent=ABSENT, argv=argv))
+    answer = run(WITHOUT.format(absent=ABSENT, argv=argv))
 
     assert answer.returncode == 0, answer.stderr
     assert "== promises ==" in answer.stdout
     assert "not measured" in answer.stdout  # beside Hugging Face
-    names = {path.name for path in (tmp_path / "bench").iterdir()}
-    assert {"rows.svg", "experts.svg", "tokens.svg", "width.svg", "decoding.svg"} <= names
+    page = (tmp_path / "bench" / "plots.html").read_text(encoding="utf-8")
+    assert page.count("Plotly.newPlot(") >= 5  # rows, experts, tokens, width, decoding
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -207,7 +207,7 @@ def test_what_was_measured_before_a_failure_is_kept(
     def out_of_memory(session: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(memory, "run", out_of_memory)
+    monkeypatch.setitem(SUITES, "memory", (out_of_memory, "fails"))
     output = tmp_path / "bench"
     argv = ["--shape", TINY, "--suite", "memory", "--rounds", "1"]
     argv += ["--backends", "loop", "--output", str(output)]
