@@ -15,30 +15,35 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from pydantic import Field
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import moe
 from moe_ffn.ranks import check_environment
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.config import TrainerConfig
-
-if TYPE_CHECKING:
-    from moe_ffn.data.prepare import PreparedData
+from moe_ffn.training.config import TrainerConfig, resolve_precision
+from moe_ffn.training.objective import objective
+from moe_ffn.training.optimizer import build_schedule
 
 MIN_RATIO = 0.9
+"""Tokens per second of the program over those of the bare loop."""
 MAX_OBSERVING = 0.03
+"""Share of the time of a step."""
 
 
 class OverheadConfig(TrainConfig, frozen=True):
     """A training run, and how often to time it."""
 
     rounds: int = Field(default=5, ge=1)
-    """Turns of both."""
+    """Turns of the bare loop and of the program."""
     steps: int = Field(default=40, ge=2)
     """Optimizer steps timed in each turn."""
 
@@ -47,11 +52,7 @@ def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, OverheadConfig, "python -m experiments.overhead")
     check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
     announce_import("lightning")
-    import torch
-
-    from moe_ffn.data.prepare import prepare
     from moe_ffn.runs.assemble import quiet_libraries
-    from moe_ffn.training.config import resolve_precision
 
     quiet_libraries()
     data = prepare(config.data)
@@ -93,16 +94,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -> float:
-    """Tokens per second of the loop one would write by hand."""
-    import torch
-
-    from moe_ffn.data.batches import TrainBatches
-    from moe_ffn.runs.assemble import build_module
-    from moe_ffn.training.objective import objective
-    from moe_ffn.training.optimizer import build_schedule
-
-    module = build_module(config, data)
-    model = module.decoder
+    """Tokens per second of the loop that one would write by hand."""
+    model = config.model.build(len(data.tokenizer.byte_lengths), config.data.seq_len)
     optimizer = config.optimizer.build(model)
     schedule = build_schedule(optimizer, config.optimizer, config.trainer.max_steps)
     batches = TrainBatches(
@@ -131,12 +124,9 @@ def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -
 def time_program(
     config: OverheadConfig, data: PreparedData, precision: str, folder: Path
 ) -> tuple[float, float]:
-    """Tokens per second of `experiments.train`: Trainer, callbacks, CSV and wandb; and the share of the
-    time that goes into observing.
-    """
+    """Tokens per second of `experiments.train` (Trainer, callbacks, loggers), and the share of observing."""
     from lightning.pytorch.callbacks import Callback
 
-    from moe_ffn.ffn import moe
     from moe_ffn.runs.assemble import (
         build_module,
         build_trainer,
