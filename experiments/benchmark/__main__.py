@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from experiments.benchmark.session import (
     write_promises,
     write_rows,
 )
-from experiments.benchmark.shapes import Shape, parse_shape
+from experiments.benchmark.shapes import parse_shape
 from experiments.benchmark.timing import Rounds
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import MAX_COUNT, Parser, whole_number
@@ -56,27 +55,23 @@ PATIENCE = 30.0
 """Seconds that a table may take before it makes do with fewer rounds, unless they were asked for."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    suites: Sequence[str]
-    shapes: Sequence[Shape]
-    rounds: Rounds
-    threads: int | None
-    device: torch.device
-    backends: Sequence[str]
-    output: Path
-
-
 def main(argv: Sequence[str]) -> int:
-    options = parse_options(argv)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    with _writing_to(options.output):
-        options.output.mkdir(parents=True)
-    session = Session(options.rounds, options.backends, options.device)
-    machine = describe_machine(options.device)
+    given = _parser().parse_args(argv)
+    rounds = Rounds(warmup=_number("warmup", given.warmup, 0, MAX_COUNT), patience=PATIENCE)
+    if given.rounds is not None:
+        rounds = Rounds(_number("rounds", given.rounds, 1, MAX_COUNT), rounds.warmup)
+    if given.threads is not None:
+        torch.set_num_threads(_number("threads", given.threads, 1, 4096))
+    shapes = [parse_shape(text) for text in given.shape]
+    chosen = _known("--suite", given.suite, SUITES) or ([] if shapes else list(SUITES))
+    device = _device(given.device)
+    backends = _known("--backends", given.backends, BACKENDS) or list(BACKENDS)
+    folder = _new_folder(given.output)
+    with _writing_to(folder):
+        folder.mkdir(parents=True)
+
+    session = Session(rounds, backends, device)
+    machine = describe_machine(device)
     session.say(", ".join(f"{name} {value}" for name, value in machine.items()))
     found = {peer.package: peer.version for peer in PEERS.values() if peer.is_installed}
     absent = sorted({peer.package for peer in PEERS.values()} - found.keys())
@@ -86,14 +81,14 @@ def main(argv: Sequence[str]) -> int:
     if absent:
         session.say(f"not installed: {', '.join(absent)}")
     try:
-        if options.shapes:
+        if shapes:
             session.say("\n== shape ==\n")
-            suites.time_shapes(session, "shape", options.shapes)
-        for suite in options.suites:
+            suites.time_shapes(session, "shape", shapes)
+        for suite in chosen:
             session.say(f"\n== {suite} ==\n")
             SUITES[suite][0](session)
     finally:  # what was measured before a suite failed, or was interrupted, is not lost
-        write(session, options.output, machine)
+        write(session, folder, machine)
     return 0
 
 
@@ -136,43 +131,14 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 def processor_name() -> str:
     """As the system calls it; `platform.processor` is empty on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------------------------- options
-
-
-def parse_options(argv: Sequence[str]) -> Options:
-    """The options of a command line; answers `--help` itself, and exits.
-
-    Raises:
-        ConfigError: one sentence that names the option.
-    """
-    given = _parser().parse_args(argv)
-    warmup = _number("warmup", given.warmup, 0, MAX_COUNT)
-    rounds = Rounds(warmup=warmup, patience=PATIENCE)
-    if given.rounds is not None:
-        rounds = Rounds(_number("rounds", given.rounds, 1, MAX_COUNT), warmup)
-    threads = None if given.threads is None else _number("threads", given.threads, 1, 4096)
-    shapes = [parse_shape(text) for text in given.shape]
-    suites = _known("--suite", given.suite, SUITES)
-    return Options(
-        suites=suites or ([] if shapes else list(SUITES)),
-        shapes=shapes,
-        rounds=rounds,
-        threads=threads,
-        device=_device(given.device),
-        backends=_known("--backends", given.backends, BACKENDS) or list(BACKENDS),
-        output=_new_folder(given.output),
-    )
 
 
 def _parser() -> Parser:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,15 @@ def time_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
             session.say()
         layers, timings = _time_shape(session, suite, shape)
         _show(session, layers, timings, (DENSE, HF_GROUPED))
-        _promise_tax(session, suite, shape, timings)
+        limit, faster = PROMISED.get(shape, (None, None))
+        if limit is None or not session.limits_apply:
+            session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {TAX_GOAL:g}")
+        else:
+            pair = (AUTO, DENSE)
+            session.promise(suite, str(shape), "tax", limit, timings, pair, goal=TAX_GOAL)
+        if faster is not None:
+            claim, pair = f"times faster than {HF_GROUPED}", (HF_GROUPED, AUTO)
+            session.promise(suite, str(shape), claim, faster, timings, pair, at_most=False)
         for layer in layers:
             tax = ratio(timings, layer.name, DENSE)
             if tax is not None:
@@ -122,18 +131,6 @@ def _show(
     session.table(
         ["layer", "median", "quartiles", *(f"/ {name}" for name in columns), "computes"], rows
     )
-
-
-def _promise_tax(session: Session, suite: str, shape: Shape, timings: Mapping[str, Timing]) -> None:
-    if shape not in PROMISED or not session.limits_apply:
-        session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {TAX_GOAL:g}")
-        return
-    limit, faster = PROMISED[shape]
-    case = str(shape)
-    session.promise(suite, case, "tax", limit, timings, (AUTO, DENSE), goal=TAX_GOAL)
-    if faster is not None:
-        claim, pair = f"times faster than {HF_GROUPED}", (HF_GROUPED, AUTO)
-        session.promise(suite, case, claim, faster, timings, pair, at_most=False)
 
 
 def rows(session: Session) -> None:
@@ -386,7 +383,11 @@ def gpu(session: Session) -> None:
     on_gpu = session.device.type == "cuda"
     timings: dict[str, Timing] = {}
     if on_gpu:
-        product = one_product(session.device)
+        # As many multiplications as the experts' products have, in a single matrix product.
+        place: dict[str, Any] = {"device": session.device, "dtype": dtype_of(LARGE)}
+        x_ND = torch.randn(LARGE.num_tokens * LARGE.k, LARGE.d_model, **place)
+        weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, **place)
+        product = Timed(lambda: x_ND @ weight_DO)
         layers, timings = _time_shape(session, "gpu", LARGE, beside={PRODUCT: product})
         _show(session, layers, timings, (DENSE, HF_GROUPED, SCATTERMOE))
         tera, seconds = LARGE.flops / 1e12, timings[PRODUCT].median
@@ -408,11 +409,3 @@ def gpu(session: Session) -> None:
             anywhere=True,
             reason=reason,
         )
-
-
-def one_product(device: torch.device) -> Timed:
-    """As many multiplications as the experts' products have, in a single matrix product."""
-    pairs = LARGE.num_tokens * LARGE.k
-    x_ND = torch.randn(pairs, LARGE.d_model, device=device, dtype=dtype_of(LARGE))
-    weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, device=device, dtype=dtype_of(LARGE))
-    return Timed(lambda: x_ND @ weight_DO)

@@ -102,8 +102,8 @@ def training(session: Session) -> None:
             for name, rate in rates.items()
         ],
     )
-    ffn = moe_of(moe)
-    sizes = (width_of_expert(moe), ffn.num_experts, int(ffn.experts_per_token))
+    ffn, width = moe_of(moe)
+    sizes = (width, ffn.num_experts, int(ffn.experts_per_token))
     shape = Shape(tokens, moe.d_model, *sizes, dtype=precision)
     session.keep("training", "default model", shape, layers, rates, DENSE_MODEL, unit="token/s")
     claim, pair = f"tokens/s / {DENSE_MODEL}", (AUTO, DENSE_MODEL)
@@ -112,8 +112,9 @@ def training(session: Session) -> None:
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
     """The same Transformer with SwiGLU blocks as wide as the experts of one token together."""
-    width = round(moe_of(moe).experts_per_token * width_of_expert(moe))
-    options = moe.to_dict() | {"ffn": {"type": "swiglu", "d_ff": width}}
+    ffn, width = moe_of(moe)
+    options = {"type": "swiglu", "d_ff": round(ffn.experts_per_token * width)}
+    options = moe.to_dict() | {"ffn": options}
     return DecoderConfig.model_validate(options)
 
 
@@ -123,15 +124,11 @@ def with_backend(moe: DecoderConfig, backend: str) -> DecoderConfig:
     return DecoderConfig.model_validate(options)
 
 
-def width_of_expert(moe: DecoderConfig) -> int:
-    ffn = moe_of(moe)
-    experts: Any = ffn.experts  # of whatever kind; those there are have a width
-    return experts.width(moe.d_model, ffn.experts_per_token)
-
-
-def moe_of(config: DecoderConfig) -> MoEConfig:
+def moe_of(config: DecoderConfig) -> tuple[MoEConfig, int]:
+    """The options of its blocks, and the width of one expert."""
     assert isinstance(config.ffn, MoEConfig)
-    return config.ffn
+    experts: Any = config.ffn.experts  # of whatever kind; those there are have a width
+    return config.ffn, experts.width(config.d_model, config.ffn.experts_per_token)
 
 
 def corpus(num_steps: int, data: DataConfig) -> Tensor:

@@ -363,8 +363,8 @@ def test_a_default_training_step_lowers_the_loss_it_is_given() -> None:
 
 
 def a_row(**changes: object) -> Row:
-    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1) | {"shape": SMALL}
-    return Row(**(values | changes))  # pyright: ignore[reportArgumentType]
+    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1)
+    return Row(**(values | {"shape": SMALL} | changes))  # pyright: ignore[reportArgumentType]
 
 
 def test_csv_holds_a_line_per_row_with_the_machine(tmp_path: Path) -> None:

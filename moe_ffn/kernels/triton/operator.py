@@ -57,26 +57,10 @@ def experts(
 
 
 @experts.register_fake
-def _(
-    x_TD: Tensor,
-    weights_N: Tensor,
-    up_EHD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EH: Tensor | None,
-    down_bias_ED: Tensor | None,
-    token_ids_N: Tensor,
-    offsets_E: Tensor,
-    ranks_N: Tensor,
-    starts: Tensor,
-    dropout_NF: Tensor | None,
-    activation: str,
-    clamp: list[float] | None,
-    dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, token_ids_N, *_, dtype, keep = others
     num_kept = token_ids_N.shape[0] if keep else 0
-    y_TD = x_TD.new_empty(x_TD.shape)
-    return y_TD, x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
 
 
 @torch.library.custom_op("moe_ffn::experts_backward", mutates_args=())
@@ -135,25 +119,8 @@ def experts_backward(
 
 
 @experts_backward.register_fake
-def _(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    weights_N: Tensor,
-    up_EHD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EH: Tensor | None,
-    down_bias_ED: Tensor | None,
-    token_ids_N: Tensor,
-    offsets_E: Tensor,
-    ranks_N: Tensor,
-    starts: Tensor,
-    dropout_NF: Tensor | None,
-    pre_NH: Tensor,
-    activation: str,
-    clamp: list[float] | None,
-    wanted: list[bool],
-) -> tuple[Tensor, ...]:
-    inputs = (x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED)
+def _(dy_TD: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    inputs, wanted = (x_TD, *others)[:6], others[-1]
     return tuple(
         tensor.new_empty(tensor.shape) if want and tensor is not None else x_TD.new_empty(0)
         for tensor, want in zip(inputs, wanted, strict=True)
