@@ -234,7 +234,7 @@ REFUSED = {
     ),
     "block that looks ahead": (
         "--model.ffn {type:&conv,&causal:&false}",
-        "model: a causal model refuses the 'conv' block of layer 0: its causal (false) with "
+        "model: a causal model refuses the 'conv' block of layer 0: causal (false) with "
         "kernel_size (3) looks ahead; set it to true, or set model.causal: false",
     ),
     "layer that is not there": (
@@ -292,7 +292,8 @@ REFUSED = {
     ),
     "backend of another device inside a mixture of depths": (
         "--trainer.accelerator cpu --model.ffn.type mixture_of_depths --model.ffn.router.type relu "
-        "--model.ffn.router.k 0.5 --model.ffn.ffn.type moe --model.ffn.ffn.experts.backend triton",
+        "--model.ffn.router.k 0.5 --model.ffn.ffn.type moe --model.ffn.ffn.experts.type swiglu "
+        "--model.ffn.ffn.experts.backend triton",
         "model.ffn.ffn.experts.backend (triton) runs on cuda, but this run is on cpu; use auto",
     ),
     "config file without its flag": (
