@@ -1,7 +1,7 @@
 """Auxiliary-loss-free balancing: rules that move a router's correction bias between optimizer steps.
 
-A rule has two halves. `observe` makes a tensor of one batch's Routing; such tensors are added up over
-the batches and ranks of a step, by whoever trains. `update` then gives the new bias.
+A rule has two halves. `observe` makes a tensor of one batch's Routing; the trainer adds such tensors up
+over the batches and ranks of a step. `update` then gives the new bias.
 
 T tokens, E experts
 """

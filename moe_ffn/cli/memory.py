@@ -17,7 +17,6 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-_BYTES_VOCABULARY = 257
 _FLOAT32 = 4
 _INT64 = 8
 
@@ -107,5 +106,4 @@ def training_needs(config: TrainConfig) -> str:
 
 
 def _num_params(config: TrainConfig) -> int:
-    vocab_size = getattr(config.data.tokenizer, "vocab_size", _BYTES_VOCABULARY)
-    return config.model.num_params(vocab_size, config.data.seq_len)
+    return config.model.num_params(config.data.tokenizer.max_vocab_size, config.data.seq_len)

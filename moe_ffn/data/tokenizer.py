@@ -254,6 +254,11 @@ def _import_tokenizers() -> Any:
 class TokenizerConfig(TaggedConfig, frozen=True):
     """How text becomes token ids."""
 
+    @property
+    def max_vocab_size(self) -> int:
+        """The most token ids there can be, as far as options say: by default 256 bytes and an end."""
+        return 257
+
     @abstractmethod
     def build(self, text: Iterable[bytes]) -> Tokenizer:
         """The tokenizer for `text`, which is the training split, read at most once."""
@@ -283,6 +288,10 @@ class BPEConfig(TokenizerConfig, frozen=True):
     vocab_size: int = Field(default=4096, ge=512, le=2**24)
     """How many tokens to learn, the 256 bytes and the end of document included; a short text may
     not hold as many, and the tokenizer is then smaller."""
+
+    @property
+    def max_vocab_size(self) -> int:
+        return self.vocab_size
 
     def build(self, text: Iterable[bytes]) -> Tokenizer:
         return train_bpe(text, self.vocab_size)

@@ -1,6 +1,6 @@
 """WHAT one expert is; all E of a layer are stacked into one weight per matrix. One file per kind.
 
-A new kind is one file beside these, and one line here.
+A new kind is one file in this folder, and one line here.
 """
 
 from moe_ffn.experts.base import Experts, ExpertsConfig

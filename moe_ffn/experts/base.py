@@ -1,4 +1,4 @@
-"""What every kind of expert is: (tokens, plan) -> weighted sums.
+"""The interface of every kind of expert: (tokens, plan) -> weighted sums.
 
 T tokens, D model width, E experts, O out, I in
 """

@@ -1,6 +1,6 @@
 """Feed-forward blocks behind one interface. One file per family, config and module together.
 
-A new family is one file beside these, and one line here.
+A new block is one file in this folder, and one line here.
 """
 
 from __future__ import annotations

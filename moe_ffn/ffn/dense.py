@@ -1,4 +1,4 @@
-"""The dense block of the original Transformer."""
+"""Dense blocks: two matrices, three with a gate, or none."""
 
 from __future__ import annotations
 

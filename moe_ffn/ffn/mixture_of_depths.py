@@ -1,4 +1,4 @@
-"""Mixture-of-depths: some tokens pass through a block, the others past it.
+"""Mixture-of-depths: some tokens pass through a block, the rest past it.
 
 B sequences, S tokens of a sequence, M the most tokens of one sequence that pass, D model width
 """
@@ -39,9 +39,9 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
-        if isinstance(self.ffn, MixtureOfDepthsConfig):
+        if any(info.is_gate for info in self.ffn.routers().values()):
             raise ValueError(
-                "ffn.type ('mixture_of_depths') must not be another mixture of depths; multiply their "
+                f"ffn.type ('{self.ffn.type}') must not be another mixture of depths; multiply their "
                 "router.k instead"
             )
         if self.share >= 1:

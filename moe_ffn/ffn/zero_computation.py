@@ -70,7 +70,7 @@ class ZeroComputationExperts(nn.Module):
         y_TD = copies.sum(dim=-1, keepdim=True) * x_TD
         if self.vector_CD is not None and self.mix_C2D is not None:
             weights_TC = weights_TZ[:, self.num_zero + self.num_copy :]
-            # Whoever is not chosen has weight 0, which a NaN in x would turn into NaN.
+            # An expert that is not chosen has weight 0, which a NaN in x would turn into NaN.
             mix_TC2 = einsum(x_TD, self.mix_C2D, "t d, c m d -> t c m").softmax(dim=-1)
             shares_TC2 = weights_TC.unsqueeze(-1) * mix_TC2
             token_TD = shares_TC2[..., 0].sum(dim=-1, keepdim=True) * x_TD

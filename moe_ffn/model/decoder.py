@@ -1,4 +1,4 @@
-"""The Transformer; of the feed-forward it knows only `FFNBlock`.
+"""The Transformer, a causal decoder or a bidirectional encoder, around any `FFNBlock`.
 
 B batch, S sequence, V vocabulary
 """
@@ -204,7 +204,7 @@ def _parse_slice(text: str) -> slice:
 
 
 class Block(nn.Module, ABC):
-    """Holds the parts; the subclasses say where the norms stand."""
+    """A layer: attention and a feed-forward block; subclasses say where the norms stand."""
 
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """WHO: which token goes to which expert, with what weight. One file per router, config and module together.
 
-A new router is one file beside these, and one line here.
+A new router is one file in this folder, and one line here.
 """
 
 from moe_ffn.routing.balanced_assignment import BalancedAssignmentRouterConfig

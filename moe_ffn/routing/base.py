@@ -1,4 +1,4 @@
-"""What every router is: (tokens, context) -> Routing.
+"""The interface of every router: (tokens, context) -> Routing; and the parts that routers share.
 
 T tokens, D model width, E experts, K listed experts per token, N = T*K pairs
 """
@@ -261,10 +261,9 @@ def routing_of_pairs(
 
 
 def comparable(logits_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Bool (T,): the tokens that may be compared with others: real, and without NaN or infinity.
+    """Bool (T,): the tokens that a router may rank against each other: real, and without NaN or infinity.
 
-    A router that ranks tokens against each other would otherwise let one broken token, or padding, take
-    places from all.
+    One broken token, or padding, would otherwise take places from all.
     """
     finite_T = logits_TE.isfinite().all(dim=-1)
     return finite_T if mask_T is None else finite_T & mask_T

@@ -74,7 +74,7 @@ class ExpertChoiceRouter(LinearRouter):
         ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=size)
         token_ids_BEC = ranking_BES.topk(math.ceil(self.share * size), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
-        # Padding is listed behind all others, so that shapes don't depend on it, and not chosen.
+        # Padding is listed last, so that shapes don't depend on it, and not chosen.
         num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)
         num_chosen_B = ceil_of_share(num_comparable_B, self.share)
         ranks_C = torch.arange(num_listed, device=x_TD.device)

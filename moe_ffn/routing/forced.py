@@ -46,7 +46,7 @@ class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class ForcedRouter(LinearRouter):
-    """A `skew` share of the tokens goes to the first k experts, the others to the next k in turn."""
+    """A `skew` share of the tokens goes to the first k experts, the rest to the next k in turn."""
 
     def __init__(self, config: ForcedRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from moe_ffn.config import MOST, describe_options
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import (
-    FixedKConfig,
-    Router,
-    RouterLinear,
-    routing_of_pairs,
-)
+from moe_ffn.routing.base import FixedKConfig, Router, RouterLinear, routing_of_pairs
 
 
 class HashRouterConfig(FixedKConfig, frozen=True):

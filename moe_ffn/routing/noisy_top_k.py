@@ -1,4 +1,4 @@
-"""Noisy top-k routing.
+"""Noisy top-k routing: learned noise on the logits while training.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -23,6 +23,9 @@ from moe_ffn.routing.base import (
     routing_of_pairs,
 )
 from moe_ffn.sizes import linear_params
+
+MIN_NOISE = 1e-2
+"""Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""
 
 
 class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
@@ -58,10 +61,6 @@ class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
         return NoisyTopKRouter(self, d_model, num_experts)
 
 
-LEAST_NOISE = 1e-2
-"""Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""
-
-
 class NoisyTopKRouter(LinearRouter):
     """h = W x + noise * softplus(W_noise x); softmax over a token's k largest h.
 
@@ -78,7 +77,7 @@ class NoisyTopKRouter(LinearRouter):
         logits_TE = self.logits(x_TD)
         noisy_TE, selection_probs_TE = logits_TE, None
         if self.training:
-            scale_TE = F.softplus(self.noise(x_TD)) + LEAST_NOISE
+            scale_TE = F.softplus(self.noise(x_TD)) + MIN_NOISE
             noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
             selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, self.k)
         top_TK, expert_ids_TK = noisy_TE.topk(self.k, dim=-1)
@@ -97,8 +96,8 @@ def selection_probabilities(
 ) -> Tensor:
     """P(x, i): how probable expert i is among the k if its own noise were drawn again (equation 9).
 
-    Its logit then has to pass the k-th largest of the others: the (k+1)-th of all for an expert that is
-    among the k now, the k-th for the rest. With k = E nothing has to be passed, and P is 1.
+    Its logit then has to pass the k-th largest of all other experts: the (k+1)-th of all for an expert
+    that is among the k now, the k-th for the rest. With k = E nothing has to be passed, and P is 1.
     """
     num_experts = logits_TE.shape[-1]
     if k == num_experts:

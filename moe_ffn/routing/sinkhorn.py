@@ -102,7 +102,7 @@ def sinkhorn(
         filled_TE = (safe_TE + row_T1).masked_fill(~counted_T1, -torch.inf)
         new_E = -filled_TE.logsumexp(dim=0)
         new_E = new_E - new_E.logsumexp(dim=0)  # fixes the constant that rows and columns can trade
-        # In logarithms too: beside one huge factor, the others could move by any ratio unseen.
+        # In logarithms too: beside one huge factor, a small one could move by any ratio unseen.
         moved = (new_E - column_E).abs().max()
         column_E = new_E
         if moved < tolerance:

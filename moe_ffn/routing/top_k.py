@@ -1,4 +1,4 @@
-"""Softmax top-k routing.
+"""Top-k routing: softmax and sigmoid scores, within groups of experts and with a correction bias.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -141,33 +141,72 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
         return SigmoidTopKRouter(self, d_model, num_experts)
 
 
-class Selection:
-    """Top-k by score + correction bias, within the best groups; weights from the scores alone."""
+class SelectingRouter(LinearRouter):
+    """A router that selects by score + correction bias, within the best groups, and weighs by the score."""
 
-    def __init__(self, config: TopKOptionsConfig) -> None:
+    def __init__(self, config: TopKOptionsConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
         self.k = config.k
         self.groups = config.groups
         self.renormalize = config.renormalize
         self.scale = config.scale
+        if config.correction_bias:
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
+            self.register_buffer("correction_bias_E", bias_E)
 
-    def experts(self, scores_TE: Tensor, correction_bias_E: Tensor | None) -> Tensor:
+    def select(self, scores_TE: Tensor) -> Tensor:
         """int64 (T, K), the best expert first."""
         ranking_TE = scores_TE.detach()
-        if correction_bias_E is not None:
-            ranking_TE = ranking_TE + correction_bias_E
+        if self.correction_bias_E is not None:
+            ranking_TE = ranking_TE + self.correction_bias_E
         if self.groups is not None:
             allowed_TE = experts_of_best_groups(ranking_TE, self.groups, self.k)
             # -inf and not 0, under which a negative bias would let the masked experts win.
             ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
         return ranking_TE.topk(self.k, dim=-1).indices
 
-    def weights(self, scores_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        """(T, K), divided by their sum if asked, times the scale."""
+    def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        """(T, K), the scores of these experts, divided by their sum if asked, times the scale."""
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
         if self.renormalize:
             tiny = torch.finfo(weights_TK.dtype).tiny
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=tiny)
         return weights_TK if self.scale == 1 else weights_TK * self.scale
+
+
+class TopKRouter(SelectingRouter):
+    """p = softmax(W x); a token's k largest p choose its experts and are their weights.
+
+    With `softmax: after`, the weights are the softmax of the k chosen logits instead.
+    """
+
+    def __init__(self, config: TopKRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.softmax_after = config.softmax == "after"
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.softmax(dim=-1)
+        expert_ids_TK = self.select(scores_TE)
+        if self.softmax_after:
+            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.scale
+        else:
+            weights_TK = self.weigh(scores_TE, expert_ids_TK)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+
+
+class SigmoidTopKRouter(SelectingRouter):
+    """s = sigmoid(W x); the k largest s + bias choose the experts, their s are the weights.
+
+    DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16.
+    """
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid()
+        expert_ids_TK = self.select(scores_TE)
+        weights_TK = self.weigh(scores_TE, expert_ids_TK)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:
@@ -181,49 +220,3 @@ def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> 
     best_groups = best_TGM.sum(dim=-1).topk(groups.keep, dim=-1).indices
     kept_TG = torch.zeros_like(ranking_TGM[..., 0], dtype=torch.bool).scatter_(1, best_groups, True)
     return repeat(kept_TG, "t g -> t (g m)", m=ranking_TGM.shape[-1])
-
-
-class TopKRouter(LinearRouter):
-    """p = softmax(W x); a token's k largest p choose its experts and are their weights.
-
-    With `softmax: after`, the weights are the softmax of the k chosen logits instead.
-    """
-
-    def __init__(self, config: TopKRouterConfig, d_model: int, num_experts: int) -> None:
-        super().__init__(config, d_model, num_experts)
-        self.select = Selection(config)
-        self.softmax_after = config.softmax == "after"
-        if config.correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
-            self.register_buffer("correction_bias_E", bias_E)
-
-    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.softmax(dim=-1)
-        expert_ids_TK = self.select.experts(scores_TE, self.correction_bias_E)
-        if self.softmax_after:
-            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.select.scale
-        else:
-            weights_TK = self.select.weights(scores_TE, expert_ids_TK)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
-
-
-class SigmoidTopKRouter(LinearRouter):
-    """s = sigmoid(W x); the k largest s + bias choose the experts, their s are the weights.
-
-    DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16.
-    """
-
-    def __init__(self, config: SigmoidTopKRouterConfig, d_model: int, num_experts: int) -> None:
-        super().__init__(config, d_model, num_experts)
-        self.select = Selection(config)
-        if config.correction_bias:
-            bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
-            self.register_buffer("correction_bias_E", bias_E)
-
-    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.sigmoid()
-        expert_ids_TK = self.select.experts(scores_TE, self.correction_bias_E)
-        weights_TK = self.select.weights(scores_TE, expert_ids_TK)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

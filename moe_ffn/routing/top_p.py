@@ -13,12 +13,7 @@ from torch import Tensor
 
 from moe_ffn.config import MOST
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import (
-    LinearRouter,
-    LinearRouterConfig,
-    Router,
-    routing_of_pairs,
-)
+from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routing_of_pairs
 
 
 class TopPRouterConfig(LinearRouterConfig, frozen=True):

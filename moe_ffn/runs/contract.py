@@ -103,13 +103,9 @@ class _Trial:
         return torch.zeros(_BATCH, self.length, dtype=torch.int64, device=self.device)
 
     def num_experts_of(self, router: RouterConfig) -> int | None:
-        """What a router chooses from in the block that holds it."""
-        for _, part in tagged_parts(self.config):
-            if isinstance(part, FFNConfig):
-                for info in part.routers().values():
-                    if info.router is router:
-                        return info.num_experts
-        return None
+        """What a router chooses from in the block that holds it; None where the block does not name it."""
+        infos = self.config.model.routers().values()
+        return next((info.num_experts for info in infos if info.router is router), None)
 
     # -- what is demanded
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from moe_ffn import build_ffn
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import NoisyTopKRouterConfig
-from moe_ffn.routing.noisy_top_k import LEAST_NOISE, selection_probabilities
+from moe_ffn.routing.noisy_top_k import MIN_NOISE, selection_probabilities
 
 # The noise's projection starts at zero: softplus(0) = ln 2, plus the least noise.
-FIRST_SCALE = math.log(2) + LEAST_NOISE
+FIRST_SCALE = math.log(2) + MIN_NOISE
 
 
 def softmax(values: list[float]) -> list[float]:
@@ -58,7 +58,7 @@ def test_each_expert_has_its_own_learned_scale() -> None:
     torch.manual_seed(0)
     scores = router(x, TokenContext()).scores_TE.log()
     # Differences of log-softmax are differences of h: var(h_i - h_j) = s_i^2 + s_j^2.
-    s = [math.log1p(math.exp(z)) + LEAST_NOISE for z in (-9.0, 0.0, 9.0)]
+    s = [math.log1p(math.exp(z)) + MIN_NOISE for z in (-9.0, 0.0, 9.0)]
     for i, j in [(0, 1), (1, 2), (0, 2)]:
         deviation = (scores[:, i] - scores[:, j]).std().item()
         # A standard deviation from 20 000 draws is off by 0.5 %; four times that.
