@@ -20,9 +20,9 @@ def layer_name(index: int) -> str:
 
 
 def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """What a block keeps by the names of its routings, by their names in what holds the block.
+    """Values by the names of a block's routings, renamed for what holds the block as `outer`.
 
-    There the block's own routing is called `outer`, and another one `outer/name`.
+    `routing`, the block's own, becomes `outer`; `inner` becomes `outer/inner`.
     """
     return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
 

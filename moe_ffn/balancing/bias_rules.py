@@ -76,7 +76,7 @@ class SparsityRuleConfig(Config, frozen=True):
 
 
 class BiasRule(ABC):
-    """Not an nn.Module: the bias is the router's, the sums are the trainer's."""
+    """How a bias moves. Not an nn.Module: the bias is the router's, the sums are the trainer's."""
 
     @abstractmethod
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:

@@ -74,7 +74,10 @@ class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
 
 
 class GatedExperts(Experts):
-    """`gate_up` (E, 2 F, D) holds gate's rows before up's; `gate` and `up` are views of it."""
+    """E networks down(act(gate x) * up x).
+
+    `gate_up` (E, 2 F, D) holds gate's rows before up's; `gate` and `up` are views of it.
+    """
 
     def __init__(
         self,

@@ -38,6 +38,8 @@ class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
 
 
 class MLPExperts(Experts):
+    """E networks down(act(up x))."""
+
     def __init__(
         self,
         config: MLPExpertsConfig,

@@ -19,12 +19,12 @@ from moe_ffn.routing.base import Router, RouterConfig
 
 @dataclass(frozen=True)
 class RouterInfo:
-    """One router of a block: what it chooses from, and what stands around it."""
+    """One router of a block, what it chooses from, and the options around it."""
 
     router: RouterConfig
 
     num_experts: int
-    """What it chooses from."""
+    """How many experts it chooses from, those without a network included."""
 
     zero_computation: ZeroComputationConfig = field(default_factory=ZeroComputationConfig)
     """The experts without a network, which are the last of them."""
@@ -36,8 +36,8 @@ class RouterInfo:
     """The block that every token passes through beside them."""
 
     is_gate: bool = False
-    """True where tokens that it does not choose pass by a whole block, and the routings of that block are
-    of the chosen ones alone."""
+    """True for the router of a mixture of depths: what it does not choose passes by a whole block, whose
+    routings are of the chosen tokens alone."""
 
     path: str = ""
     """The option that holds the router's block, from the config that was asked: `ffn`; empty for its own."""

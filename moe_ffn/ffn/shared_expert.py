@@ -78,7 +78,7 @@ class ResidualConfig(CombineConfig, frozen=True):
 
 
 class Combine(nn.Module, ABC):
-    """Weights both; the block's output is the sum of the two."""
+    """Weighs the routed and the shared output; the block's output is their sum."""
 
     @abstractmethod
     def forward(self, routed: Tensor, shared: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Where a token stands: added to its embedding, or turned into its queries and keys.
+"""Positions of tokens: added to embeddings, or a rotation of queries and keys.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -73,7 +73,7 @@ class LearnedConfig(PositionsConfig, frozen=True):
 
 
 class Positions(nn.Module):
-    """Does nothing at either place; each kind overrides one of them."""
+    """Adds positions to embeddings, or to queries and keys; each kind overrides one of the two."""
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         """Token embeddings with their positions."""

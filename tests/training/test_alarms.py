@@ -11,8 +11,12 @@ import torch
 from alarm_rules import RATE, make_rules
 from torch import Tensor
 
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.alarm_bell import AlarmBell
-from moe_ffn.training.monitoring.alarms import Alarm, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.optimizer import AdamWConfig
 
 
 @pytest.fixture
@@ -207,6 +211,34 @@ def test_advice_on_dropping_names_the_factor() -> None:
     row = values(dropped_fraction=0.5)
     (alarm,) = watch(rules, row, row)
     assert alarm.advice.startswith("raise model.ffn.capacity.factor (now 1.25), or ")
+
+
+def test_advice_on_a_router_that_its_block_does_not_name(rules: AlarmRules) -> None:
+    row = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92, dropped_fraction=0.5)
+    alarms = rules.check(100, 100, 2.0, {"layer_03/step_2": row})
+    assert {alarm.kind: alarm.advice for alarm in alarms} == {
+        "collapse": "raise objective.load_balance (now 0.01)",
+        "dropped": "raise the block's capacity, or balance better: raise objective.load_balance (now 0.01)",
+    }
+
+
+def test_advice_inside_a_mixture_of_depths_names_the_block_inside() -> None:
+    inside = {"type": "moe", "capacity": {"factor": 1.25}, "router": "hash"}
+    depths = {"type": "mixture_of_depths", "ffn": inside}
+    rules = make_rules({"ffn": depths, "causal": False})
+    row = values(dropped_fraction=0.5)
+    (alarm,) = rules.check(100, 100, 2.0, {"layer_03/inner": row})
+    assert alarm.advice == (
+        "raise model.ffn.ffn.capacity.factor (now 1.25), or balance better: take another "
+        "model.ffn.ffn.router.type than 'hash', which learns nothing"
+    )
+
+
+def test_advice_with_a_rule_that_has_no_rate_is_the_loss() -> None:
+    model = DecoderConfig.model_validate({"ffn": {"type": "moe", "router": "sigmoid_top_k"}})
+    objective = ObjectiveConfig.model_validate({"bias_rule": "quantile"})
+    advice = Advice(model, objective, AdamWConfig(), TrainerConfig())
+    assert advice.against("collapse", "layer_00") == "raise objective.load_balance (now 0.01)"
 
 
 def test_advice_where_nothing_is_clipped() -> None:
