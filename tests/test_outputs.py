@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from moe_ffn import FFNOutput, Router, TokenContext, build_ffn, routing_of_pairs
 from moe_ffn.balancing.bias_rules import QuantileRule, QuantileRuleConfig, SignRule, SignRuleConfig
 from moe_ffn.balancing.losses import (
-    BALANCING_LOSSES,
     global_load_balancing_loss,
     importance_cv2_loss,
+    load_balancing_loss,
     pairs_per_expert,
     pairs_per_sequence,
     pooled_load_balancing_loss,
     relu_sparsity_loss,
+    router_entropy_loss,
+    router_z_loss,
+    sequence_load_balancing_loss,
 )
 from moe_ffn.metrics.functional import chosen_experts, logit_max, nonfinite_tokens
 from moe_ffn.metrics.routing import TokenMetrics
@@ -114,15 +117,15 @@ def tableless(make_routing: Callable[..., Routing]) -> Routing:
 
 
 NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
-    "load_balance": ("scores_TE", BALANCING_LOSSES["load_balance"]),
-    "load_balance_sequence": ("scores_TE", BALANCING_LOSSES["load_balance_sequence"]),
+    "load_balance": ("scores_TE", load_balancing_loss),
+    "load_balance_sequence": ("scores_TE", sequence_load_balancing_loss),
     "load_balance_pooled": ("scores_TE", lambda r: pooled_load_balancing_loss([r, r])),
     "load_balance_global": (
         "scores_TE",
         lambda r: global_load_balancing_loss(r, pairs_per_expert(r), r.num_real_tokens),
     ),
-    "router_z": ("logits_TE", BALANCING_LOSSES["router_z"]),
-    "router_entropy": ("scores_TE", BALANCING_LOSSES["router_entropy"]),
+    "router_z": ("logits_TE", router_z_loss),
+    "router_entropy": ("scores_TE", router_entropy_loss),
     "relu_sparsity": ("scores_TE", relu_sparsity_loss),
     "objective.bias_rule 'quantile'": (
         "scores_TE",
