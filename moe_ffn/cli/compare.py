@@ -26,6 +26,7 @@ from moe_ffn.cli.parser import versions, wrap
 from moe_ffn.commands import as_typed, command, process
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, first_line, printable, reason, show
+from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import (
     CONFIG_FILE,
@@ -68,9 +69,6 @@ def main(argv: Sequence[str]) -> int:
                 todo.append(file)
         except UnreadableRunError as error:
             problems[file] = str(error)
-    # Only now: a mistake in any of the configs should not wait for plotly.
-    from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
-
     results: list[Result] = []
     for file, config in configs.items():
         if file in problems:

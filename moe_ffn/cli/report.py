@@ -16,6 +16,8 @@ from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError
 from moe_ffn.report.html import OPENING
+from moe_ffn.report.page import check_plotly, write_report
+from moe_ffn.report.watch import watch
 from moe_ffn.runs.reader import read_run
 from moe_ffn.training.monitoring.json_lines import STEP
 
@@ -48,10 +50,6 @@ def main(argv: Sequence[str]) -> int:
     every = _seconds(options.every)
     if options.csv is not None:
         return write_csv(options.runs, options.csv)
-    # Only now: `--help` does not wait for plotly.
-    from moe_ffn.report.page import check_plotly, write_report
-    from moe_ffn.report.watch import watch
-
     check_plotly()
     if options.output is not None:
         check_output("--output", options.output, OPENING)

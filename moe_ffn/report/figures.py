@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -302,8 +302,6 @@ class PlotBook:
         return f' <select aria-label="{plot.choice}" data-plot="{name}">{options}</select>'
 
 
-Item = TypeVar("Item")
-
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
 
@@ -354,13 +352,6 @@ def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
     means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
     means = np.clip(means, -sys.float_info.max, sys.float_info.max)  # rounding may go beyond
     return [short(mean) if count else None for mean, count in zip(means, counts, strict=True)]
-
-
-def spread(items: Sequence[Item], most: int) -> list[Item]:
-    """At most `most` of them (2 or more), evenly chosen, with the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
 def short(value: float) -> float:

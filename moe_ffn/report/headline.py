@@ -11,8 +11,7 @@ from pydantic import ValidationError
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import short_name
-from moe_ffn.report.figures import spread
-from moe_ffn.report.markup import finite, number, short, text
+from moe_ffn.report.markup import finite, number, short, spread, text
 from moe_ffn.runs.reader import Alarm, Run, Sample
 from moe_ffn.training.config import AlarmsConfig
 

@@ -1,11 +1,13 @@
-"""Text as HTML, and numbers as text."""
+"""Text as HTML, numbers as text, and a few of many."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 NONE = "-"
 """Stands where a value is absent."""
@@ -67,3 +69,10 @@ def _visible(char: str) -> str:
     if code < 0x20:
         return f'<span class="control">{chr(CONTROL_PICTURES + code)}</span>'
     return f'<span class="control">U+{code:04X}</span>'
+
+
+def spread(items: Sequence[Item], most: int) -> list[Item]:
+    """At most `most` of them (2 or more), evenly chosen, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

@@ -6,14 +6,17 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.report.figures import PlotBook
 from moe_ffn.report.headline import alarms, headline, options, samples
 from moe_ffn.report.html import html_page, write_page
 from moe_ffn.report.markup import text
 from moe_ffn.report.tables import comparison, differences, expert_table
 from moe_ffn.runs.reader import Run, read_runs
+
+if TYPE_CHECKING:
+    from moe_ffn.report.figures import PlotBook
 
 HERE = Path(__file__).parent
 

@@ -19,10 +19,9 @@ from moe_ffn.report.figures import (
     line,
     line_figure,
     load_figure,
-    spread,
     square_figure,
 )
-from moe_ffn.report.markup import finite
+from moe_ffn.report.markup import finite, spread
 from moe_ffn.runs.reader import Run, Series
 
 MOST_LINES = 6

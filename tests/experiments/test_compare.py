@@ -156,7 +156,7 @@ def test_a_run_gets_the_options_and_of_one_that_failed_the_last_lines_are_told(
 
     (command,) = commands
     assert command[1:] == [
-        *("-m", "experiments.train", "--config", "plain.yaml", "--seed", "7"),
+        *("-P", "-m", "moe_ffn.cli", "train", "--config", "plain.yaml", "--seed", "7"),
         *("--run.output_dir", str(tmp_path), "--run.name", "plain"),
     ]
     assert capsys.readouterr().err.splitlines() == (lines[2:] if code else [])

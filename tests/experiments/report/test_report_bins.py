@@ -7,7 +7,8 @@ from array import array
 
 import pytest
 
-from moe_ffn.report.figures import average, average_all, short, spread
+from moe_ffn.report.figures import average, average_all, short
+from moe_ffn.report.markup import spread
 from moe_ffn.runs.reader import Series
 
 
