@@ -12,7 +12,11 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --c
 EDITABLE := --config-settings editable_mode=compat
 CODE := moe_ffn experiments tests
 
-.PHONY: help setup train test test-slow test-reliability lint format lock clean readme
+# The pages of the API reference; of a room with `__all__`, those names.
+DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model \
+	metrics data training runs report)
+
+.PHONY: help setup train test test-slow test-reliability lint format docs lock clean readme
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -40,6 +44,9 @@ format: $(DEV)  ## fix format and lint
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
+docs: $(DEV)  ## make the API reference from the docstrings: build/docs/index.html
+	$(PY) -m pdoc --docformat google --output-directory build/docs $(DOCUMENTED)
+
 readme: $(TRAIN)  ## write the numbers of README.md anew, from a run of the default model
 	$(PY) -m experiments.readme
 
@@ -53,7 +60,7 @@ lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	touch $(TRAIN) $(DEV)
 
 clean:  ## remove the environment and caches, not the runs
-	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache build *.egg-info
 
 # torch first and alone: an open range elsewhere must find it installed, or it would fetch another
 # build of several gigabytes.
