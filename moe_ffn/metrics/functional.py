@@ -5,11 +5,8 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
-from statistics import median_high
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,26 +23,18 @@ def _floating(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype.is_floating_point else tensor.double()
 
 
-def _takes_tensors(of_a_routing: str) -> Callable[[Function], Function]:
-    """A function of tensors, which says so where it is given a Routing.
-
-    Args:
-        of_a_routing: where its tensors come from.
-    """
+def _takes_tensors(advice: str) -> Callable[[Function], Function]:
+    """A function of tensors that refuses a Routing or a list, and says what to use instead."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for value in args:
-                if isinstance(value, Sequence) and not isinstance(value, str):
+                if isinstance(value, Sequence | Routing | FFNOutput):
+                    instead = "use torch.tensor(...)" if isinstance(value, Sequence) else advice
                     raise TypeError(
                         f"{function.__name__} takes tensors, but got a value of type "
-                        f"{type(value).__name__}; use torch.tensor(...)"
-                    )
-                if isinstance(value, Routing | FFNOutput):
-                    raise TypeError(
-                        f"{function.__name__} takes tensors, but got a value of type "
-                        f"{type(value).__name__}; {of_a_routing}"
+                        f"{type(value).__name__}; {instead}"
                     )
             return function(*args, **kwargs)
 
@@ -188,47 +177,3 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
     """int64 (E,): for how many steps each expert has had no token, `num_steps` later than before."""
     return torch.where(load_E > 0, 0, before_E + num_steps)
-
-
-@dataclass(frozen=True)
-class LoadSummary:
-    """Shares of a layer's (token, expert) pairs, between 0 and 1, and experts by their index."""
-
-    num_experts: int
-    busiest: int
-    """The expert with the largest share; the first of several."""
-    highest: float
-    """Its share."""
-    median: float
-    """Of all shares; the higher of the two in the middle."""
-    lowest: float
-    unused: tuple[int, ...]
-    """The experts without a token."""
-
-
-def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
-    """None where the load was not measured: a share is absent or not finite, or there is none."""
-    if not load or not all(
-        isinstance(share, int | float) and math.isfinite(share) for share in load
-    ):
-        return None
-    busiest = max(range(len(load)), key=load.__getitem__)
-    return LoadSummary(
-        num_experts=len(load),
-        busiest=busiest,
-        highest=load[busiest],
-        median=median_high(load),
-        lowest=min(load),
-        unused=tuple(expert for expert, share in enumerate(load) if share == 0),
-    )
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """`12.4`, and `<0.1` where there is something that would round to nothing."""
-    text = f"{100 * share:.{digits}f}"
-    return f"<{10**-digits:.{digits}f}" if share > 0 and not float(text) else text
-
-
-def percent_digits(num_experts: int) -> int:
-    """Digits after the point that tell shares apart: one more where an even share is small."""
-    return 1 if num_experts <= 32 else 2

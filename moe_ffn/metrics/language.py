@@ -23,13 +23,12 @@ class LanguageMetrics(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        # float64: a float32 sum over a long validation would lose its last digits.
-        zero = torch.zeros((), dtype=torch.float64)
         for name in ("nats", "num_tokens", "num_bytes"):
-            self.add_state(name, zero.clone(), dist_reduce_fx="sum")
+            # float64: a float32 sum over a long validation would lose its last digits.
+            self.add_state(name, torch.zeros((), dtype=torch.float64), "sum")
 
     def update(self, nats: Tensor, num_bytes: Tensor) -> None:
-        """Add the cross-entropies of one batch.
+        """Add one batch.
 
         Args:
             nats: the cross-entropy of each predicted token, any shape.
@@ -46,16 +45,12 @@ class LanguageMetrics(Metric):
 
     @property
     def loss_so_far(self) -> Tensor:
-        """Scalar, nats per token of what this rank added since the last reset; nan before the first.
-
-        Unlike `compute` it waits for no other rank.
+        """Scalar, nats per token on this rank since the last reset, without waiting for other ranks; nan
+        before the first batch.
         """
         return (self.nats / self.num_tokens).float()
 
     def compute(self) -> dict[str, Tensor]:
         """`loss` in nats per token, and `bits_per_byte`."""
         bits = self.nats / math.log(2)
-        return {
-            "loss": (self.nats / self.num_tokens).float(),
-            "bits_per_byte": (bits / self.num_bytes).float(),
-        }
+        return {"loss": self.loss_so_far, "bits_per_byte": (bits / self.num_bytes).float()}

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from moe_ffn.layer_names import is_inner, short_name
-from moe_ffn.metrics.functional import percent, percent_digits, summarize_load
+from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.report.headline import (
     STATES,
     bits_per_byte,

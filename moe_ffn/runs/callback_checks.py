@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
-from torchmetrics import Metric
 
 from moe_ffn.errors import explain
-from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.metrics.table import compute, measured_in, statistics_of
 from moe_ffn.runs.value_checks import (
     MAX_COUNT,
     describe,
@@ -64,7 +61,7 @@ class _Window(_State):
 
 
 class _Routing(_State):
-    load: dict[str, list[dict[str, Tensor]]]
+    load: dict[str, dict[str, Tensor]]
     idle_steps: dict[str, Tensor]
     probe: dict[str, Tensor]
     last_look: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
@@ -191,11 +188,9 @@ def _require_steps(steps: _Steps, step: int, routers: Sequence[str]) -> None:
         )
     if missing := [layer for layer in routers if has_rows and layer not in layers]:
         raise malformed(f"{path}.routing.idle_steps", f"lacks '{missing[0]}'")
-    for layer, states in routing.load.items():
+    for layer, sums in routing.load.items():
         where = f"{path}.routing.load.{layer}"
-        if len(states) != 1:
-            raise malformed(where, f"must be a list of 1, got {len(states)}")
-        _require_measures(states[0], _load_states(), "pairs_E", layers.get(layer), where)
+        _require_measures(sums, _load_sums(), "pairs_E", layers.get(layer), where)
     for layer, chosen_TE in routing.probe.items():
         where = f"{path}.routing.probe.{layer}"
         size = len(layers[layer]) if layer in layers else chosen_TE.shape[-1:].numel()
@@ -250,21 +245,15 @@ _E = 7
 """A number of experts by which a shape shows where it has it."""
 
 
-@cache
-def _load_states() -> dict[str, tuple[int, ...]]:
-    fresh = LoadMetrics(_E)._defaults
-    return {name: tuple(value.shape) for name, value in fresh.items() if isinstance(value, Tensor)}
+def _load_sums() -> dict[str, tuple[int, ...]]:
+    statistics = statistics_of(measured_in("every batch"))
+    return {statistic.name: tuple(statistic.zeros(_E).shape) for statistic in statistics}
 
 
-@cache
 def _validation_values() -> dict[str, tuple[int, ...]]:
-    metrics: list[Metric] = [
-        metric(_E) for metric in (LoadMetrics, TokenMetrics, CoactivationMetrics)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing was measured
-        values = [item for metric in metrics for item in metric.compute().items()]
-    return {name: tuple(value.shape) for name, value in values}
+    metrics = measured_in("every batch", "last step", "validation")
+    zeros = {statistic.name: statistic.zeros(_E) for statistic in statistics_of(metrics)}
+    return {name: tuple(value.shape) for name, value in compute(metrics, zeros).items()}
 
 
 def _of_callback(kind: type[_Found], found: Mapping[str, Any], callback: type) -> _Found:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torchmetrics import metric
 
-from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.training.monitoring import routing_window as routing_by_layer
 from moe_ffn.training.monitoring.routing_window import RoutingByLayer, of_every_rank, of_this_rank
 
@@ -58,12 +56,11 @@ def plain(values: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Any]]:
 
 def pairs(found: RoutingByLayer) -> list[int]:
     """Of the first layer, on this rank."""
-    metric: Any = found.layers["layer_00"][0]
-    return metric.pairs_E.tolist()
+    return found.sums["layer_00"]["pairs_E"].tolist()
 
 
 def test_closing_begins_anew(layers: dict[str, Any]) -> None:
-    found = RoutingByLayer(LoadMetrics)
+    found = RoutingByLayer("every batch")
     found.update(layers)
     assert plain(found.close())["layer_01"]["load"] == [0.25, 0.75]
 
@@ -76,7 +73,7 @@ def test_two_ranks_that_saw_the_same_measure_what_one_does(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums are doubled and a maximum is not, so that every ratio stays what it was."""
-    one, two = RoutingByLayer(LoadMetrics, TokenMetrics), RoutingByLayer(LoadMetrics, TokenMetrics)
+    one, two = (RoutingByLayer("every batch", "last step") for _ in range(2))
     one.update(layers)
     two.update(layers)
     expected = plain(one.close())
@@ -89,26 +86,35 @@ def test_two_ranks_that_saw_the_same_measure_what_one_does(
 def test_ranks_exchange_what_they_have_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchmetrics by itself would add up a second time what all ranks have together."""
     rank_of_two(monkeypatch, rank=0)
-    monkeypatch.setattr(metric, "jit_distributed_available", lambda: True)
-    monkeypatch.setattr(metric, "gather_all_tensors", lambda *_: pytest.fail("a second time"))
-    found = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
+    exchanged: list[Any] = []
+    reduce = routing_by_layer.distributed.all_reduce
+
+    def all_reduce(value: Tensor, operation: Any) -> None:
+        exchanged.append(operation)
+        reduce(value, operation)
+
+    monkeypatch.setattr(routing_by_layer.distributed, "all_reduce", all_reduce)
+    found = RoutingByLayer("every batch", "last step", "validation")
     found.update(layers)
 
-    assert found.close().keys() == layers.keys()
+    values = found.close()
+
+    assert values.keys() == layers.keys()
+    assert values["layer_00"]["load"].tolist() == [0.75, 0.25]
+    assert exchanged == [ReduceOp.SUM, ReduceOp.MAX]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_ranks_had_together_is_gone_on_with_once(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    before, after = RoutingByLayer(LoadMetrics), RoutingByLayer(LoadMetrics)
+    before, after = RoutingByLayer("every batch"), RoutingByLayer("every batch")
     before.update(layers)
     rank_of_two(monkeypatch, rank)
 
     state = before.state_dict()
-    assert state["layer_00"][0]["pairs_E"].tolist() == [6, 2], "of both ranks"
+    assert state["layer_00"]["pairs_E"].tolist() == [6, 2], "of both ranks"
     assert pairs(before) == [3, 1], "it asked, and changed nothing"
     after.load_state_dict(state)
     after.update(layers)
@@ -119,7 +125,7 @@ def test_what_ranks_had_together_is_gone_on_with_once(
 
 def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any]) -> None:
     """As of a run that is asked to end, resumed, and asked again at once."""
-    first, second = RoutingByLayer(LoadMetrics), RoutingByLayer(LoadMetrics)
+    first, second = RoutingByLayer("every batch"), RoutingByLayer("every batch")
     first.update(layers)
     state = first.state_dict()
 
@@ -127,7 +133,7 @@ def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any])
 
     found = second.state_dict()
     assert found.keys() == state.keys() == {"layer_00", "layer_01"}
-    assert found["layer_01"][0]["pairs_E"].tolist() == [1, 3]
+    assert found["layer_01"]["pairs_E"].tolist() == [1, 3]
 
 
 def test_a_number_of_every_rank_comes_back_to_the_rank_that_had_it(

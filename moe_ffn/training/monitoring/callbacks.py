@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
@@ -251,7 +250,7 @@ class ValidationLogger(Callback):
         """The optimizer step it was made at; -1 before the first."""
         self.routing: dict[str, dict[str, Tensor]] = {}
         """For each sparse layer, what was measured of it over the newest validation."""
-        self._routing = RoutingByLayer(LoadMetrics, TokenMetrics, CoactivationMetrics)
+        self._routing = RoutingByLayer("every batch", "last step", "validation")
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
