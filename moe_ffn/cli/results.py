@@ -22,6 +22,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import short_name
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops
@@ -141,7 +142,7 @@ def _rounded(value: Tensor) -> Any:
     return [[round(share, 4) for share in row] for row in value.tolist()]
 
 
-_LEGEND = "MaxVio: the busiest expert over the even share, minus 1; entropy in nats"
+_LEGEND = f"MaxVio: {LAYER_METRICS['max_violation'].formula}; entropy in nats"
 
 _FILES = {
     "report.html": "all of this as a page; open it in a browser",
@@ -287,17 +288,17 @@ def _load_table(columns: Iterable[str]) -> Table:
         box=None,
         pad_edge=False,
     )
-    for name in ("layer", *columns, "MaxVio", "entropy", "dropped"):
+    for name in ("layer", *columns, *(metric.label for metric in result_columns())):
         table.add_column(name, justify="right")
     return table
 
 
 def _ends(values: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"{values['max_violation'].item():.2f}",
-        f"{values['entropy'].item():.2f}",
-        f"{percent(values['dropped_fraction'].item())}%",
-    ]
+    cells: list[str] = []
+    for metric in result_columns():
+        value = values[metric.key].item()
+        cells.append(f"{percent(value)}%" if metric.is_share else f"{value:{metric.form}}")
+    return cells
 
 
 MAX_NAMED_EXPERTS = 6

@@ -168,6 +168,8 @@ class Metric:
     """A link in Markdown."""
     requires: str = ""
     """What a layer or run has that is measured at all; empty where all of them are."""
+    per: Literal["layer", "expert", "pair"] = "layer"
+    """One number of a sparse layer, of each of its experts, or of each two of them."""
     measured: Measured
     """Of which batches; `run` for a metric of the whole model."""
     rows: tuple[Literal["train", "validation"], ...] = ()
@@ -176,16 +178,26 @@ class Metric:
     """None where a routing does not tell it; `RoutingWindow` and `StepLogger` measure those."""
     label: str = ""
     """Its short name in a line or table of results."""
-    in_results: bool = False
-    """It has a column in the tables of layers at the end of a run, and a validation panel."""
 
     @property
     def is_share(self) -> bool:
         return self.unit == "share"
 
-    def show(self, value: float) -> str:
-        """In a table of results."""
-        return f"{value:.1%}" if self.is_share else f"{value:.2f}"
+    @property
+    def form(self) -> str:
+        """Python's format of a value in a table of results."""
+        return ".1%" if self.is_share else ".2f"
+
+    @property
+    def sentence(self) -> str:
+        """The formula as plain text."""
+        text = self.formula.replace("`", "")
+        return f"{text[0].upper()}{text[1:]}."
+
+    def axis(self, unit: str | None = None) -> str:
+        """The title of an axis of such values, in their unit or another."""
+        unit = self.unit if unit is None else unit
+        return f"{self.quantity} ({unit})" if self.quantity and unit else self.quantity or unit
 
 
 def _table(*metrics: Metric) -> dict[str, Metric]:
@@ -197,6 +209,7 @@ LAYER_METRICS = _table(
         key="load",
         title="Load",
         unit="share",
+        per="expert",
         formula="each expert's share of the (token, expert) pairs, before dropping",
         healthy="1 / E each",
         measured="every batch",
@@ -213,7 +226,6 @@ LAYER_METRICS = _table(
         measured="every batch",
         measure=Measure(lambda pairs_E: max_violation(_load(pairs_E)), (PAIRS,)),
         label="MaxVio",
-        in_results=True,
     ),
     Metric(
         key="load_cv",
@@ -237,7 +249,6 @@ LAYER_METRICS = _table(
             lambda pairs_E, num_dropped: num_dropped / pairs_E.sum().clamp(min=1), (PAIRS, DROPPED)
         ),
         label="dropped",
-        in_results=True,
     ),
     Metric(
         key="entropy",
@@ -249,7 +260,6 @@ LAYER_METRICS = _table(
         measured="last step",
         measure=per_token("entropies", router_entropy_loss),
         label="entropy",
-        in_results=True,
     ),
     Metric(
         key="entropy_of_mean",
@@ -361,6 +371,7 @@ LAYER_METRICS = _table(
         title="Co-activation",
         quantity="tokens of expert i that also went to j",
         unit="share",
+        per="pair",
         formula="the share of expert i's tokens that also chose expert j, a matrix: in `summary.json` "
         "alone, up to 64 experts",
         healthy="even off the diagonal",
@@ -492,6 +503,19 @@ RUN_METRICS = _table(
     ),
 )
 """What is measured of the whole model, beside each balancing loss, `train/NAME` in `BALANCING_LOSSES`."""
+
+
+def layer_measures() -> list[Metric]:
+    """The metrics that are one number of a layer."""
+    return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
+
+
+RESULT_COLUMNS = ("max_violation", "entropy", "dropped_fraction")
+"""The keys of what has a column in tables of layers at the end of a run, and a panel of its validations."""
+
+
+def result_columns() -> list[Metric]:
+    return [LAYER_METRICS[key] for key in RESULT_COLUMNS]
 
 
 def measured_in(*measured: Measured) -> list[Metric]:

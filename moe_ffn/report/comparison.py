@@ -16,6 +16,7 @@ from rich.text import Text
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import is_inner
+from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.report.markup import NONE, finite
 from moe_ffn.report.tables import layer_mean
 from moe_ffn.runs.config import TrainConfig
@@ -24,18 +25,16 @@ from moe_ffn.runs.reader import Run, read_run
 from moe_ffn.training.config import PRECISIONS
 
 TEXT_COLUMNS = ("config", "guesses", "precision")
-COLUMNS = (*TEXT_COLUMNS, "loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
+MEASURES = [LAYER_METRICS[k] for k in ("max_violation", "experts_per_token", "dropped_fraction")]
+COLUMNS = (*TEXT_COLUMNS, "loss", *(m.label for m in MEASURES), "MFLOPs", "tokens/s")
 LEGEND = (
-    "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: the "
-    "busiest expert over the even share, minus 1, mean of the layers, validation; experts: per token, "
+    "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: "
+    f"{MEASURES[0].formula}, mean of the layers, validation; experts: per token, "
     "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token; tokens/s: "
     "of the fastest row of training, since other work on the machine only slows"
 )
 
 _SPEED = "train/tokens_per_second"
-
-
-_MEASURES = ("max_violation", "experts_per_token")
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,7 @@ class Result:
             "next" if self.causal else "masked",
             self.precision or NONE,
             _number(self.loss, ".4f"),
-            _number(self.max_violation, ".2f"),
-            _number(self.experts_per_token, ".2f"),
-            _number(self.dropped_fraction, ".1%"),
+            *(_number(getattr(self, metric.key), metric.form) for metric in MEASURES),
             _number(flops, ".2f"),
             _number(self.tokens_per_second, ",.0f"),
         ]
@@ -138,7 +135,7 @@ def _is_number_or_null(values: Mapping[str, Any], key: str) -> bool:
 
 def _is_routing(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(layer, Mapping) and all(_is_number_or_null(layer, key) for key in _MEASURES)
+        isinstance(layer, Mapping) and all(_is_number_or_null(layer, m.key) for m in MEASURES[:2])
         for layer in value.values()
     )
 

@@ -6,59 +6,52 @@ import math
 from collections.abc import Mapping, Sequence
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.report.figures import DASHES, Plot, Unit, average, level, line, line_figure
+from moe_ffn.metrics.table import RUN_METRICS, Metric
+from moe_ffn.report.figures import DASHES, Plot, Unit, average, level, line, line_figure, unit_of
+from moe_ffn.report.markup import finite
 from moe_ffn.runs.reader import Run, Series
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Of a curve: more than a screen has pixels for."""
 
-LOSS = Unit("loss (nats per token)", ".4f")
-OBJECTIVE = Unit("objective (nats per token)", ".4f")
-BITS = Unit("bits per byte", ".4f")
-RATE = Unit("learning rate", ".3~g")
-NORM = Unit("gradient norm (L2)")
-SPEED = Unit("tokens per second", ",.0f")
-PART = Unit("loss, before its weight", ".4~g")
+ROW_NAMES = {"train": "training", "validation": "validation"}
 
 
 def curve_plots(run: Run) -> list[Plot]:
-    """Each only where it was measured."""
-    plots = [
-        _loss(run),
-        _curve(run, "Bits per byte", BITS, {"validation": "validation/bits_per_byte"}),
-        _curve(run, "Throughput", SPEED, {"training": "train/tokens_per_second"}),
-        _curve(run, "Learning rate", RATE, {"learning rate": "train/learning_rate"}),
-        _curve(run, "Gradient norm", NORM, {"gradient norm": "train/gradient_norm"}),
-        _objective(run),
-        _balancing_losses(run),
-    ]
+    """Each metric of the model that was measured, and the balancing losses."""
+    plots = [*(_metric(run, metric) for metric in RUN_METRICS.values()), _balancing_losses(run)]
     return [plot for plot in plots if plot is not None]
 
 
-def _loss(run: Run) -> Plot | None:
-    unigram = run.summary.get("unigram_loss")
-    keys = {"training": "train/loss", "validation": "validation/loss"}
-    levels: dict[str, float] = {}
-    if isinstance(unigram, int | float) and math.isfinite(unigram):
-        levels["unigram model"] = unigram
-    return _curve(run, "Loss", LOSS, keys, levels=levels, is_wide=True)
+def _metric(run: Run, metric: Metric) -> Plot | None:
+    """None where it was always 0, as the steps skipped."""
+    if metric.key == "objective":
+        return _objective(run, metric)
+    alone = metric.quantity if len(metric.rows) == 1 else ""
+    keys = {alone or ROW_NAMES[row]: f"{row}/{metric.key}" for row in metric.rows}
+    if not any(value for key in keys.values() for value in run.series(key).values):
+        return None
+    unigram = finite(run.summary.get("unigram_loss"))
+    is_loss = metric.key == "loss"
+    levels = {"unigram model": unigram} if is_loss and unigram is not None else None
+    return _curve(run, metric.title, unit_of(metric), keys, levels=levels, is_wide=is_loss)
 
 
-def _objective(run: Run) -> Plot | None:
-    """Nothing where it is the loss alone."""
+def _objective(run: Run, metric: Metric) -> Plot | None:
+    """None where it is the loss alone."""
     loss, objective = run.series("train/loss"), run.series("train/objective")
-    if objective.values.tobytes() == loss.values.tobytes():
+    if not objective or objective.values.tobytes() == loss.values.tobytes():
         return None
     keys = {"objective": "train/objective", "training loss": "train/loss"}
-    note = "What is minimised: the loss and the weighted balancing losses. "
-    return _curve(run, "Objective", OBJECTIVE, keys, note) if objective else None
+    return _curve(run, metric.title, unit_of(metric), keys, f"{metric.sentence} ")
 
 
 def _balancing_losses(run: Run) -> Plot | None:
     names = [name for name in sorted(BALANCING_LOSSES) if f"train/{name}" in run.rows.columns]
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
-    return _curve(run, "Balancing losses", PART, keys, "".join(f"{note} " for note in notes))
+    unit = Unit("loss, before its weight", ",.4~g")
+    return _curve(run, "Balancing losses", unit, keys, "".join(f"{note} " for note in notes))
 
 
 def _curve(
@@ -77,12 +70,12 @@ def _curve(
     traces = []
     for number, name in enumerate(keys):
         if name in found:
-            grid = average(found[name], MOST_POINTS)
+            grid = average(found[name], MAX_POINTS)
             dash = DASHES[number % len(DASHES)]
             traces.append(line(grid.steps, grid.values[0], name, unit, colour=number, dash=dash))
     span = [step for series in found.values() for step in series.steps]
     traces += [level(value, span, name, unit) for name, value in (levels or {}).items()]
-    note += how_drawn(list(found.values()), MOST_POINTS)
+    note += how_drawn(list(found.values()), MAX_POINTS)
     return Plot(title, {"": line_figure(traces, unit)}, note, is_wide)
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
+from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.report.dashboard_library import PanelTypes, reports, wandb
 from moe_ffn.report.dashboard_library import workspaces as ws
 from moe_ffn.training.monitoring.wandb import LOAD_FIGURE
@@ -25,51 +26,24 @@ DEFAULT_LAYERS = (0, 1, 2, 3)
 STEP = "trainer/global_step"
 STEP_TITLE = "optimizer step"
 
+SPEED = "tokens_per_second"
+
 LAYER = "layer_[0-9]+(/inner)*"
 """A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
-
-ROUTING = (
-    ("max_violation", "MaxVio", "busiest expert over the even share, minus 1"),
-    ("load_cv", "Spread of the load (CV)", "standard deviation / mean"),
-    ("dead_experts", "Dead experts", "experts without a token"),
-    ("dropped_fraction", "Dropped", "share of the pairs"),
-    ("capacity_used", "Capacity used", "share of the places"),
-    ("entropy", "Router entropy of a token", "nats"),
-    ("entropy_of_mean", "Entropy of the mean distribution (log E at balance)", "nats"),
-    ("top1_margin", "Margin of the best expert", "best minus second score"),
-    ("logit_max", "Largest router logit", "absolute value"),
-    ("churn", "Churn", "share of the probe's tokens whose experts changed"),
-    ("shared_share", "Shared expert", "its norm over the sum of both norms"),
-    ("bias_spread", "Spread of the correction bias", "largest minus smallest bias"),
-    ("sequence_max_violation", "MaxVio within a sequence", "mean over sequences"),
-    ("rank_max_violation", "MaxVio between ranks", "busiest rank over the even share, minus 1"),
-    ("experts_per_token", "Experts per token", "experts"),
-    ("nonfinite_tokens", "Tokens with NaN or infinity", "tokens"),
-    ("load_balance", "Load-balancing loss of each layer", "1 at balance"),
-    ("router_z", "Router z-loss of each layer", "squared nats"),
-)
-"""What training logs of each sparse layer: key, title, and unit of the y axis."""
-
-VALIDATION_ROUTING = (
-    ("max_violation", "MaxVio, validation", "busiest expert over the even share, minus 1"),
-    ("dropped_fraction", "Dropped, validation", "share of the pairs"),
-    ("entropy", "Router entropy of a token, validation", "nats"),
-    ("coactivation_max", "Co-activation of the closest experts", "share of an expert's tokens"),
-)
-"""What is worth seeing on text that the model was not trained on."""
 
 
 def training_panels() -> list[PanelTypes]:
     names = "|".join(BALANCING_LOSSES)
     return [
-        _over_steps("Loss", "nats per token", "train/loss", "validation/loss"),
-        _over_steps("Validation, bits per byte", "bits per byte", "validation/bits_per_byte"),
-        _over_steps("Learning rate", "learning rate", "train/learning_rate"),
-        _over_steps("Gradient norm, before clipping", "L2 norm", "train/gradient_norm"),
-        _over_steps("Steps skipped", "since the last row", "train/skipped_steps"),
-        _over_steps("Objective: loss and weighted balancing", "nats per token", "train/objective"),
+        *(_of_run(metric) for key, metric in RUN_METRICS.items() if key != SPEED),
         _matching("Balancing losses", "before their weights", f"^train/({names})$"),
     ]
+
+
+def _of_run(metric: Metric) -> reports.LinePlot:
+    """Training and validation in one panel, where a metric has both."""
+    keys = [f"{row}/{metric.key}" for row in metric.rows]
+    return _over_steps(metric.title, metric.axis(), *keys)
 
 
 def efficiency_panels() -> list[PanelTypes]:
@@ -80,11 +54,11 @@ def efficiency_panels() -> list[PanelTypes]:
         ("flops_per_token", "FLOPs per token"),
     )
     return [
-        _over_steps("Speed", "tokens per second", "train/tokens_per_second"),
+        _of_run(RUN_METRICS[SPEED]),
         reports.BarPlot(
-            title="Speed at the end",
-            metrics=["train/tokens_per_second"],
-            title_x="tokens per second",
+            title=f"{RUN_METRICS[SPEED].title} at the end",
+            metrics=[f"train/{SPEED}"],
+            title_x=RUN_METRICS[SPEED].axis(),
             title_y="runs, by FFN type",
         ),
         *(
@@ -117,12 +91,16 @@ def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
             _over_steps(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
             for layer in layers
         ),
-        *(_matching(title, unit, f"^routing/{LAYER}/{key}$") for key, title, unit in ROUTING),
-        *(
-            _matching(title, unit, f"^validation/routing/{LAYER}/{key}$")
-            for key, title, unit in VALIDATION_ROUTING
-        ),
+        *(_of_layers(metric) for metric in layer_measures() if metric.measured != "validation"),
+        *(_of_layers(m, "validation/") for m in result_columns()),
+        *(_of_layers(m, "validation/") for m in layer_measures() if m.measured == "validation"),
     ]
+
+
+def _of_layers(metric: Metric, prefix: str = "") -> reports.LinePlot:
+    is_both = bool(prefix) and metric.measured != "validation"
+    title = f"{metric.title}, validation" if is_both else metric.title
+    return _matching(title, metric.axis(), f"^{prefix}routing/{LAYER}/{metric.key}$")
 
 
 def _over_steps(title: str, unit: str, *metrics: str) -> reports.LinePlot:

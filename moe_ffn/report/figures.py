@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from moe_ffn.metrics.table import Metric
 from moe_ffn.report.markup import text
 from moe_ffn.runs.reader import Series
 
@@ -47,6 +48,24 @@ class Unit:
     form: str = ".4~g"
     suffix: str = ""
     tick_form: str | None = None
+
+
+_FORMS = {
+    "share": ".2%",
+    "nats": ".3f",
+    "dimensionless": ".3f",
+    "nats per token": ".4f",
+    "bits per byte": ".4f",
+    "tokens per second": ",.0f",
+}
+
+
+def unit_of(metric: Metric) -> Unit:
+    """The axis of a metric; a share is drawn as percent."""
+    form = _FORMS.get(metric.unit, ",.4~g")
+    if metric.is_share:
+        return Unit(metric.axis("percent"), form, tick_form=".2~%")
+    return Unit(metric.axis(), form)
 
 
 def line_figure(traces: Sequence[go.Scatter], unit: Unit, *, x_axis: str = STEP) -> go.Figure:

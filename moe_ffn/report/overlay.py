@@ -10,51 +10,61 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.layer_names import is_inner
-from moe_ffn.report.curves import BITS, LOSS, NORM, RATE, SPEED, how_drawn
-from moe_ffn.report.figures import DASHES, STEP, Plot, Unit, average, line, line_figure
-from moe_ffn.report.routing import MEASURES, measured
+from moe_ffn.metrics.table import RUN_METRICS, layer_measures
+from moe_ffn.report.curves import ROW_NAMES, how_drawn
+from moe_ffn.report.figures import (
+    DASHES,
+    STEP,
+    Plot,
+    Unit,
+    average,
+    line,
+    line_figure,
+    unit_of,
+)
+from moe_ffn.report.routing import measured
 from moe_ffn.runs.reader import Run, Series
 
-MOST_POINTS = 400
+MAX_POINTS = 400
 
 FLOPS_PER_FORWARD = 3
 """A training step costs its forward pass and, for the backward pass, twice as much again."""
 
-CURVES = (
-    ("Validation loss", LOSS, "validation/loss"),
-    ("Training loss", LOSS, "train/loss"),
-    ("Bits per byte", BITS, "validation/bits_per_byte"),
-    ("Throughput", SPEED, "train/tokens_per_second"),
-    ("Learning rate", RATE, "train/learning_rate"),
-    ("Gradient norm", NORM, "train/gradient_norm"),
-)
+NOT_COMPARED = ("objective", "skipped_steps")
+"""An objective is a sum by weights that differ between runs; a skipped step is one run's own matter."""
 
 
 def overlay_plots(runs: Sequence[Run]) -> list[Plot]:
     """The curves; the losses over training FLOPs too where every run knows what it costs."""
     plots: list[Plot] = []
-    for title, unit, key in CURVES:
-        found = {run.name: series for run in runs if (series := run.series(key))}
-        if found:
+    for metric in RUN_METRICS.values():
+        for row in () if metric.key in NOT_COMPARED else reversed(metric.rows):
+            series_of = {run.name: run.series(f"{row}/{metric.key}") for run in runs}
+            found = {name: series for name, series in series_of.items() if series}
+            if not found:
+                continue
+            title = metric.title
+            if len(metric.rows) > 1:
+                title = f"{ROW_NAMES[row].capitalize()} {title.lower()}"
             axes: dict[str, Callable[[Run], float]] = {STEP: _one}
-            if unit is LOSS and all(flops_per_step(run) for run in runs):
+            if metric.key == "loss" and all(flops_per_step(run) for run in runs):
                 axes["training FLOPs"] = lambda run: flops_per_step(run) or 0.0
-            plots.append(_plot(runs, title, unit, found, axes))
+            plots.append(_plot(runs, title, unit_of(metric), found, axes))
     return plots
 
 
 def overlay_measures(runs: Sequence[Run]) -> list[Plot]:
-    """Each routing measure, mean over the layers of a run; not of the blocks inside their blocks."""
+    """Each metric of a layer, mean over the layers of a run; not of the blocks inside their blocks."""
     plots: list[Plot] = []
-    for measure in MEASURES:
+    for measure in layer_measures():
         found = {
             run.name: series
             for run in runs
             if (series := mean_over_layers(_whole_layers(measured(run, measure))))
         }
         if len({v for series in found.values() for v in series.values}) > 1:
-            note = f"{measure.note} Mean over the layers."
-            plots.append(_plot(runs, measure.title, measure.unit, found, {STEP: _one}, note))
+            note = f"{measure.sentence} Mean over the layers."
+            plots.append(_plot(runs, measure.title, unit_of(measure), found, {STEP: _one}, note))
     return plots
 
 
@@ -110,7 +120,7 @@ def _plot(
         for number, run in enumerate(runs):
             if run.name not in found:
                 continue
-            grid = average(found[run.name], MOST_POINTS)
+            grid = average(found[run.name], MAX_POINTS)
             # JSON has no infinity: what is beyond a float stands at its end.
             steps = [min(step * scale(run), sys.float_info.max) for step in grid.steps]
             dash = DASHES[number % len(DASHES)]
@@ -125,5 +135,5 @@ def _plot(
             f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
             "seq_len x accumulate_grad_batches x step."
         )
-    note = f"{note} {how_drawn(list(found.values()), MOST_POINTS)}".strip()
+    note = f"{note} {how_drawn(list(found.values()), MAX_POINTS)}".strip()
     return Plot(title, figures, note, choice="over")

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_ffn.layer_names import is_inner, short_name
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, Metric, result_columns
 from moe_ffn.report.headline import (
     STATES,
     bits_per_byte,
@@ -46,7 +47,7 @@ def expert_table(run: Run) -> str:
         '<span class="low">idle</span>: under 1 / 1.5 of it; '
         '<span class="none">none</span>: no pair.'
     )
-    ends = ("MaxVio", "entropy (nats)", "dropped")
+    ends = [_header(metric) for metric in result_columns()]
     if widest <= MOST_COLUMNS:
         rows = [
             [
@@ -71,6 +72,7 @@ def expert_table(run: Run) -> str:
 
 def comparison(runs: Sequence[Run]) -> str:
     """One row per run, in the order given, which is that of the colours."""
+    compared = [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
     headers = [
         "run",
         "validation loss (nats)",
@@ -82,8 +84,7 @@ def comparison(runs: Sequence[Run]) -> str:
         "FLOPs per token",
         "bits per byte",
         "tokens per second",
-        "MaxVio",
-        "dropped",
+        *(metric.label for metric in compared),
     ]
     losses = [loss for run in runs if (loss := finite(validation_loss(run))) is not None]
     rows = [
@@ -98,8 +99,7 @@ def comparison(runs: Sequence[Run]) -> str:
             short(run.fact("flops_per_token")),
             number(bits_per_byte(run)),
             number(tokens_per_second(run), ",.0f"),
-            number(layer_mean(run, "max_violation"), ".2f"),
-            number(layer_mean(run, "dropped_fraction"), ".1%"),
+            *(number(layer_mean(run, metric.key), metric.form) for metric in compared),
         ]
         for place, run in enumerate(runs)
     ]
@@ -109,8 +109,9 @@ def comparison(runs: Sequence[Run]) -> str:
         if len({repr(run.fact(fact)) for run in runs}) > 1
     ]
     caption = (
-        "Loss and bits per byte: the validation split, at the end or the last so far. MaxVio, dropped: "
-        f"there too, mean of the layers. Precision: {_precisions(runs)}."
+        "Loss and bits per byte: the validation split, at the end or the last so far. "
+        f"{', '.join(metric.label for metric in compared)}: there too, mean of the layers. "
+        f"Precision: {_precisions(runs)}."
     )
     return table(caption, headers, rows, "runs") + "".join(warnings)
 
@@ -205,11 +206,11 @@ def _extremes(shares: Sequence[float | None]) -> list[str]:
 
 
 def _ends(values: Mapping[str, Any]) -> list[str]:
-    return [
-        number(values.get("max_violation"), ".2f"),
-        number(values.get("entropy"), ".2f"),
-        number(values.get("dropped_fraction"), ".1%"),
-    ]
+    return [number(values.get(metric.key), metric.form) for metric in result_columns()]
+
+
+def _header(metric: Metric) -> str:
+    return f"{metric.label} (nats)" if metric.unit == "nats" else metric.label
 
 
 def _block(layer: str, values: Mapping[str, Any]) -> str:

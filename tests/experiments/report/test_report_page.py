@@ -22,11 +22,12 @@ from synthetic_run import MEASURES as KEYS_OF_MEASURES
 from synthetic_run import age, raise_alarms, write_metrics, write_run
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.table import layer_measures
 from moe_ffn.report.curves import how_drawn
 from moe_ffn.report.figures import label, pack_shares
 from moe_ffn.report.headline import headline, options
 from moe_ffn.report.page import report_html
-from moe_ffn.report.routing import MEASURES, constant_measures, measure_plots
+from moe_ffn.report.routing import constant_measures, measure_plots
 from moe_ffn.report.tables import comparison, differences, flatten
 from moe_ffn.runs.reader import Series, read_runs
 
@@ -308,8 +309,8 @@ def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
     keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
     keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
 
-    assert {measure.key for measure in MEASURES} == keys == set(KEYS_OF_MEASURES)
-    assert len(measure_plots(run)) + len(constant_measures(run)) == len(MEASURES)
+    assert {metric.key for metric in layer_measures()} == keys == set(KEYS_OF_MEASURES)
+    assert len(measure_plots(run)) + len(constant_measures(run)) == len(layer_measures())
 
 
 def test_what_only_validation_measures_is_drawn_over_its_steps(page: Written) -> None:
