@@ -1,0 +1,121 @@
+"""The tables of metrics are whole, and docs/observing.md says what they say.
+
+python tests/metrics/test_table.py    # writes the tables of the page anew
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.table import (
+    LAYER_METRICS,
+    RESULT_COLUMNS,
+    RUN_METRICS,
+    WHERE,
+    Metric,
+    compute,
+    measured_in,
+    statistics_of,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "observing.md"
+ALL = [*LAYER_METRICS.values(), *RUN_METRICS.values()]
+
+
+def cells(metric: Metric, *keys: str) -> list[str]:
+    formula = f"{metric.formula} ({metric.source})" if metric.source else metric.formula
+    return [
+        ", ".join(f"`{key}`" for key in keys),
+        metric.title,
+        metric.unit or "-",
+        formula,
+        metric.healthy,
+    ]
+
+
+def table(headers: list[str], rows: list[list[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tables() -> dict[str, str]:
+    """The text between the marks of each name."""
+    headers = ["key", "title", "unit", "what it is", "healthy"]
+    of_layers = [
+        [
+            *cells(metric, metric.key),
+            WHERE[metric.measured] + (f", with {metric.requires}" if metric.requires else ""),
+        ]
+        for metric in LAYER_METRICS.values()
+    ]
+    of_runs = [
+        cells(metric, *(f"{row}/{metric.key}" for row in metric.rows))
+        for metric in RUN_METRICS.values()
+    ]
+    return {
+        "metrics of a layer": table([*headers, "measured in"], of_layers),
+        "metrics of a run": table(headers, of_runs),
+    }
+
+
+def renewed(text: str) -> str:
+    for name, content in tables().items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of the {name} -->"
+        assert begin in text, f"docs/observing.md has no place for the {name}"
+        assert end in text, f"docs/observing.md has no place for the {name}"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}{content}{end}{rest.partition(end)[2]}"
+    return text
+
+
+def test_the_page_says_what_the_tables_say() -> None:
+    text = PAGE.read_text()
+    assert text == renewed(text), "run: python tests/metrics/test_table.py"
+
+
+@pytest.mark.parametrize("metric", ALL, ids=lambda metric: metric.key)
+def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
+    table = LAYER_METRICS if metric.measured != "run" else RUN_METRICS
+    assert table[metric.key] is metric
+    assert all((metric.title, metric.formula, metric.healthy))
+    assert metric.axis() or metric.per == "expert"
+    assert "\n" not in metric.formula
+    assert "|" not in metric.formula + metric.healthy
+    assert not metric.formula.endswith(".")
+    assert bool(metric.rows) == (metric.measured == "run")
+    is_of_routings = metric.measured in ("every batch", "last step", "validation")
+    assert (metric.measure is not None) == is_of_routings
+
+
+def test_titles_and_axes_tell_metrics_apart() -> None:
+    titles = [metric.title for metric in ALL]
+    assert len(set(titles)) == len(titles)
+    assert not RUN_METRICS.keys() & BALANCING_LOSSES.keys(), "both stand in a row as train/NAME"
+    assert all(LAYER_METRICS[key].label for key in RESULT_COLUMNS)
+
+
+def test_statistics_of_one_name_are_one_statistic() -> None:
+    metrics = list(LAYER_METRICS.values())
+    names = [statistic.name for statistic in statistics_of(metrics)]
+    assert len(set(names)) == len(names)
+
+
+def test_shapes_are_those_of_the_axes(make_routing: Any) -> None:
+    metrics = measured_in("every batch", "last step", "validation")
+    routing = make_routing([[0, 1], [2, 0]], 3)
+    sums = {s.name: s.add(s.zeros(3), routing) for s in statistics_of(metrics)}
+    for statistic in statistics_of(metrics):
+        assert sums[statistic.name].shape == statistic.zeros(3).shape, statistic.name
+        assert sums[statistic.name].dtype == statistic.dtype, statistic.name
+    shapes = {"layer": (), "expert": (3,), "pair": (3, 3)}
+    for key, value in compute(metrics, sums).items():
+        assert value.shape == torch.Size(shapes[LAYER_METRICS[key].per]), key
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text()))
