@@ -5,7 +5,7 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -30,8 +30,9 @@ def _takes_tensors(advice: str) -> Callable[[Function], Function]:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for value in args:
-                if isinstance(value, Sequence | Routing | FFNOutput):
-                    instead = "use torch.tensor(...)" if isinstance(value, Sequence) else advice
+                if isinstance(value, list | tuple | Routing | FFNOutput):
+                    is_routed = isinstance(value, Routing | FFNOutput)
+                    instead = advice if is_routed else "use torch.tensor(...)"
                     raise TypeError(
                         f"{function.__name__} takes tensors, but got a value of type "
                         f"{type(value).__name__}; {instead}"

@@ -186,7 +186,8 @@ class Metric:
     @property
     def form(self) -> str:
         """Python's format of a value in a table of results."""
-        return ".1%" if self.is_share else ".2f"
+        forms = {"share": ".1%", "count": "g"}
+        return forms.get(self.unit, ".2f")
 
     @property
     def sentence(self) -> str:
@@ -339,8 +340,7 @@ LAYER_METRICS = _table(
     Metric(
         key="experts_per_token",
         title="Experts per token",
-        quantity="experts",
-        unit="count",
+        unit="experts per token",
         formula="mean over tokens, before dropping",
         healthy="k; for top-p and ReLU routers what they were steered to",
         measured="every batch",

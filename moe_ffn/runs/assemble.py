@@ -37,8 +37,7 @@ from moe_ffn.runs.record import RUN_ID, Saved, checkpoint_identity
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.alarm_bell import AlarmBell
-from moe_ffn.training.monitoring.alarms import Advice, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, AlarmBell, AlarmRules
 from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.monitoring.metrics_file import MetricsFile
 from moe_ffn.training.monitoring.progress import progress_display

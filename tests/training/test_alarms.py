@@ -13,8 +13,7 @@ from torch import Tensor
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import TrainerConfig
-from moe_ffn.training.monitoring.alarm_bell import AlarmBell
-from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmBell, AlarmRules
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
 
@@ -268,7 +267,7 @@ def test_the_bell_prints_keeps_and_tells_wandb(
 ) -> None:
     told: list[tuple[object, str, str]] = []
     monkeypatch.setattr(
-        "moe_ffn.training.monitoring.alarm_bell.alert",
+        "moe_ffn.training.monitoring.alarms.alert",
         lambda loggers, title, text: told.append((loggers, title, text)),
     )
     bell = AlarmBell(tmp_path / "alarms.jsonl")
@@ -298,7 +297,7 @@ def test_many_layers_are_one_line_and_one_alert(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(
-        "moe_ffn.training.monitoring.alarm_bell.alert",
+        "moe_ffn.training.monitoring.alarms.alert",
         lambda loggers, title, text: told.append(title),
     )
     layers = [f"layer_0{number}" for number in range(3)]
@@ -324,7 +323,7 @@ def test_a_bell_that_cannot_write_still_prints(
 
     assert capsys.readouterr().err.splitlines() == [
         "alarm: step 30: train/loss is nan; lower it",
-        f"disk: '{path}' cannot be written (File exists); training goes on and tries again",
+        f"disk: '{path}' cannot be written (Not a directory); training goes on and tries again",
     ]
 
 

@@ -1,19 +1,25 @@
-"""What calls for attention in a run's rows of metrics, and which options to try: no trainer, no output."""
+"""Alarms: what calls for attention in a run's rows of metrics, which options to try, and where it is said."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
+from moe_ffn.training.monitoring.json_lines import JsonLines
+from moe_ffn.training.monitoring.wandb import alert
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.guard import SkippedStep
@@ -28,13 +34,15 @@ AlarmKind = Literal[
     "skipped_step",
 ]
 
+LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
+"""What passes by itself at the start of a run, and is no alarm before it has lasted."""
+
 RoutingValues = Mapping[str, Tensor]
 """What a `RoutingWindow` says of one layer."""
 
-_Trouble = tuple[AlarmKind, str | None, str]
-_LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
+_Place = tuple[AlarmKind, str | None]
 
-LEAST_COLLAPSE = 0.5
+MIN_COLLAPSE = 0.5
 """MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
 is small."""
 
@@ -123,8 +131,8 @@ class AlarmRules:
         self.config = config
         self.advice = advice
         self._losses: deque[float] = deque(maxlen=ROWS_OF_MEDIAN)
-        self._lasted: dict[tuple[AlarmKind, str | None], int] = {}
-        self._last_seen: dict[tuple[AlarmKind, str | None], int] = {}
+        self._lasted: dict[_Place, int] = {}
+        self._last_seen: dict[_Place, int] = {}
 
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
@@ -137,20 +145,33 @@ class AlarmRules:
             loss: mean cross-entropy of those that were taken; nan where none was.
             routing: what was measured of each sparse layer over them.
         """
-        troubles: list[_Trouble] = [("loss_spike", None, text) for text in self._of_loss(loss)]
+        troubles: dict[_Place, str] = {}
+        if message := self._spike(loss):
+            troubles["loss_spike", None] = message
         for layer, values in routing.items():
-            troubles.extend((kind, layer, text) for kind, text in self._at_once(values))
-            lasting = dict(self._while_it_lasts(values))
-            for kind in _LASTING:
-                lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in lasting else 0
+            found = dict(self._of_layer(values))
+            for kind in LASTING:
+                lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in found else 0
                 self._lasted[kind, layer] = lasted
                 if lasted >= self.config.after_steps:
-                    troubles.append((kind, layer, f"{lasting[kind]} for {lasted} steps"))
+                    found[kind] += f", for {lasted} steps"
+                else:
+                    found.pop(kind, None)
+            troubles |= {(kind, layer): message for kind, message in found.items()}
         return [
-            Alarm(step, kind, layer, text, self.advice.against(kind, layer))
-            for kind, layer, text in troubles
+            Alarm(step, kind, layer, message, self.advice.against(kind, layer))
+            for (kind, layer), message in troubles.items()
             if self._begins(step, num_steps, kind, layer)
         ]
+
+    def skipped(self, skipped: SkippedStep) -> list[Alarm]:
+        """What to say of a step that was not taken: nothing soon after another one."""
+        if not self._begins(skipped.step, 1, "skipped_step", None):
+            return []
+        limit = self.advice.trainer.guard.max_skipped_in_a_row
+        message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
+        advice = self.advice.against("skipped_step", None)
+        return [Alarm(skipped.step, "skipped_step", None, message, advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
         """As `AlarmsConfig.not_judged`, for the rows that were checked."""
@@ -170,64 +191,70 @@ class AlarmRules:
         self._lasted = {(kind, layer): steps for kind, layer, steps in state["lasted"]}
         self._last_seen = {(kind, layer): step for kind, layer, step in state["last_seen"]}
 
-    def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """What to say of a step that was not taken: nothing soon after another one."""
-        if not self._begins(skipped.step, 1, "skipped_step", None):
-            return []
-        limit = self.advice.trainer.guard.max_skipped_in_a_row
-        message = f"skipped ({skipped.num_in_a_row} in a row, {limit} end the run): {skipped}"
-        advice = self.advice.against("skipped_step", None)
-        return [Alarm(skipped.step, "skipped_step", None, message, advice)]
-
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
         """Whether this was not seen for a while; a trouble that comes and goes rings once."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
         return before is None or step - before > max(self.config.after_steps, num_steps)
 
-    def _of_loss(self, loss: float) -> Iterator[str]:
+    def _spike(self, loss: float) -> str:
+        """What is wrong with a loss, beside those before it; empty where nothing is."""
         if math.isnan(loss):  # no step was taken, which has an alarm of its own
-            return
-        if len(self._losses) >= ROWS_BEFORE_SPIKES:
-            usual = median(self._losses)
-            if loss > self.config.loss_spike * usual > 0:
-                yield (
-                    f"train/loss {loss:.3f} is {loss / usual:.2f} times the median of the rows before, "
-                    f"{usual:.3f} (limit {self.config.loss_spike:g})"
-                )
+            return ""
+        before = list(self._losses)
         self._losses.append(loss)
+        usual = median(before) if len(before) >= ROWS_BEFORE_SPIKES else 0.0
+        if not loss > self.config.loss_spike * usual > 0:
+            return ""
+        return (
+            f"train/loss {loss:.3f} is {loss / usual:.2f} times the median of the rows before, "
+            f"{usual:.3f} (limit {self.config.loss_spike:g})"
+        )
 
-    def _at_once(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
-        """Troubles of a layer that need not last."""
+    def _of_layer(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+        limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
-        limit = self.config.router_logit
-        # Of a window that was interrupted tokens have not been measured.
-        size = values["logit_max"].item() if "logit_max" in values else 0
-        if size > limit:
-            yield "exploding_logits", f"a router logit of {size:.3g} (limit {limit:g})"
-        if dead := int(values["dead_experts"]):
-            yield (
-                "dead_experts",
-                f"{dead} of {len(values['load'])} experts had no token in {self.config.after_steps} steps",
-            )
-
-    def _while_it_lasts(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
-        """Troubles of a layer that pass by themselves at the start of a run."""
+        # Of a window that was cut short tokens have not been measured.
+        largest = values["logit_max"].item() if "logit_max" in values else 0
+        if largest > limits.router_logit:
+            message = f"a router logit of {largest:.3g} (limit {limits.router_logit:g})"
+            yield "exploding_logits", message
         load, violation = values["load"].tolist(), values["max_violation"].item()
+        if dead := int(values["dead_experts"]):
+            message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
+            yield "dead_experts", message
         # At worst one expert is among those of every token, and has 1 / k of the pairs.
         highest = len(load) / max(values["experts_per_token"].item(), 1e-9) - 1
-        limit = max(self.config.max_violation_share * highest, LEAST_COLLAPSE)
+        limit = max(limits.max_violation_share * highest, MIN_COLLAPSE)
         if violation > limit:
             busiest = max(range(len(load)), key=load.__getitem__)
-            yield (
-                "collapse",
-                f"expert {busiest} takes {load[busiest]:.0%} of the pairs, MaxVio {violation:.2f} "
-                f"(limit {limit:.2f}),",
-            )
+            share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
+            yield "collapse", f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
         dropped = values["dropped_fraction"].item()
-        if dropped > self.config.dropped_fraction:
-            yield (
-                "dropped",
-                f"{dropped:.0%} of the pairs are dropped (limit {self.config.dropped_fraction:.0%}),",
-            )
+        if dropped > limits.dropped_fraction:
+            limit = f"(limit {limits.dropped_fraction:.0%})"
+            yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
+
+
+class AlarmBell:
+    """Prints each alarm, appends it to the JSON lines at `path`, and counts it for the results."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_alarms = 0
+        self.file = JsonLines(path)
+
+    def ring(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
+        """One line for each kind, however many layers it concerns; the file has them all."""
+        self.num_alarms += len(alarms)
+        in_order = sorted(alarms, key=lambda alarm: alarm.kind)
+        for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
+            first, *others = group
+            text = str(first)
+            if others:
+                text += f" (and {', '.join(str(alarm.layer) for alarm in others)})"
+            print(f"alarm: {text}", file=sys.stderr)
+            title = kind.replace("_", " ")
+            # wandb keeps back what comes under the same title too soon.
+            alert(loggers, title if first.layer is None else f"{title}, {first.layer}", text)
+        self.file.add(alarm.to_dict() for alarm in alarms)

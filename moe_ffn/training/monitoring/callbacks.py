@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import LightningModule, Trainer
@@ -20,15 +20,42 @@ from torch.optim import Optimizer
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
-from moe_ffn.training.monitoring.alarm_bell import AlarmBell
-from moe_ffn.training.monitoring.alarms import AlarmRules
+from moe_ffn.training.monitoring.alarms import AlarmBell, AlarmRules
 from moe_ffn.training.monitoring.routing_window import (
+    ByLayer,
     RoutingByLayer,
     RoutingWindow,
     of_every_rank,
     of_this_rank,
 )
 from moe_ffn.training.recovery.guard import Diverged
+
+Row = dict[str, float | list[float]]
+"""Key -> value, or one value per expert; each logger writes such a vector in its own way."""
+
+
+def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> Row:
+    """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
+
+    Left out are nan, which says that a value does not exist, and matrices.
+    """
+    row: Row = {}
+    for layer, metrics in values.items():
+        for name, value in metrics.items():
+            key = f"{prefix}routing/{layer}/{name}"
+            if value.ndim == 1:
+                row[key] = value.tolist()
+            elif value.ndim == 0 and not value.isnan():
+                row[key] = float(value)
+    return row
+
+
+def log_row(trainer: Trainer, row: Row) -> None:
+    """Hand one row to every logger, at the optimizer step the run has reached."""
+    step = trainer.global_step
+    values: Any = {**row, "trainer/global_step": step}  # Lightning's type knows no lists
+    for logger in trainer.loggers:
+        logger.log_metrics(values, step)
 
 
 class StepLogger(Callback):
@@ -40,7 +67,7 @@ class StepLogger(Callback):
         self.bell = bell
         self.last_row: Row = {}
         """The newest row, for the progress display."""
-        self.last_routing: dict[str, dict[str, Tensor]] = {}
+        self.last_routing: ByLayer = {}
         """For each sparse layer, the values behind the newest row."""
         self.num_skipped = 0
         """Optimizer steps of the whole run that were not taken."""
@@ -87,10 +114,12 @@ class StepLogger(Callback):
         batch: LoadedBatch,
         batch_idx: int,
     ) -> None:
+        assert isinstance(pl_module, LanguageModel)
         tokens = batch["input_ids"].numel() * trainer.world_size
         self._window.add(outputs, tokens)
-        if trainer.global_step > self._last_step:
-            self._last_step = trainer.global_step
+        step = trainer.global_step
+        if step > self._last_step:
+            self._last_step = step
             self._end_step(trainer, pl_module)
         step_of_batch = batch["index"] // trainer.accumulate_grad_batches + 1
         self._routing.update(
@@ -98,11 +127,10 @@ class StepLogger(Callback):
             self._ends_row(step_of_batch, trainer),
             outputs["shared_shares"],
         )
-        due = self._ends_row(trainer.global_step, trainer)
         # Between the batches of one accumulation window the step stands still.
-        due = due and trainer.global_step > self._last_row_step
+        is_due = self._ends_row(step, trainer) and step > self._last_row_step
         # Reading the values waits for the device, so it belongs to the time that was worked.
-        row = self._values(trainer, pl_module) if due else None
+        row = self._values(trainer, pl_module) if is_due else None
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._window.seconds += seconds
@@ -111,14 +139,6 @@ class StepLogger(Callback):
         if row is not None:
             self._write(row, trainer)
 
-    def _end_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, LanguageModel)
-        self.num_skipped = pl_module.guard.num_skipped
-        skipped = pl_module.skipped_step
-        self._window.end_step(taken=skipped is None)
-        if skipped is not None and trainer.is_global_zero:
-            self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
-
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
@@ -126,14 +146,12 @@ class StepLogger(Callback):
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
 
-    def _ends_row(self, step: int, trainer: Trainer) -> bool:
-        return step % self.config.every_n_steps == 0 or step == trainer.max_steps
-
     def state_dict(self) -> dict[str, Any]:
-        """The row that is not full yet, and what later rows are compared with; every rank has to ask."""
+        """The row that is not full yet, and what later rows are compared with. A collective."""
         return {
             "window": self._window.state_dict(),
             "routing": self._routing.state_dict(),
@@ -153,16 +171,25 @@ class StepLogger(Callback):
         self.total_tokens = state_dict["total_tokens"]
         self.total_seconds = state_dict["total_seconds"]
 
-    def _values(self, trainer: Trainer, pl_module: LightningModule) -> Row:
-        assert isinstance(pl_module, LanguageModel)
+    def _ends_row(self, step: int, trainer: Trainer) -> bool:
+        return step % self.config.every_n_steps == 0 or step == trainer.max_steps
+
+    def _end_step(self, trainer: Trainer, module: LanguageModel) -> None:
+        self.num_skipped = module.guard.num_skipped
+        skipped = module.skipped_step
+        self._window.end_step(taken=skipped is None)
+        if skipped is not None and trainer.is_global_zero:
+            self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
+
+    def _values(self, trainer: Trainer, module: LanguageModel) -> Row:
         step = trainer.global_step
         num_steps = step - self._last_row_step
-        self.last_routing = self._routing.close(step, num_steps, pl_module, trainer.world_size)
+        self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
         return {
             **self._window.means(trainer),
             "train/skipped_steps": self._window.num_skipped,
             "train/learning_rate": self._learning_rate,
-            "train/gradient_norm": float(pl_module.gradient_norm),
+            "train/gradient_norm": float(module.gradient_norm),
             **routing_row(self.last_routing),
         }
 
@@ -170,14 +197,14 @@ class StepLogger(Callback):
         if self._window.seconds:
             row["train/tokens_per_second"] = self._window.tokens / self._window.seconds
         log_row(trainer, row)
+        step = trainer.global_step
         if trainer.is_global_zero:
-            step, loss = trainer.global_step, row["train/loss"]
+            loss = row["train/loss"]
             assert isinstance(loss, float)
-            num_steps = step - self._last_row_step
-            alarms = self.rules.check(step, num_steps, loss, self.last_routing)
+            alarms = self.rules.check(step, step - self._last_row_step, loss, self.last_routing)
             self.bell.ring(alarms, trainer.loggers)
         self.last_row = row
-        self._last_row_step = trainer.global_step
+        self._last_row_step = step
         self._window = _LossWindow()
 
 
@@ -213,9 +240,8 @@ class _LossWindow:
         self.of_step = []
 
     def means(self, trainer: Trainer) -> dict[str, float]:
-        """Over the batches, and over the ranks, each of which saw an equal part of every batch.
-
-        nan where no step was taken.
+        """Over batches and ranks, each of which saw an equal part of every batch; nan where no step was
+        taken.
         """
         means = torch.stack(list(self.sums.values())) / self.num_batches
         means = trainer.strategy.reduce(means, reduce_op="mean")
@@ -223,21 +249,16 @@ class _LossWindow:
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """With the sums of each rank, for the ranks that go on; every rank has to ask."""
-        return {
-            "sums": {name: of_every_rank(value) for name, value in self.sums.items()},
-            "num_batches": self.num_batches,
-            "num_skipped": self.num_skipped,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-        }
+        """With the sums of each rank, for the ranks that go on. A collective: every rank has to call it."""
+        sums = {name: of_every_rank(value) for name, value in self.sums.items()}
+        return {name: getattr(self, name) for name in self._COUNTS} | {"sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self._COUNTS:
+            setattr(self, name, state[name])
         self.sums = {name: of_this_rank(values_R) for name, values_R in state["sums"].items()}
-        self.num_batches = state["num_batches"]
-        self.num_skipped = state["num_skipped"]
-        self.tokens = state["tokens"]
-        self.seconds = state["seconds"]
+
+    _COUNTS: ClassVar = ("num_batches", "num_skipped", "tokens", "seconds")
 
 
 class ValidationLogger(Callback):
@@ -248,7 +269,7 @@ class ValidationLogger(Callback):
         """`loss` and `bits_per_byte` of the newest validation."""
         self.last_step = -1
         """The optimizer step it was made at; -1 before the first."""
-        self.routing: dict[str, dict[str, Tensor]] = {}
+        self.routing: ByLayer = {}
         """For each sparse layer, what was measured of it over the newest validation."""
         self._routing = RoutingByLayer("every batch", "last step", "validation")
 
@@ -281,31 +302,3 @@ class ValidationLogger(Callback):
         self.last = state_dict["last"]
         self.last_step = state_dict["last_step"]
         self.routing = state_dict["routing"]
-
-
-def log_row(trainer: Trainer, row: Row) -> None:
-    """One row for every logger, at the optimizer step the run has reached."""
-    values: Any = row  # Lightning's type knows no lists
-    for logger in trainer.loggers:
-        logger.log_metrics(values, trainer.global_step)
-
-
-Row = dict[str, float | list[float]]
-"""Key -> value, or one value per expert; each logger writes such a vector in its own way."""
-
-
-def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> Row:
-    """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
-
-    nan, which says that a value does not exist (the capacity of a dropless layer), is left out, and so are
-    matrices, which are no row's business.
-    """
-    row: Row = {}
-    for layer, metrics in values.items():
-        for name, value in metrics.items():
-            key = f"{prefix}routing/{layer}/{name}"
-            if value.ndim == 1:
-                row[key] = value.tolist()
-            elif value.ndim == 0 and not value.isnan():
-                row[key] = float(value)
-    return row

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import rich.console
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from rich.console import RenderableType
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from moe_ffn.layer_names import short_name
 from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import Row, StepLogger, ValidationLogger
 
@@ -41,6 +43,19 @@ class _Bar(Progress):
     """The bars and, under them, lines of text."""
 
     lines: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=rich.console.Console(stderr=True),
+            expand=True,
+        )
+        self.start()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
@@ -64,7 +79,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self._progress = _start_bar()
+            self._progress = _Bar()
             self._training = self._progress.add_task(
                 "training", total=trainer.max_steps, completed=trainer.global_step
             )
@@ -80,11 +95,9 @@ class ProgressBar(Callback):
             self._show_status()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        if self._progress is None:  # the fit is over
-            self._progress = _start_bar()
-        self._validating = self._progress.add_task("validating", total=num_batches(trainer))
+        if trainer.is_global_zero:
+            self._progress = self._progress or _Bar()  # there is none after the fit
+            self._validating = self._progress.add_task("validating", total=num_batches(trainer))
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
@@ -112,37 +125,19 @@ class ProgressBar(Callback):
         self._stop()
 
     def _show_status(self, validation: str = "") -> None:
-        """What the newest row says, and `validation`; the newest validation's loss where that is empty."""
+        """The newest row, and `validation`, or the newest validation's loss where that is empty."""
         assert self._progress is not None
         if not validation and self.validation.last:
             step, loss = self.validation.last_step, self.validation.last["loss"]
             validation = f"validation loss {loss:.3f} (step {step})"
         lines = flow(status_parts(self.steps), self._progress.console.width)
         # A line of its own, so that nothing moves when it comes.
-        lines += [validation] if validation else []
-        self._progress.lines = [*lines, *self._load.splitlines()]
+        self._progress.lines = [*lines, *filter(None, [validation]), *self._load.splitlines()]
 
     def _stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._training = self._validating = None
-
-
-def _start_bar() -> _Bar:
-    from rich.console import Console
-
-    bar = _Bar(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        expand=True,
-    )
-    bar.start()
-    return bar
 
 
 class ProgressLines(Callback):
@@ -238,15 +233,24 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """The layer with the worst balance and, where there are any, dropped pairs and dead experts."""
     if not routing:
         return []
-    worst = max(routing, key=lambda layer: routing[layer]["max_violation"].item())
-    parts = [f"MaxVio {routing[worst]['max_violation'].item():.2f} (layer {short_name(worst)})"]
-    dropped = max(values["dropped_fraction"].item() for values in routing.values())
-    if dropped:
-        parts.append(f"dropped {dropped:.1%}")
-    dead = sum(int(values["dead_experts"]) for values in routing.values())
-    if dead:
-        parts.append(f"dead experts {dead}")
+    found = {
+        key: {layer: values[key].item() for layer, values in routing.items()}
+        for key in ("max_violation", "dropped_fraction", "dead_experts")
+    }
+    worst = max(routing, key=found["max_violation"].__getitem__)
+    parts = [
+        f"{_shown('max_violation', found['max_violation'][worst])} (layer {short_name(worst)})"
+    ]
+    if dropped := max(found["dropped_fraction"].values()):
+        parts.append(_shown("dropped_fraction", dropped))
+    if dead := sum(found["dead_experts"].values()):
+        parts.append(_shown("dead_experts", dead))
     return parts
+
+
+def _shown(key: str, value: float) -> str:
+    metric = LAYER_METRICS[key]
+    return f"{metric.label} {value:{metric.form}}"
 
 
 MAX_BARS = 32
