@@ -9,6 +9,8 @@ Below are the names that a user of the layers needs. Every router, kind of exper
 `moe_ffn.routing`, `moe_ffn.experts` and `moe_ffn.ffn`; losses and rules are in `moe_ffn.balancing`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 # Before anything imports torch.
 from moe_ffn import before_torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -38,6 +40,9 @@ from moe_ffn.routing import (
     routing_of_pairs,
 )
 
+if TYPE_CHECKING:
+    from moe_ffn.runs.reader import load_run
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -65,6 +70,16 @@ __all__ = [
     "TopKRouterConfig",
     "build_ffn",
     "load_balancing_loss",
+    "load_run",
     "router_z_loss",
     "routing_of_pairs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`load_run` when it is asked for: it needs YAML and tokenizers, which a user of the layers may lack."""
+    if name == "load_run":
+        from moe_ffn.runs.reader import load_run
+
+        return load_run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

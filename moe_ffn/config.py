@@ -1,7 +1,7 @@
 """The base of every configuration: typed, frozen, strict, and open to classes from outside.
 
-A config stands above the module that it builds, in the same file, and answers for it: its size, its cost, and why
-it is refused.
+A config stands above the module that it builds, in the same file, and answers for it: its size, its cost, and
+why it is refused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import secrets
 import select
@@ -207,42 +206,19 @@ def _kind(found: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
 
 
-def read_object(path: Path, *, finite: bool = False) -> dict[str, Any] | None:
-    """The JSON object in a file; None where the file cannot be read or holds anything else.
-
-    Args:
-        finite: with None in the place of every number that no finite float holds.
-    """
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where the file cannot be read or holds anything else."""
     try:
-        return parse_object(read_text(path), finite=finite)
-    except (OSError, UnicodeDecodeError):
+        return parse_object(read_bytes(path))
+    except OSError:
         return None
 
 
-def parse_object(text: str, *, finite: bool = False) -> dict[str, Any] | None:
-    """The JSON object that `text` is, as `read_object` reads it; None where it is anything else."""
-    numbers = _FINITE if finite else {}
+def parse_object(content: bytes | str) -> dict[str, Any] | None:
+    """A JSON object; None where `content` is anything else, or is nested a thousand levels deep."""
     try:
-        value = json.loads(text, **numbers)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # RecursionError: thousands of brackets, one inside the other
+        text = content if isinstance(content, str) else content.decode()
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _whole(digits: str) -> int | None:
-    return None if _number(digits) is None else int(digits)
-
-
-def _number(digits: str) -> float | None:
-    value = float(digits)
-    return value if math.isfinite(value) else None
-
-
-_FINITE: dict[str, Any] = {
-    "parse_constant": lambda _: None,  # NaN, Infinity, -Infinity
-    "parse_float": _number,
-    "parse_int": _whole,
-}

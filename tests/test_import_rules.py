@@ -88,6 +88,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "experts",
     "ffn",
     "model",
+    "runs",  # `load_run`, when it is asked for
 }
 """Room or file of the package -> what it may import of the package."""
 

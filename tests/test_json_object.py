@@ -31,12 +31,3 @@ def test_a_file_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert read_object(tmp_path / "bytes.json") is None
     assert read_object(tmp_path / "missing.json") is None
     assert read_object(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    "number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5_000]
-)
-def test_numbers_beyond_every_float_are_none_where_finite_ones_are_asked_for(number: str) -> None:
-    assert parse_object(f'{{"a": {number}, "b": 3, "c": 0.5}}', finite=True) == {
-        "a": None, "b": 3, "c": 0.5
-    }  # fmt: skip

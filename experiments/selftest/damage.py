@@ -119,11 +119,11 @@ def _start(folder: Path) -> Any:
 
 def _load(folder: Path) -> tuple[Any, str]:
     """The model of a run, and what was said of it."""
-    from moe_ffn.runs.saved_model import load_run
+    from moe_ffn.runs.saved_model import load_model
 
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        return load_run(folder).decoder.state_dict(), said.getvalue()
+        return load_model(folder).decoder.state_dict(), said.getvalue()
 
 
 def _same_weights(state: Any, checkpoint: Path) -> bool:

@@ -172,7 +172,7 @@ def _problem(program: str, damaged: Path, name: str, counts: dict[int, int]) -> 
 
 def _flipped_bits_of_a_vocabulary(folder: Path) -> str:
     """One flipped bit in the vocabulary of a BPE makes other text of the same weights."""
-    from moe_ffn.runs.saved_model import load_run
+    from moe_ffn.runs.saved_model import load_model
 
     vocabulary = "{type: bpe, vocab_size: 512}"
     done = run(
@@ -181,14 +181,14 @@ def _flipped_bits_of_a_vocabulary(folder: Path) -> str:
     assert done.code == 0, done.stderr
     path = folder / "runs" / "run" / TOKENIZER_FILE
     good = path.read_bytes()
-    load_run(path.parent)
+    load_model(path.parent)
     silent, num_flips = 0, 40
     for number in range(num_flips):
         damaged = bytearray(good)
         damaged[(len(good) - 1) * number // (num_flips - 1)] ^= 1 << number % 7
         path.write_bytes(damaged)
         try:
-            load_run(path.parent)
+            load_model(path.parent)
         except ConfigError as error:
             said = str(error)
             assert TOKENIZER_FILE in said or "data.tokenizer" in said, said

@@ -16,7 +16,7 @@ from moe_ffn.commands import command
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, printable
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, sample_text
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     check_has_weights(folder)
     if prompt is None:
         prompt = own_prompt(folder)
-    run = load_run(folder, trust_code=trust_code)
+    run = load_model(folder, trust_code=trust_code)
     if not run.config.model.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "

@@ -36,6 +36,7 @@ from moe_ffn.runs.assemble import (
     run_facts,
 )
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import Saved
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -56,7 +57,7 @@ from moe_ffn.runs.outside_code import (
     portable_options,
     say_changed_code,
 )
-from moe_ffn.runs.record import Saved, checkpoint_identity, identity, new_run_id
+from moe_ffn.runs.record import checkpoint_identity, identity, new_run_id
 from moe_ffn.runs.resume import Resume
 from moe_ffn.runs.start import (
     Start,
@@ -112,12 +113,14 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             if config.trainer.precision == "auto":
                 precision = first_precision(folder, start, precision)
             facts = run_facts(config, data, precision, run_id)
-            files = run_files(config, data, facts, Saved(run_id, start.saved_step))
+            files = run_files(
+                config, data, facts, Saved(run_id=run_id, last_saved_step=start.saved_step)
+            )
             files = go_back(resume, start, files) if is_main else files
         else:
             run_id = new_run_id()
             facts = run_facts(config, data, precision, run_id)
-            files = run_files(config, data, facts, Saved(run_id, None))
+            files = run_files(config, data, facts, Saved(run_id=run_id, last_saved_step=None))
             folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
             if is_main:
                 trust(named_code(config))

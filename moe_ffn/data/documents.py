@@ -42,7 +42,7 @@ class Documents:
                 if digests is None
                 else tuple((str(name), str(digest)) for name, digest in digests),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError("the list of documents is damaged") from error
 
 

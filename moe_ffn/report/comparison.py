@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,12 +16,11 @@ from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import is_inner
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.report.markup import NONE, finite
+from moe_ffn.report.markup import NONE
 from moe_ffn.report.tables import layer_mean
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, named_run_folder
 from moe_ffn.runs.reader import Run, read_run
-from moe_ffn.training.config import PRECISIONS
 
 TEXT_COLUMNS = ("config", "guesses", "precision")
 MEASURES = [LAYER_METRICS[k] for k in ("max_violation", "experts_per_token", "dropped_fraction")]
@@ -88,18 +86,17 @@ def read_result(name: str, config: TrainConfig) -> Result:
     """
     run = read_run(named_run_folder(config), has_ended=True)
     speeds = filter(math.isfinite, run.series(_SPEED).values)
-    precision = run.facts.get("precision")
     return Result(
         name=name,
         causal=config.model.causal,
-        precision=precision if precision in PRECISIONS else None,
-        loss=finite(run.summary.get("validation_loss")),
+        precision=run.facts.precision if run.facts.is_whole else None,
+        loss=run.summary.validation_loss,
         max_violation=layer_mean(run, "max_violation"),
         experts_per_token=layer_mean(run, "experts_per_token"),
         dropped_fraction=_last_dropped_fraction(run),
-        flops_per_token=finite(run.facts.get("flops_per_token")),
+        flops_per_token=run.facts.flops_per_token,
         tokens_per_second=max(speeds, default=None),
-        unigram_loss=finite(run.summary.get("unigram_loss")),
+        unigram_loss=run.summary.unigram_loss,
         lost="; ".join(_lost(run)),
     )
 
@@ -109,35 +106,25 @@ def _lost(run: Run) -> Iterator[str]:
     summary, facts = run.summary, run.facts
     is_kept = {
         SUMMARY_FILE: {
-            "validation_loss": _is_number_or_null(summary, "validation_loss"),
-            "unigram_loss": finite(summary.get("unigram_loss")) is not None,
-            "routing": _is_routing(summary.get("routing")),
+            "validation_loss": summary.has("validation_loss"),
+            "unigram_loss": summary.unigram_loss is not None,
+            "routing": summary.has("routing")
+            and all(layer.has(m.key) for layer in summary.routing.values() for m in MEASURES[:2]),
         },
         FACTS_FILE: {
-            "precision": facts.get("precision") in PRECISIONS,
-            "flops_per_token": finite(facts.get("flops_per_token")) is not None,
+            "precision": facts.is_whole,
+            "flops_per_token": facts.flops_per_token is not None,
         },
         # A run that max_time ended before its first row has none.
         METRICS_FILE: {
             _SPEED: any(map(math.isfinite, run.series(_SPEED).values))
-            or summary.get("tokens_per_second") == 0
+            or summary.tokens_per_second == 0
         },
     }
     for file, keys in is_kept.items():
         lacking = [key for key, kept in keys.items() if not kept]
         if lacking:
             yield f"{file} lacks {', '.join(lacking)}"
-
-
-def _is_number_or_null(values: Mapping[str, Any], key: str) -> bool:
-    return key in values and (values[key] is None or finite(values[key]) is not None)
-
-
-def _is_routing(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(layer, Mapping) and all(_is_number_or_null(layer, m.key) for m in MEASURES[:2])
-        for layer in value.values()
-    )
 
 
 def comparison_table(results: Sequence[Result]) -> Table:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.table import RUN_METRICS, Metric
 from moe_ffn.report.figures import DASHES, Plot, Unit, average, level, line, line_figure, unit_of
-from moe_ffn.report.markup import finite
 from moe_ffn.runs.reader import Run, Series
 
 MAX_POINTS = 500
@@ -31,7 +30,7 @@ def _metric(run: Run, metric: Metric) -> Plot | None:
     keys = {alone or ROW_NAMES[row]: f"{row}/{metric.key}" for row in metric.rows}
     if not any(value for key in keys.values() for value in run.series(key).values):
         return None
-    unigram = finite(run.summary.get("unigram_loss"))
+    unigram = run.summary.unigram_loss
     is_loss = metric.key == "loss"
     levels = {"unigram model": unigram} if is_loss and unigram is not None else None
     return _curve(run, metric.title, unit_of(metric), keys, levels=levels, is_wide=is_loss)

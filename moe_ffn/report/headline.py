@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import short_name
-from moe_ffn.report.markup import finite, number, short, spread, text
-from moe_ffn.runs.reader import Alarm, Run, Sample
+from moe_ffn.report.markup import number, short, spread, text
+from moe_ffn.runs.documents import Alarm
+from moe_ffn.runs.reader import Run, Sample
 from moe_ffn.training.config import AlarmsConfig
 
 STATES = {
@@ -28,7 +29,7 @@ def headline(run: Run) -> str:
     tiles = [
         ("validation loss", number(validation_loss(run)), "nats per token" + _best(run)),
         ("bits per byte", number(bits_per_byte(run)), ""),
-        ("unigram model", number(run.summary.get("unigram_loss")), "nats per token"),
+        ("unigram model", number(run.summary.unigram_loss), "nats per token"),
         (
             "parameters",
             short(run.fact("num_params")),
@@ -72,9 +73,9 @@ def alarms(runs: Sequence[Run]) -> str:
 
 def _concerns(run: Run) -> Iterator[tuple[str, str]]:
     """A class of the style sheet, and what is wrong, or cannot be known yet."""
-    loss, unigram = validation_loss(run), finite(run.summary.get("unigram_loss"))
+    loss, unigram = validation_loss(run), run.summary.unigram_loss
     # What is not finite is null in a summary.
-    is_null = "validation_loss" in run.summary and run.summary["validation_loss"] is None
+    is_null = run.summary.has("validation_loss") and run.summary.validation_loss is None
     if is_null or (loss is not None and not math.isfinite(loss)):
         yield "bad", "The validation loss is not a finite number: training has diverged."
     elif loss is not None and unigram is not None and loss > unigram:
@@ -113,17 +114,17 @@ def ffn_type(run: Run) -> str:
 
 def validation_loss(run: Run) -> float | None:
     """The final one, or the last so far."""
-    final = finite(run.summary.get("validation_loss"))
+    final = run.summary.validation_loss
     return final if final is not None else run.series("validation/loss").last
 
 
 def bits_per_byte(run: Run) -> float | None:
-    final = finite(run.summary.get("validation_bits_per_byte"))
+    final = run.summary.validation_bits_per_byte
     return final if final is not None else run.series("validation/bits_per_byte").last
 
 
 def tokens_per_second(run: Run) -> float | None:
-    final = finite(run.summary.get("tokens_per_second"))
+    final = run.summary.tokens_per_second
     return final if final is not None else run.series("train/tokens_per_second").last
 
 
@@ -149,7 +150,7 @@ def _layers(run: Run) -> str:
 
 def _span(run: Run) -> str:
     """Of what part of the run the throughput is: the curve beside it has every row."""
-    if finite(run.summary.get("tokens_per_second")) is not None:
+    if run.summary.tokens_per_second is not None:
         return ", mean of the run"
     return ", last row" if run.series("train/tokens_per_second") else ""
 
@@ -187,12 +188,10 @@ def _entry(alarms: Sequence[Alarm], run_name: str) -> str:
     layers = [short_name(alarm.layer) for alarm in alarms if alarm.layer]
     place = f", layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}" if layers else ""
     whose = f"{run_name}, " if run_name else ""
-    # Older runs repeat the layer at the beginning of the message.
-    message = first.message.removeprefix(f"{first.layer}: ")
     return (
         f"<li><strong>{text(first.kind.replace('_', ' '))}</strong> "
         f'<span class="quiet">{text(whose)}step {first.step:,}{text(place)}</span><br>'
-        f"{text(message)}<br><em>{text(first.advice)}</em></li>\n"
+        f"{text(first.message)}<br><em>{text(first.advice)}</em></li>\n"
     )
 
 
@@ -221,7 +220,7 @@ def samples(run: Run) -> str:
 
 def options(run: Run) -> str:
     """The resolved config and the facts that stand beside it."""
-    facts = {key: value for key, value in run.facts.items() if key not in run.config}
+    facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
     parts = [
         ("config.yaml", run.config_text.strip()),
         ("facts.json, beyond the options", json.dumps(facts, indent=2) if facts else ""),

@@ -118,7 +118,7 @@ def comparison(runs: Sequence[Run]) -> str:
 
 def differences(runs: Sequence[Run]) -> str:
     """The options that are not the same in all runs, by their dotted paths."""
-    flat = [flatten(run.config) for run in runs]
+    flat = [flatten(run.options) for run in runs]
     paths = sorted(
         {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
     )

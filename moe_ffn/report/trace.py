@@ -19,7 +19,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.layer_names import layer_number, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.saved_model import SavedRun, load_run
+from moe_ffn.runs.saved_model import SavedModel, load_model
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,9 @@ def follow(
         ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for
             it, or a layer that it does not route in.
     """
-    run = load_run(folder, trust_code=trust_code)
+    run = load_model(folder, trust_code=trust_code)
+    output = run.run(text, who="--text")
     ids = run.tokenizer.encode(text).tolist()
-    if len(ids) > run.decoder.max_seq_len:
-        raise ConfigError(
-            f"--text: has {len(ids)} tokens, but '{folder}' was trained on sequences of "
-            f"{run.decoder.max_seq_len} (data.seq_len); give a shorter text"
-        )
-    with torch.no_grad():
-        output = run.decoder(torch.tensor([ids]))
     unrouted = unrouted_layers(run.config.model.layer_ffns(), output.routings)
     if not output.routings:
         types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
@@ -222,7 +216,7 @@ def _entropies(routing: Routing) -> list[float | None]:
     ]
 
 
-def _predictions(logits_TV: Tensor, run: SavedRun) -> list[Prediction]:
+def _predictions(logits_TV: Tensor, run: SavedModel) -> list[Prediction]:
     best = logits_TV.float().softmax(dim=-1).max(dim=-1)
     return [
         Prediction(visible(run.tokenizer.token_bytes[token_id]), probability)

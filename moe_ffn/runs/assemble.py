@@ -23,6 +23,7 @@ from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.ranks import check_number_of_processes
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
+from moe_ffn.runs.documents import Saved
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -33,7 +34,7 @@ from moe_ffn.runs.folder import (
     write_file,
 )
 from moe_ffn.runs.outside_code import portable_options
-from moe_ffn.runs.record import RUN_ID, Saved, checkpoint_identity
+from moe_ffn.runs.record import RUN_ID, checkpoint_identity
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
@@ -156,7 +157,7 @@ def make_callbacks(
 
     def record(step: int) -> None:
         if SAVED_FILE in kept.files:
-            kept.change(SAVED_FILE, Saved(identity[RUN_ID], step).to_text())
+            kept.change(SAVED_FILE, Saved(run_id=identity[RUN_ID], last_saved_step=step).to_text())
 
     checkpoints = CheckpointKeeper(
         folder / CHECKPOINTS_FOLDER,

@@ -20,9 +20,9 @@ from pydantic import BaseModel
 
 from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import parse_object, read_text
 from moe_ffn.import_path import Code, file_of_module, imported_code
 from moe_ffn.ranks import is_first_rank
+from moe_ffn.runs.documents import CodeEntries, CodeEntry
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 
 _OURS = {"moe_ffn", "experiments"}
@@ -36,16 +36,16 @@ def portable_options(config: Config) -> dict[str, Any]:
     return rewritten(config, lambda name, code: f"{copies[code.sha256]}:{name}")
 
 
-def code_files(config: Config, known: str = "") -> dict[str, str]:
+def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> dict[str, str]:
     """The copies and `code.json`, by their names in the run's folder; nothing where no code is from outside.
 
     Args:
-        known: the `code.json` of a run that goes on, which knows where the copies came from.
+        known: the entries of a run that goes on, which know where the copies came from.
 
     Raises:
         ConfigError: a file is not UTF-8.
     """
-    codes = named_code(config)
+    codes, known = named_code(config), known or {}
     if not codes:
         return {}
     copies, entries = _copies(codes), dict[str, Any]()
@@ -57,16 +57,15 @@ def code_files(config: Config, known: str = "") -> dict[str, str]:
             files[name] = _text(code)
     for name, path in _helpers(codes).items():
         entries[name] = _entry(path, _sha256(path), is_copied=False)
-    before = read_entries(known)
-    entries = {name: before.get(name, entry) for name, entry in entries.items()}
+    entries |= {name: known[name].model_dump() for name in entries if name in known}
     return {**files, CODE_FILE: json.dumps(entries, indent=2) + "\n"}
 
 
 def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
     """What a new run keeps of the code from outside, and what it does not."""
-    entries = read_entries(files.get(CODE_FILE, ""))
-    copied = [name for name, entry in entries.items() if entry["copied"]]
-    others = [name for name, entry in entries.items() if not entry["copied"]]
+    entries = CodeEntries.parse(files.get(CODE_FILE, "")).entries
+    copied = [name for name, entry in entries.items() if entry.copied]
+    others = [name for name, entry in entries.items() if not entry.copied]
     if copied:
         yield f"code: {folder}/ keeps a copy of {', '.join(Path(n).name for n in copied)}"
     if others:
@@ -78,37 +77,21 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
 
 def say_changed_code(folder: Path) -> None:
     """A line on stderr for each file that is not what it was when the run in `folder` began."""
-    try:
-        known = read_text(folder / CODE_FILE, errors="replace")
-    except OSError:
-        return
-    for name, entry in read_entries(known).items():
-        path = Path(entry["path"])
+    for name, entry in CodeEntries.read(folder / CODE_FILE).entries.items():
+        path = Path(entry.path)
         now = _sha256(path)
-        if now is None or now == entry["sha256"] or not is_first_rank():
+        if now is None or now == entry.sha256 or not is_first_rank():
             continue
         what = (
             f"the run goes by its copy, '{folder / name}'"
-            if entry["copied"]
+            if entry.copied
             else "there is no copy, so it is run as it is now"
         )
-        was = entry["sha256"][:12]
+        was = entry.sha256[:12]
         print(
             f"'{path}' has changed since '{folder}' began (sha256 {was}..., now {now[:12]}...); {what}",
             file=sys.stderr,
         )
-
-
-def read_entries(text: str) -> dict[str, dict[str, Any]]:
-    """Those of a `code.json`; empty where it is none."""
-    kinds = {"path": str, "sha256": str, "copied": bool}
-    return {
-        name: entry
-        for name, entry in (parse_object(text) or {}).items()
-        if isinstance(entry, dict)
-        and all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
-        and "\0" not in entry["path"]
-    }
 
 
 def _entry(path: Path | None, sha256: str | None, *, is_copied: bool) -> dict[str, Any]:

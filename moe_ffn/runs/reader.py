@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from moe_ffn.config_files import parse_yaml
+from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import parse_object, read_text
+from moe_ffn.files import read_text
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import Routing
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import Alarm, Facts, Summary, Value
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CONFIG_FILE,
@@ -24,8 +28,10 @@ from moe_ffn.runs.folder import (
     check_is_run,
 )
 from moe_ffn.runs.lock import is_trained_here
+from moe_ffn.runs.resume import own_config
 from moe_ffn.runs.rows import Rows, Series
-from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from moe_ffn.runs.saved_model import SavedModel, load_model
+from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -40,61 +46,78 @@ EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What the model wrote at an optimizer step, after the prompt."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Alarm:
-    step: int
-    kind: str
-    layer: str | None
-    message: str
-    advice: str
-
-
-@dataclass(frozen=True)
 class Run:
-    """`name` is unique among the runs of a page; the mappings are empty where a file is absent."""
+    """One run. What its folder lacks, or holds damaged, is empty here."""
 
     folder: Path
     name: str
+    """Unique among the runs that were read together."""
     state: State
     rows: Rows
-    config: Mapping[str, Any]
+    """What was logged while it trained, as a table."""
+    facts: Facts
+    """What it is: revision, corpus, precision, sizes."""
+    summary: Summary
+    """How it ended; empty before that."""
+    samples: Sequence[Sample]
+    """What the model wrote at each validation."""
+    alarms: Sequence[Alarm]
+    options: Mapping[str, Any]
+    """Every option as plain values; `config` has them typed."""
     config_text: str
-    facts: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    samples: Sequence[Sample] = ()
-    alarms: Sequence[Alarm] = ()
+    trust_code: bool = field(default=False, repr=False)
+
+    @cached_property
+    def saved_model(self) -> SavedModel:
+        """Config, tokenizer and decoder together; ConfigError where the folder has no good checkpoint."""
+        return load_model(self.folder, trust_code=self.trust_code)
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """Its options; ConfigError where one is lost, or names code that nobody trusts."""
+        return own_config(self.folder / CONFIG_FILE, trust_code=self.trust_code)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What its text was cut into tokens by; see `saved_model`, which this loads."""
+        return self.saved_model.tokenizer
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder with the best weights, in evaluation, on the CPU; see `saved_model`."""
+        return self.saved_model.decoder
+
+    def routing(self, text: str | bytes) -> Mapping[str, Routing]:
+        """Which experts the tokens of a text go to, by the name of the layer, such as `layer_03`.
+
+        Raises:
+            ConfigError: the text is longer than the sequences of the run, or see `saved_model`.
+        """
+        given = text.encode() if isinstance(text, str) else text
+        return self.saved_model.run(given).routings
 
     def series(self, key: str) -> Series:
         """A column of the rows; an empty one where it is absent."""
         return self.rows.column(key)
 
     def option(self, path: str) -> Any:
-        """An option of the config by its dotted path, such as `model.ffn.type`; None if absent."""
-        value: Any = self.config or self.facts
+        """An option by its dotted path, such as `model.ffn.type`; None if absent."""
+        value: Any = self.options or self.facts.model_extra
         for part in path.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
+
+    def fact(self, key: str) -> Any:
+        return getattr(self.facts, key, None)
 
     @property
     def is_going_on(self) -> bool:
         return self.state in ("waiting", "training")
 
-    def fact(self, key: str) -> Any:
-        return self.facts.get(key)
-
     @property
     def step(self) -> int | None:
         """The last optimizer step of which something is known."""
-        steps = [series.steps[-1] for series in self.rows.columns.values()]
-        return max(steps, default=None)
+        return max((series.steps[-1] for series in self.rows.columns.values()), default=None)
 
     @cached_property
     def layers(self) -> Mapping[str, Mapping[str, Series]]:
@@ -112,11 +135,10 @@ class Run:
         return {layer: loads for layer, found in self.layers.items() if (loads := _experts(found))}
 
     @cached_property
-    def validated(self) -> Mapping[str, Mapping[str, Any]]:
+    def validated(self) -> Mapping[str, Mapping[str, Value]]:
         """Sparse layer -> measure -> its value on the validation split, the last known."""
-        routing = self.summary.get("routing")
-        if isinstance(routing, Mapping) and routing:
-            return {layer: v for layer, v in routing.items() if isinstance(v, Mapping)}
+        if self.summary.routing:
+            return {layer: values.measures for layer, values in self.summary.routing.items()}
         return {
             layer: {
                 **{key: series.last for key, series in found.items()},
@@ -124,6 +146,24 @@ class Run:
             }
             for layer, found in self.validated_layers.items()
         }
+
+
+def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
+    """A run, finished or not, from its folder.
+
+        run = moe_ffn.load_run("runs/x")
+        run.rows.column("train/loss").values
+        run.routing("import os")["layer_00"]
+
+    The weights are read when something of the model is asked for: `tokenizer`, `model`, `routing`.
+
+    Args:
+        trust_code: run the code that the folder names, whoever's it is, though no run of yours began with it.
+
+    Raises:
+        ConfigError: this is no folder of a run, or its log cannot be read.
+    """
+    return read_run(Path(folder), trust_code=trust_code)
 
 
 def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
@@ -139,13 +179,13 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     ]
 
 
-def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
-    """
+def read_run(
+    folder: Path, name: str | None = None, *, has_ended: bool = False, trust_code: bool = False
+) -> Run:
+    """As `load_run`.
+
     Args:
         has_ended: nobody trains it any more; otherwise its files decide, by when they were written.
-
-    Raises:
-        ConfigError: this is no folder of a run.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
@@ -155,30 +195,19 @@ def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) 
         raise ConfigError(
             f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); mend its permissions"
         ) from error
-    summary = _mapping(folder / SUMMARY_FILE)
+    summary = Summary.read(folder / SUMMARY_FILE)
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
         state=_state(folder, rows, is_finished=bool(summary), has_ended=has_ended),
         rows=rows,
-        config=_yaml_mapping(text),
-        config_text=text,
-        facts=_mapping(folder / FACTS_FILE),
+        facts=Facts.read(folder / FACTS_FILE),
         summary=summary,
-        samples=[
-            Sample(_whole(v.get("step")), str(v.get("prompt", "")), str(v.get("text", "")))
-            for v in _lines(folder / SAMPLES_FILE)
-        ],
-        alarms=[
-            Alarm(
-                _whole(v.get("step")),
-                str(v.get("kind", "")),
-                None if v.get("layer") is None else str(v["layer"]),
-                str(v.get("message", "")),
-                str(v.get("advice", "")),
-            )
-            for v in _lines(folder / ALARMS_FILE)
-        ],
+        samples=_lines(folder / SAMPLES_FILE, Sample),
+        alarms=_lines(folder / ALARMS_FILE, Alarm),
+        options=_yaml_mapping(text),
+        config_text=text,
+        trust_code=trust_code,
     )
 
 
@@ -188,22 +217,20 @@ def _state(folder: Path, rows: Rows, *, is_finished: bool, has_ended: bool) -> S
     is_trained = False if has_ended else is_trained_here(folder)
     if is_trained is False:
         return "interrupted"
-    if is_trained:
-        return "training" if rows.columns else "waiting"
-    # Perhaps on another machine: what is written tells.
-    files = [folder / name for name in WATCHED]
-    written = [path.stat().st_mtime for path in files if path.is_file()]
-    longest = max(map(len, rows.columns.values()), default=0)
-    seconds_per_row = (max(written) - min(written)) / max(longest, 1)
-    silence = time.time() - max(written)
-    if silence > max(PATIENCE_SECONDS, PATIENCE_ROWS * seconds_per_row):
-        return "interrupted"
+    if is_trained is None:  # perhaps on another machine: what is written tells
+        files = [folder / name for name in WATCHED]
+        written = [path.stat().st_mtime for path in files if path.is_file()]
+        longest = max(map(len, rows.columns.values()), default=0)
+        seconds_per_row = (max(written) - min(written)) / max(longest, 1)
+        silence = time.time() - max(written)
+        if silence > max(PATIENCE_SECONDS, PATIENCE_ROWS * seconds_per_row):
+            return "interrupted"
     return "training" if rows.columns else "waiting"
 
 
-def _by_layer(metrics: Mapping[str, Series], prefix: str) -> dict[str, dict[str, Series]]:
+def _by_layer(columns: Mapping[str, Series], prefix: str) -> dict[str, dict[str, Series]]:
     layers: dict[str, dict[str, Series]] = {}
-    for key, series in metrics.items():
+    for key, series in columns.items():
         match = LAYER_KEY.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if match:
             layers.setdefault(match[1], {})[match[2]] = series
@@ -224,9 +251,12 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is absent or only half written."""
-    return parse_object(_text(path), finite=True) or {}
+def _lines(path: Path, kind: type[AnyLine]) -> list[AnyLine]:
+    """Empty likewise."""
+    try:
+        return list(read_lines(path, kind))
+    except OSError:
+        return []
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
@@ -235,15 +265,3 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
     except ConfigError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one per line; a line that is none, or half written, is left out."""
-    for line in _text(path).split("\n"):
-        value = parse_object(line, finite=True)
-        if value is not None:
-            yield value
-
-
-def _whole(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0

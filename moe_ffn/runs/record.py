@@ -1,7 +1,6 @@
 """What a run has written down of itself: its id, the options it has had, and which step was saved last.
 
-`saved.json` stands outside the folder of the checkpoints, so that it tells when those are lost. Imports no
-torch.
+`saved.json` stands outside the folder of the checkpoints, so that it tells when those are lost.
 """
 
 from __future__ import annotations
@@ -15,48 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.config import MOST
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.files import read_object
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import Facts, Resumption, Saved
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.training.config import PRECISIONS, TrainerConfig
-from moe_ffn.training.monitoring.json_lines import Line, read_lines
-
-LAST_SAVED_STEP = "last_saved_step"
+from moe_ffn.training.config import TrainerConfig
+from moe_ffn.training.monitoring.json_lines import read_lines
 
 
 def new_run_id() -> str:
     return secrets.token_hex(8)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What `saved.json` says."""
-
-    run_id: str
-    step: int | None
-    """Of the newest checkpoint that the disk took; None before the first."""
-
-    def to_text(self) -> str:
-        return json.dumps({RUN_ID: self.run_id, LAST_SAVED_STEP: self.step}) + "\n"
-
-
-def read_saved(path: Path) -> Saved | None:
-    """What is in a `saved.json`; None where it is missing or damaged."""
-    values = read_object(path) or {}
-    run_id, step = _run_id(values), values.get(LAST_SAVED_STEP, "")
-    if run_id is None or not (step is None or (type(step) is int and 0 <= step <= MOST)):
-        return None
-    return Saved(run_id, step)
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """What is in a `facts.json`; empty where it is missing or damaged."""
-    facts = read_object(path) or {}
-    return facts if facts.get("precision") in PRECISIONS else {}
 
 
 @dataclass(frozen=True)
@@ -75,12 +44,15 @@ class RunRecord:
     @classmethod
     def read(cls, folder: Path, own: TrainConfig) -> RunRecord:
         """The record of the run in `folder`, whose `config.yaml` is `own`."""
-        facts, saved = read_facts(folder / FACTS_FILE), read_saved(folder / SAVED_FILE)
-        run_id = _run_id(facts) or (saved.run_id if saved else None)
+        facts, saved = Facts.read(folder / FACTS_FILE), Saved.read(folder / SAVED_FILE)
+        facts = facts if facts.is_whole else Facts()
+        saved = saved if saved.is_whole else None
+        run_id = facts.run_id or (saved.run_id if saved else None)
         if saved is not None and saved.run_id != run_id:
             saved = None
         options = changeable_options(own)
-        known: list[Mapping[str, Any]] = [options, {key: facts.get(key) for key in options}]
+        began_with = facts.model_extra or {}
+        known: list[Mapping[str, Any]] = [options, {key: began_with.get(key) for key in options}]
         known += _changes(folder / RESUMES_FILE)
         past = {(key, _as_json(value)) for values in known for key, value in _leaves(values)}
         return cls(run_id, saved, dict(_leaves(options)), frozenset(past))
@@ -115,10 +87,9 @@ def _run_id(values: Mapping[str, Any]) -> str | None:
 def _changes(path: Path) -> Iterator[Mapping[str, Any]]:
     """The options that were given whenever the run was resumed, and what they were before."""
     with suppress(OSError):
-        for line in read_lines(path, Line):
-            changes = dict(line).get("changes")
-            for key, pair in changes.items() if isinstance(changes, dict) else ():
-                yield from ({key: value} for value in (pair if isinstance(pair, list) else ()))
+        for line in read_lines(path, Resumption):
+            for key, pair in line.changes.items():
+                yield from ({key: value} for value in pair)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -142,7 +113,7 @@ _FREE = {"backend", "eval_factor"}
 
 
 def fixed_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that cannot be changed when a run is resumed; imports no torch."""
+    """The options that cannot be changed when a run is resumed."""
     return {
         "seed": config.seed,
         "model": _without_free(comparable_options(config.model)),
@@ -158,7 +129,7 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def changeable_options(config: TrainConfig) -> dict[str, Any]:
-    """The others that change what a run computes; imports no torch.
+    """The others that change what a run computes.
 
     Left out is where and on what it runs, how fast, and what is written of it.
     """

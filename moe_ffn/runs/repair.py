@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.files import read_text, set_aside
+from moe_ffn.runs.documents import CodeEntries, Facts, Saved
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CODE_FILE,
@@ -24,8 +25,8 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
     write_file,
 )
-from moe_ffn.runs.outside_code import code_files, read_entries
-from moe_ffn.runs.record import RUN_ID, differences, read_facts, read_saved
+from moe_ffn.runs.outside_code import code_files
+from moe_ffn.runs.record import RUN_ID, differences
 from moe_ffn.runs.resume import Resume
 from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
 from moe_ffn.training.monitoring.json_lines import (
@@ -99,7 +100,7 @@ def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
     mended = {
         **files,
         FACTS_FILE: facts,
-        **code_files(resume.config, _text(resume.folder / CODE_FILE)),
+        **code_files(resume.config, CodeEntries.read(resume.folder / CODE_FILE).entries),
     }
     for name, text in mended.items():
         path = resume.folder / name
@@ -108,9 +109,9 @@ def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
             continue
         if (
             name in (TOKENIZER_FILE, DOCUMENTS_FILE)
-            or (name == FACTS_FILE and not read_facts(path))
-            or (name == SAVED_FILE and not read_saved(path))
-            or (name == CODE_FILE and not read_entries(found))
+            or (name == FACTS_FILE and not Facts.read(path).is_whole)
+            or (name == SAVED_FILE and not Saved.read(path).is_whole)
+            or (name == CODE_FILE and not CodeEntries.parse(found).entries)
         ):
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
@@ -128,9 +129,10 @@ def _text(path: Path) -> str:
 def _facts_now(resume: Resume, fresh: str) -> str:
     """What was known of the run when it began, with the options that it has now."""
     path = resume.folder / FACTS_FILE
-    known, options = read_facts(path), resume.config.to_dict()
-    if not known:
+    facts, options = Facts.read(path), resume.config.to_dict()
+    if not facts.is_whole:
         return fresh
+    known = facts.model_dump(exclude_unset=True)
     fresh_facts = json.loads(fresh)
     now = {key: value for key, value in fresh_facts.items() if key in options}
     different = differences({key: known.get(key) for key in now}, now)

@@ -16,7 +16,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_load
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, check_has_weights
@@ -29,13 +29,34 @@ _PREFIX = "decoder."
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class SavedModel:
+    """The best model of a run, in evaluation, with what it takes to give it a text."""
+
+    folder: Path
     config: TrainConfig
     tokenizer: Tokenizer
     decoder: Decoder
 
+    def run(self, text: bytes, *, who: str = "text") -> DecoderOutput:
+        """What the decoder makes of a text as one sequence.
 
-def load_run(folder: Path, *, trust_code: bool = False) -> SavedRun:
+        Args:
+            who: how the text is called where it is refused, such as an option's name.
+
+        Raises:
+            ConfigError: it has more tokens than the sequences that the run was trained on.
+        """
+        ids = self.tokenizer.encode(text).tolist()
+        if len(ids) > self.decoder.max_seq_len:
+            raise ConfigError(
+                f"{who}: has {len(ids)} tokens, but '{self.folder}' was trained on sequences of "
+                f"{self.decoder.max_seq_len} (data.seq_len); give a shorter text"
+            )
+        with torch.no_grad():
+            return self.decoder(torch.tensor([ids]))
+
+
+def load_model(folder: Path, *, trust_code: bool = False) -> SavedModel:
     """The config, the tokenizer and the best weights of a run.
 
     Args:
@@ -58,7 +79,7 @@ def load_run(folder: Path, *, trust_code: bool = False) -> SavedRun:
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
     decoder.load_state_dict(weights)
-    return SavedRun(config, tokenizer, decoder.eval())
+    return SavedModel(folder, config, tokenizer, decoder.eval())
 
 
 def _weights(

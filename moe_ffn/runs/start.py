@@ -14,6 +14,7 @@ from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_object, read_text, remove_unfinished, write_whole
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_resume
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import Facts
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     DOCUMENTS_FILE,
@@ -31,7 +32,6 @@ from moe_ffn.runs.record import (
     RunRecord,
     changeable_options,
     differences,
-    read_facts,
 )
 from moe_ffn.runs.repair import cut_logs, repair_files
 from moe_ffn.runs.resume import Resume
@@ -98,7 +98,7 @@ def check_documents(folder: Path, now: Documents) -> None:
     Where the run's list is lost, the checkpoint still knows that the corpus is another.
     """
     try:
-        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE, finite=True))
+        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
     except ConfigError:
         return
     change = changed(began_with, now)
@@ -180,7 +180,7 @@ def _holds(path: Path, step: int) -> str:
 
 def _lost(record: RunRecord, step: int, candidates: Sequence[Path]) -> str:
     """The name of the checkpoint that was saved last, where it is later than `step` and not there."""
-    saved = None if record.saved is None else record.saved.step
+    saved = None if record.saved is None else record.saved.last_saved_step
     if saved is None or saved <= step or any(likely_step(path) >= saved for path in candidates):
         return ""
     return step_name(saved)
@@ -190,8 +190,8 @@ def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunReco
     """ConfigError where a run without a checkpoint had one: as it wrote down itself, or by its rows."""
     saved, checkpoints = record.saved, folder / CHECKPOINTS_FOLDER
     has_ended = (folder / SUMMARY_FILE).exists()
-    if saved is not None and saved.step is not None:
-        why = f"though {SAVED_FILE} says that {step_name(saved.step)} was saved; put it back"
+    if saved is not None and saved.last_saved_step is not None:
+        why = f"though {SAVED_FILE} says that {step_name(saved.last_saved_step)} was saved; put it back"
     elif saved is None and (has_ended or _last_row(folder) > _first_saved_step(own)):
         why = (
             f"though the run came further than its first, and {SAVED_FILE}, which says whether that was "
@@ -217,7 +217,7 @@ def _first_saved_step(own: TrainConfig) -> int:
 
 def first_precision(folder: Path, start: Start, precision: str) -> str:
     """What `trainer.precision: auto` was when the run began; `precision` where nobody knows any more."""
-    known = [read_facts(folder / FACTS_FILE).get("precision"), start.made_with.get(PRECISION)]
+    known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
     return next((str(name) for name in PRECISIONS if name in known), precision)
 
 

@@ -13,7 +13,7 @@ import pytest
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
 # -- config files
@@ -248,7 +248,7 @@ def test_a_damaged_file_of_a_run_is_named(
     (run / name).write_text(content)
 
     with pytest.raises(ConfigError) as refused:
-        load_run(run)
+        load_model(run)
 
     assert str(refused.value) == answer.format(path=run / name, run=run)
 
@@ -261,10 +261,10 @@ def test_the_best_weights_are_taken_though_others_are_newer(moe_run: Any, tmp_pa
         value.zero_()
     write_checkpoint(values, newest)
 
-    assert load_run(run).decoder.embedding.weight.count_nonzero()
+    assert load_model(run).decoder.embedding.weight.count_nonzero()
 
     (run / "checkpoints" / "best.ckpt").unlink()
-    assert not load_run(run).decoder.embedding.weight.count_nonzero(), "where there is no other"
+    assert not load_model(run).decoder.embedding.weight.count_nonzero(), "where there is no other"
 
 
 # -- where a run is written

@@ -21,7 +21,8 @@ from moe_ffn.data.documents import Documents
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.checkpoints import newest_good, refusal_to_load, refusal_to_resume
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.record import Saved, differences, identity, read_saved
+from moe_ffn.runs.documents import Saved
+from moe_ffn.runs.record import differences, identity
 from moe_ffn.runs.resume import Resume
 from moe_ffn.runs.start import Start, check_documents, find_start, go_back
 from moe_ffn.training.module import LanguageModel
@@ -292,9 +293,10 @@ def unfinished(moe_run: Any, tmp_path: Path) -> Path:
     shutil.copytree(moe_run.folder, folder)
     (folder / "summary.json").unlink()
     (folder / "checkpoints" / "step_00000006.ckpt").unlink()
-    saved = read_saved(folder / "saved.json")
-    assert saved is not None
-    (folder / "saved.json").write_text(Saved(saved.run_id, 4).to_text())
+    saved = Saved.read(folder / "saved.json")
+    assert saved.is_whole
+    text = Saved(run_id=saved.run_id, last_saved_step=4).to_text()
+    (folder / "saved.json").write_text(text)
     return folder
 
 

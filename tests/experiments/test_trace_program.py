@@ -26,7 +26,7 @@ from moe_ffn.report.trace import Choice, Layer, Prediction, TokenTrace, Visit, W
 from moe_ffn.report.trace_legend import ground
 from moe_ffn.report.trace_page import page
 from moe_ffn.report.trace_table import render
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 
 RunTrain = Callable[..., Any]
 Trace = Callable[..., tuple[int, str, str]]
@@ -68,7 +68,7 @@ def depths_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) ->
 def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
     """Top-2 and a capacity, reckoned anew from the scores alone, token by token."""
     way = follow(moe_run.folder, TEXT.encode())
-    run = load_run(moe_run.folder)
+    run = load_model(moe_run.folder)
     ids = list(TEXT.encode())
     with torch.no_grad():
         output = run.decoder(torch.tensor([ids]))
@@ -97,7 +97,7 @@ def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
 
 def test_the_next_token_is_the_most_probable_one(moe_run: Any) -> None:
     way = follow(moe_run.folder, TEXT.encode())
-    run = load_run(moe_run.folder)
+    run = load_model(moe_run.folder)
     with torch.no_grad():
         logits = run.decoder(torch.tensor([list(TEXT.encode())])).logits[0]
 
@@ -113,7 +113,7 @@ def test_the_next_token_is_the_most_probable_one(moe_run: Any) -> None:
 def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_run: Path) -> None:
     text = "abcdefghij"
     way = follow(depths_run, text.encode())
-    run = load_run(depths_run)
+    run = load_model(depths_run)
     seen: list[Any] = []
     inside = cast("Any", run.decoder.layers[1]).ffn.ffn
     inside.register_forward_hook(lambda module, args, output: seen.append((args[1], output)))

@@ -17,7 +17,7 @@ from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
-from moe_ffn.runs.record import LAST_SAVED_STEP, RunRecord, identity
+from moe_ffn.runs.record import RunRecord, identity
 from moe_ffn.runs.start import Start, find_start, refusal_to_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -95,7 +95,7 @@ def unfinished(
     (copied / CHECKPOINTS_FOLDER).mkdir()
     saved = json.loads((copied / SAVED_FILE).read_text())
     steps = [step_of(Path(name)) for name in checkpoints if name != BEST]
-    (copied / SAVED_FILE).write_text(json.dumps({**saved, LAST_SAVED_STEP: max(steps)}))
+    (copied / SAVED_FILE).write_text(json.dumps({**saved, "last_saved_step": max(steps)}))
     for name, content in checkpoints.items():
         path = copied / CHECKPOINTS_FOLDER / name
         if isinstance(content, Path):

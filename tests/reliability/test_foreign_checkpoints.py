@@ -29,7 +29,7 @@ from experiments.selftest.scene import run_here
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.runs.start import Start, find_start
 
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_run_is_refused(folder: Path, do: list[Do], said
     with pytest.raises(ConfigError) as resumed:
         start_of(folder)
     with pytest.raises(ConfigError) as loaded:
-        load_run(folder)
+        load_model(folder)
 
     for error, name in ((resumed, NEWEST), (loaded, "best.ckpt")):
         assert f"{name} {said}" in str(error.value)
@@ -204,7 +204,7 @@ def own_start(folder: Path) -> Start:
 def test_checkpoints_from_before_an_option_was_changed_are_the_runs_own(folder: Path) -> None:
     with_rate(folder, "0.01")
     assert own_start(folder).step == 12
-    assert load_run(folder).config.optimizer.learning_rate == 0.01
+    assert load_model(folder).config.optimizer.learning_rate == 0.01
 
     (folder / "resumes.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"0\.003, but this run has 0\.01 in config\.yaml and no"):

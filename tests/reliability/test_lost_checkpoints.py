@@ -28,7 +28,7 @@ from experiments.selftest.same_run import differences
 from experiments.selftest.scene import finish, options, run_here, start_command
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import assemble as kept_files
-from moe_ffn.runs.record import read_saved
+from moe_ffn.runs.documents import Saved
 from moe_ffn.training.recovery import checkpoint_keeper
 
 
@@ -181,9 +181,9 @@ def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
 
     assert done.code == 0, done.stderr
     folder = tmp_path / "runs" / "run"
-    found = read_saved(folder / "saved.json")
-    assert found is not None
-    assert found.step == 12
+    found = Saved.read(folder / "saved.json")
+    assert found.is_whole
+    assert found.last_saved_step == 12
     assert [line for line in done.stderr.splitlines() if line.startswith("disk: ")] == [
         f"disk: '{folder}' cannot be written (Input/output error); training goes on and tries again",
         f"disk: '{folder}' is written again",

@@ -21,7 +21,7 @@ from experiments.selftest.same_run import differences
 from experiments.selftest.scene import options, run_here
 from experiments.selftest.scene import run as in_a_process
 from moe_ffn.errors import ConfigError
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints
 from moe_ffn.training.schedule import ScheduleConfig
@@ -267,7 +267,7 @@ def test_no_model_is_read_from_it(
     with deeper():
         run = unfinished(scene.run, tmp_path, {BEST: values, scene.older.name: scene.older})
 
-    load_run(run)
+    load_model(run)
 
     line = capsys.readouterr().err
     assert f"{BEST} " in line
@@ -275,7 +275,7 @@ def test_no_model_is_read_from_it(
     assert line.rstrip("\n").isprintable()
     (run / "checkpoints" / scene.older.name).unlink()
     with pytest.raises(ConfigError, match="has no good checkpoint"):
-        load_run(run)
+        load_model(run)
 
 
 def refused_by_the_program(run: Path, reason: str, program: str, *argv: str) -> None:
@@ -425,7 +425,7 @@ def require_all_good(run: Path) -> None:
     for path in checkpoints:
         assert scene.refuse(read_checkpoint(path)) is None, path.name
     scene.start(run)
-    load_run(run)
+    load_model(run)
 
 
 # -- every place of a checkpoint

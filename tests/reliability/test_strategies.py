@@ -25,7 +25,7 @@ from experiments.selftest.scene import (
     wait_for_row,
 )
 from moe_ffn.runs.folder import METRICS_FILE
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
@@ -103,7 +103,7 @@ def test_a_run_in_a_precision_is_resumed_to_the_bit(
 def check_best_weights(run_folder: Path) -> None:
     """They are read without a digit less, and the programs that read them run."""
     best = read_checkpoint(run_folder / "checkpoints/best.ckpt")["state_dict"]
-    loaded = load_run(run_folder)
+    loaded = load_model(run_folder)
     for name, value in loaded.decoder.state_dict().items():
         assert torch.equal(value.double(), best[f"decoder.{name}"].double()), name
     if loaded.config.model.causal:

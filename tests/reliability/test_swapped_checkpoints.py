@@ -10,7 +10,7 @@ from copied_run import NEWEST, OLDER, Do, cases, resume, start_of, trained, unfi
 
 from experiments.selftest.same_run import differences
 from experiments.selftest.scene import finish, options, start
-from moe_ffn.runs.saved_model import load_run
+from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import (
     newest_first,
@@ -123,7 +123,7 @@ def test_the_step_inside_decides(
     assert start.checkpoint == checkpoints / name
     assert start.step == step
     assert said in start.describe(folder)
-    assert load_run(folder).decoder is not None
+    assert load_model(folder).decoder is not None
 
 
 @pytest.mark.parametrize("do", cases({name: row[:1] for name, row in NAMES.items()}, {"swapped"}))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.files import open_file, write_whole
+from moe_ffn.files import open_file, parse_object, write_whole
 from moe_ffn.training.recovery.outage import Outage, count_taken
 
 STEP = "step"
@@ -154,7 +154,7 @@ def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool
 def _read(path: Path, kind: type[AnyLine]) -> Iterator[tuple[bytes, AnyLine | None]]:
     for line in _whole_lines(path):
         try:
-            yield line, kind.model_validate_json(line)
+            yield line, kind.model_validate(parse_object(line))
         except ValidationError:
             yield line, None
 

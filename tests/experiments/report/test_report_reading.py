@@ -7,14 +7,17 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_run import age, raise_alarms, write_metrics, write_run
 
+from moe_ffn import files
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import reader as record
+from moe_ffn.runs.documents import Alarm, Facts
 from moe_ffn.runs.lock import locked
-from moe_ffn.runs.reader import Alarm, Sample, read_run, read_runs
+from moe_ffn.runs.reader import Sample, read_run, read_runs
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -62,7 +65,8 @@ def test_a_run_may_have_a_config_and_a_few_columns(tmp_path: Path) -> None:
 
     run = read_run(tmp_path)
 
-    assert run.facts == run.summary == {}
+    assert not run.facts
+    assert not run.summary
     assert run.samples == run.alarms == []
     assert run.series("train/loss").last == 2.0
     assert len(run.series("train/gradient_norm")) == 0
@@ -92,25 +96,27 @@ def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
     run = read_run(folder)
 
     assert run.state == "training"
-    assert run.config == run.facts == run.summary == {}
-    assert run.samples == [Sample(1, "a", "b"), Sample(2, "", ""), Sample(0, "", "")]
+    assert run.options == {}
+    assert not run.facts
+    assert not run.summary
+    assert run.samples == [Sample(step=1, prompt="a", text="b"), Sample(step=2)]
 
 
 def test_what_cannot_be_read_is_as_good_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "a", experts=0)
-    reading = record.read_text
+    requiring = files._require_file
 
-    def refuse(path: Path, errors: str) -> str:
+    def refuse(path: Path, *rest: Any) -> None:
         if path.name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
             raise PermissionError(13, "Permission denied")
-        return reading(path, errors)
+        requiring(path, *rest)
 
-    monkeypatch.setattr(record, "read_text", refuse)
+    monkeypatch.setattr(files, "_require_file", refuse)
     run = read_run(folder)
 
-    assert (run.samples, run.alarms, run.facts, run.state) == ([], [], {}, "finished")
+    assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
 
 
 def test_metrics_that_cannot_be_read_are_a_mistake_to_mend(
@@ -143,11 +149,11 @@ def test_alarms(tmp_path: Path) -> None:
 
     assert (first.step, first.kind, first.layer) == (300, "collapse", "layer_01")
     assert second == Alarm(
-        420,
-        "loss_spike",
-        None,
-        "The loss rose from 1.61 to 2.90 within 10 steps.",
-        "Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
+        step=420,
+        kind="loss_spike",
+        layer=None,
+        message="The loss rose from 1.61 to 2.90 within 10 steps.",
+        advice="Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
     )
 
 

@@ -1,0 +1,168 @@
+"""What the JSON files of a run's folder hold, each as one typed model.
+
+A disk or an editor may have damaged any of them. A value of a wrong type is as good as absent, so that the
+rest can still be used: `"steps" in document.model_fields_set` tells one from the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from moe_ffn.files import parse_object, read_object
+from moe_ffn.training.config import Precision
+from moe_ffn.training.monitoring.json_lines import Line
+
+Count = Annotated[int, Field(ge=0, le=2**63)]
+Value = float | None | list[float | None] | list[list[float | None]]
+"""A measure, one for each expert, or one for each pair of experts; None where it is not finite."""
+
+
+class Document(BaseModel):
+    """One JSON object, without what is wrong in it; false where nothing is left."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without_what_is_wrong(cls, found: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(found)
+        except ValidationError as error:
+            if not isinstance(found, Mapping):
+                raise
+            wrong = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
+            return handler({key: value for key, value in found.items() if key not in wrong})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The document in a file; an empty one where the file cannot be read or holds no JSON object."""
+        return cls.model_validate(read_object(path) or {})
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The same of the text of a file."""
+        return cls.model_validate(parse_object(text) or {})
+
+    def __bool__(self) -> bool:
+        return bool(self.model_fields_set or self.model_extra)
+
+    def has(self, key: str) -> bool:
+        """Whether the file has a value of the right type there, which may be null."""
+        return key in self.model_fields_set or key in (self.model_extra or {})
+
+
+class Saved(Document):
+    """`saved.json`: which checkpoint is there, unless it was lost."""
+
+    run_id: str = Field(default="", min_length=1)
+    last_saved_step: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """Of the newest checkpoint that the disk took; None before the first."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.has("run_id") and self.has("last_saved_step")
+
+    def to_text(self) -> str:
+        return json.dumps(self.model_dump()) + "\n"
+
+
+class Facts(Document):
+    """`facts.json`: what a run is, beside its options, which stand there too."""
+
+    run_id: str = Field(default="", min_length=1)
+    precision: Precision | None = None
+    """The number format it is trained in."""
+    git_revision: str | None = None
+    corpus_sha256: str | None = None
+    num_params: Count | None = None
+    num_active_params: Count | None = None
+    flops_per_token: Count | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it says what a run that goes on has to know."""
+        return self.precision not in (None, "auto")
+
+
+class LayerSummary(Document):
+    """What was measured of a sparse layer on the validation split."""
+
+    __pydantic_extra__: dict[str, Value] = Field(init=False)
+
+    @property
+    def measures(self) -> Mapping[str, Value]:
+        return self.__pydantic_extra__
+
+
+class Summary(Document):
+    """`summary.json`: the results of a run that came to its end; null where a number is not finite."""
+
+    validation_loss: float | None = None
+    """In nats per token."""
+    validation_bits_per_byte: float | None = None
+    unigram_loss: float | None = None
+    """What a model that knows only the frequencies scores, in nats per token."""
+    tokens_per_second: float | None = None
+    num_alarms: Count | None = None
+    num_skipped_steps: Count | None = None
+    routing: dict[str, LayerSummary] = {}
+
+
+class Alarm(Line):
+    """A line of `alarms.jsonl`."""
+
+    kind: str = ""
+    layer: str | None = None
+    """None where it concerns the whole model."""
+    message: str = ""
+    advice: str = ""
+
+
+class Resumption(Line):
+    """A line of `resumes.jsonl`: the run went on after this step."""
+
+    checkpoint: str | None = None
+    passed_over: list[str] = Field(default_factory=list)
+    changes: dict[str, list[Any]] = Field(default_factory=dict)
+    """Dotted key of an option -> its value before and now."""
+    git_revision: str | None = None
+
+
+def _require_path(value: Any) -> str:
+    """Text, even where it is not UTF-8, which pydantic's own strings have to be."""
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("must be a path")
+    return value
+
+
+class CodeEntry(BaseModel):
+    """Where a piece of code from outside came from."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    path: Annotated[Any, AfterValidator(_require_path)]
+    sha256: str
+    copied: bool
+
+
+class CodeEntries(Document):
+    """`code.json`: by the name of a copy in the run's folder, or of a module."""
+
+    __pydantic_extra__: dict[str, CodeEntry] = Field(init=False)
+
+    @property
+    def entries(self) -> Mapping[str, CodeEntry]:
+        return self.__pydantic_extra__

@@ -1,0 +1,100 @@
+"""`moe_ffn.load_run`: a run in a notebook."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe_ffn
+from moe_ffn.runs.config import TrainConfig
+
+REPOSITORY = Path(__file__).parents[2]
+TEXT = "def f(x):"
+
+
+def test_a_run_has_all_that_its_folder_holds(moe_run: Any, config_of: Any) -> None:
+    run = moe_ffn.load_run(str(moe_run.folder))
+
+    assert (run.name, run.state, run.step) == (moe_run.folder.name, "finished", 6)
+    assert isinstance(run.config, TrainConfig)
+    assert run.config == config_of(moe_run.args)
+    assert run.option("model.ffn.num_experts") == 4
+    assert list(run.rows.column("train/loss").steps) == [2, 4, 6]
+    assert [row["step"] for row in run.rows] == [2, 4, 6]
+    assert run.facts.precision == "32-true"
+    assert run.facts.num_params == sum(p.numel() for p in run.model.parameters())
+    assert run.summary.validation_loss == pytest.approx(run.series("validation/loss").last)
+    assert [sample.step for sample in run.samples] == [4, 6]
+    assert run.alarms == []
+    assert not run.model.training
+    assert run.model is run.model
+
+
+def test_the_routing_of_a_text(moe_run: Any) -> None:
+    run = moe_ffn.load_run(moe_run.folder)
+
+    routings = run.routing(TEXT)
+
+    assert list(routings) == ["layer_00", "layer_01"]
+    with torch.no_grad():
+        ids = run.tokenizer.encode(TEXT.encode())
+        expected = run.model(torch.tensor(ids.tolist())[None]).routings
+    for layer, routing in routings.items():
+        assert routing.num_tokens == len(TEXT)
+        assert torch.equal(routing.expert_ids_N, expected[layer].expert_ids_N)
+    assert run.routing(TEXT.encode()).keys() == routings.keys()
+
+
+def test_what_cannot_be_is_a_sentence(moe_run: Any, tmp_path: Path) -> None:
+    run = moe_ffn.load_run(moe_run.folder)
+    with pytest.raises(moe_ffn.ConfigError) as refused:
+        run.routing("a" * 17)
+    assert str(refused.value) == (
+        f"text: has 17 tokens, but '{moe_run.folder}' was trained on sequences of 16 (data.seq_len); give a "
+        "shorter text"
+    )
+    with pytest.raises(moe_ffn.ConfigError, match="does not exist; give the folder of a run"):
+        moe_ffn.load_run(tmp_path / "nothing")
+
+
+def test_a_run_without_weights_has_all_the_rest(moe_run: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(moe_run.folder, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+
+    run = moe_ffn.load_run(folder)
+
+    assert len(run.rows) == 3
+    assert run.config.seed == 0
+    with pytest.raises(moe_ffn.ConfigError, match="has no checkpoints, so no model to load"):
+        _ = run.model
+
+
+def test_a_user_of_the_layers_needs_neither_yaml_nor_tokenizers() -> None:
+    code = (
+        "import sys; sys.modules.update(yaml=None, tokenizers=None, lightning=None)\n"
+        "import moe_ffn\n"
+        "assert 'load_run' in moe_ffn.__all__\n"
+        "assert not any(name.startswith('moe_ffn.runs') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_reading_a_run_does_not_wait_for_lightning(moe_run: Any) -> None:
+    code = (
+        "import sys, moe_ffn\n"
+        f"run = moe_ffn.load_run({str(moe_run.folder)!r})\n"
+        "assert run.model and run.rows\n"
+        "assert 'lightning' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
+def test_a_name_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match="module 'moe_ffn' has no attribute 'lode_run'"):
+        _ = moe_ffn.lode_run  # pyright: ignore[reportAttributeAccessIssue]
