@@ -100,7 +100,7 @@ ONLY_PLACES = {
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
-    "plotly": {"moe_ffn/report", "moe_ffn/training/monitoring/wandb.py"},
+    "plotly": {"experiments/benchmark", "moe_ffn/report", "moe_ffn/training/monitoring/wandb.py"},
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""
