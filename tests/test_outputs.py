@@ -26,7 +26,7 @@ from moe_ffn.balancing.losses import (
     sequence_load_balancing_loss,
 )
 from moe_ffn.metrics.functional import chosen_experts, logit_max, nonfinite_tokens
-from moe_ffn.metrics.routing import TokenMetrics
+from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.outputs import Routing
 from moe_ffn.report.trace import visits_of
 

@@ -55,8 +55,8 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
-    scores_E = sum_of_scores(routing, "load_balance")
-    return _load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
+    scores_E = _sum_of_scores(routing, "load_balance")
+    return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
 
 def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
@@ -79,11 +79,11 @@ def pooled_load_balancing_loss(layers: Sequence[Routing]) -> Tensor:
             "use load_balance"
         )
     load_E = sum(pairs_per_expert(routing) for routing in layers)
-    scores_E = sum(sum_of_scores(routing, "load_balance_pooled") for routing in layers)
+    scores_E = sum(_sum_of_scores(routing, "load_balance_pooled") for routing in layers)
     num_tokens = sum(routing.num_real_tokens for routing in layers)
     assert isinstance(load_E, Tensor)
     assert isinstance(scores_E, Tensor)
-    return _load_times_scores(load_E, scores_E, num_tokens)
+    return load_times_scores(load_E, scores_E, num_tokens)
 
 
 @takes_routing
@@ -99,7 +99,7 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
     num_tokens_B = torch.full((len(pairs_BE),), length, device=pairs_BE.device)
     if routing.mask_T is not None:
         num_tokens_B = reduce(routing.mask_T.long(), "(b s) -> b", "sum", s=length)
-    losses_B = _load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
+    losses_B = load_times_scores(pairs_BE, scores_BE, num_tokens_B.unsqueeze(-1))
     return losses_B.sum() / (num_tokens_B > 0).sum().clamp(min=1)
 
 
@@ -115,7 +115,7 @@ def global_load_balancing_loss(routing: Routing, pairs_E: Tensor, num_tokens: Te
         pairs_E: `pairs_per_expert`, summed over the batches and ranks of the step.
         num_tokens: real tokens, summed alike.
     """
-    return _load_times_scores(pairs_E, sum_of_scores(routing, "load_balance_global"), num_tokens)
+    return load_times_scores(pairs_E, _sum_of_scores(routing, "load_balance_global"), num_tokens)
 
 
 @takes_routing
@@ -399,12 +399,12 @@ def real_only(values: Tensor, routing: Routing) -> Tensor:
     return values.masked_fill(~routing.mask_T.view(-1, *[1] * (values.ndim - 1)), 0)
 
 
-def sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
+def _sum_of_scores(routing: Routing, needed_by: str) -> Tensor:
     """(E,): each expert's normalised score, summed over the real tokens."""
     return real_only(normalized_scores(routing, needed_by), routing).sum(dim=0)
 
 
-def _load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
+def load_times_scores(pairs_E: Tensor, scores_E: Tensor, num_tokens: Tensor | int) -> Tensor:
     """E * sum_i f_i P_i from the sums behind f and P; leading axes are kept."""
     pairs_E = pairs_E.to(scores_E.dtype)
     load_E = pairs_E / pairs_E.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -23,8 +23,12 @@ from moe_ffn.metrics.functional import (
 )
 
 if TYPE_CHECKING:
-    from moe_ffn.metrics.language import LanguageMetrics
-    from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
+    from moe_ffn.metrics.modular import (
+        CoactivationMetrics,
+        LanguageMetrics,
+        LoadMetrics,
+        TokenMetrics,
+    )
 
 __all__ = [
     "CoactivationMetrics",
@@ -48,9 +52,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'moe_ffn.metrics' has no attribute '{name}'")
-    home = "language" if name == "LanguageMetrics" else "routing"
     try:
-        return getattr(import_module(f"moe_ffn.metrics.{home}"), name)
+        return getattr(import_module("moe_ffn.metrics.modular"), name)
     except ModuleNotFoundError as error:
         if error.name != "torchmetrics":
             raise

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
-    load_balancing_loss,
-    mean_over_tokens,
+    load_times_scores,
     normalized_scores,
     pairs_per_expert,
     pairs_per_sequence,
-    router_entropy_loss,
+    real_only,
     router_z_loss,
-    sum_of_scores,
     token_entropy,
 )
 from moe_ffn.metrics.functional import (
@@ -40,28 +39,51 @@ from moe_ffn.outputs import Routing
 
 # -- how a metric is measured
 
+Axes = Literal["", "E", "EE"]
+
+
+class Batch:
+    """The routing of one layer in one batch, and what several statistics need of it, computed once.
+
+    Args:
+        shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
+    """
+
+    def __init__(self, routing: Routing, shared_share: Tensor | None = None) -> None:
+        self.routing = routing
+        self.shared_share = shared_share
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        return self.routing.num_real_tokens
+
+    @cached_property
+    def pairs_BE(self) -> Tensor:
+        return pairs_per_sequence(self.routing)
+
+    @cached_property
+    def scores_TE(self) -> Tensor:
+        """Normalised, 0 for padding."""
+        return real_only(normalized_scores(self.routing, "a metric"), self.routing)
+
 
 @dataclass(frozen=True)
 class Statistic:
-    """What is added up of every Routing, over batches and ranks."""
+    """What is added up over batches and ranks."""
 
     name: str
-    of: Callable[..., Tensor]
-    """Of a Routing."""
-    axes: Literal["", "E", "EE"] = ""
+    of: Callable[[Batch], Tensor]
+    axes: Axes = ""
     dtype: torch.dtype = torch.float32
     reduce: Literal["sum", "max"] = "sum"
-    takes_share: bool = False
-    """Its function also takes the layer's share in `FFNOutput.shared_shares`, None without one."""
 
     def zeros(self, num_experts: int) -> Tensor:
         """What it is before the first batch."""
         return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
 
-    def add(self, before: Tensor, routing: Routing, shared_share: Tensor | None = None) -> Tensor:
+    def add(self, before: Tensor, batch: Batch) -> Tensor:
         """Its value with one more batch."""
-        value = self.of(routing, shared_share) if self.takes_share else self.of(routing)
-        value = value.to(before.dtype)
+        value = self.of(batch).to(before.dtype)
         return before.maximum(value) if self.reduce == "max" else before + value
 
 
@@ -75,18 +97,24 @@ class Measure:
     statistics: tuple[Statistic, ...]
 
 
-def _num_places(routing: Routing) -> Tensor:
-    if routing.capacity is None:
-        return torch.zeros_like(routing.num_real_tokens)
-    return routing.capacity * routing.num_experts
+def _num_dropped(batch: Batch) -> Tensor:
+    return (batch.routing.dropped_N & batch.routing.real_N).sum()
 
 
-def _top1_margin(routing: Routing) -> Tensor:
-    return mean_over_tokens(top1_margin(normalized_scores(routing, "top1_margin")), routing)
+def _num_places(batch: Batch) -> Tensor:
+    capacity = batch.routing.capacity
+    if capacity is None:
+        return torch.zeros_like(batch.num_tokens)
+    return capacity * batch.routing.num_experts
 
 
-def _shared_share(routing: Routing, shared_share: Tensor | None) -> Tensor:
-    return routing.num_real_tokens * (torch.nan if shared_share is None else shared_share)
+def _shared_shares(batch: Batch) -> Tensor:
+    return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
+
+
+def _load_balance(batch: Batch) -> Tensor:
+    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
+    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
 
 def _mean(total: Tensor, num: Tensor) -> Tensor:
@@ -111,27 +139,32 @@ def _coactivation_max(counts_EE: Tensor) -> Tensor:
     return coactivation(counts_EE).fill_diagonal_(0).max()
 
 
-PAIRS = Statistic("pairs_E", pairs_per_expert, "E", torch.int64)
-DROPPED = Statistic("num_dropped", lambda r: (r.dropped_N & r.real_N).sum(), dtype=torch.int64)
-PLACES = Statistic("num_places", _num_places, dtype=torch.int64)
-TOKENS = Statistic("num_tokens", lambda r: r.num_real_tokens, dtype=torch.int64)
-NONFINITE = Statistic("num_nonfinite", nonfinite_tokens, dtype=torch.int64)
-SEQUENCES = Statistic(
-    "num_sequences", lambda r: pairs_per_sequence(r).any(dim=-1).sum(), dtype=torch.int64
-)
+def _counted(name: str, of: Callable[[Batch], Tensor], axes: Axes = "") -> Statistic:
+    return Statistic(name, of, axes, torch.int64)
+
+
+PAIRS = _counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
+DROPPED = _counted("num_dropped", _num_dropped)
+PLACES = _counted("num_places", _num_places)
+TOKENS = _counted("num_tokens", lambda b: b.num_tokens)
+NONFINITE = _counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing))
+SEQUENCES = _counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
+CHOSEN_TOGETHER = _counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
+
+SCORES = Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E")
+ENTROPIES = Statistic("entropies", lambda b: token_entropy(b.scores_TE).sum())
+MARGINS = Statistic("top1_margins", lambda b: top1_margin(b.scores_TE).sum())
+SHARED = Statistic("shared_shares", _shared_shares)
+BALANCE = Statistic("load_balance", _load_balance)
 VIOLATIONS = Statistic(
-    "sequence_violations",
-    lambda r: max_violation(pairs_per_sequence(r).float()).clamp(min=0).sum(),
+    "sequence_violations", lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum()
 )
-SCORES = Statistic("scores_E", lambda r: sum_of_scores(r, "entropy_of_mean"), "E")
-SHARED = Statistic("shared_shares", _shared_share, takes_share=True)
-LARGEST_LOGIT = Statistic("logit_max", logit_max, reduce="max")
-CHOSEN_TOGETHER = Statistic("counts_EE", coactivation_counts, "EE", torch.int64)
+LARGEST_LOGIT = Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max")
 
 
 def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
     """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
-    total = Statistic(name, lambda routing: function(routing) * routing.num_real_tokens)
+    total = Statistic(name, lambda batch: function(batch.routing) * batch.num_tokens)
     return Measure(_mean, (total, TOKENS))
 
 
@@ -260,7 +293,7 @@ LAYER_METRICS = _table(
         "sure",
         healthy="falls from log E as the router decides",
         measured="last step",
-        measure=per_token("entropies", router_entropy_loss),
+        measure=Measure(_mean, (ENTROPIES, TOKENS)),
         label="entropy",
     ),
     Metric(
@@ -313,7 +346,7 @@ LAYER_METRICS = _table(
         healthy="grows from 0 as the router decides",
         requires="at least two experts",
         measured="last step",
-        measure=per_token("top1_margins", _top1_margin),
+        measure=Measure(_mean, (MARGINS, TOKENS)),
     ),
     Metric(
         key="shared_share",
@@ -407,7 +440,7 @@ LAYER_METRICS = _table(
         formula="the Switch loss of the layer before its weight, of each batch and rank by itself",
         healthy="1",
         measured="last step",
-        measure=per_token("load_balance", load_balancing_loss),
+        measure=Measure(_mean, (BALANCE, TOKENS)),
     ),
     Metric(
         key="router_z",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
-from moe_ffn.metrics.language import LanguageMetrics
+from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.objective import (

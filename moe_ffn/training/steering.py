@@ -1,8 +1,7 @@
-"""What steers routers from step to step: biases and the weight of sparsity.
+"""What steers routers from step to step without a gradient: their biases, and the weight of sparsity.
 
-Neither is trained by a gradient. Both are moved once per optimizer step, by what its batches and ranks
-observed together, and both are kept in checkpoints: the biases as buffers of their routers, the weight
-as a buffer of `RouterSteering`.
+Both are moved once per optimizer step, by what its batches and ranks observed together, and kept in
+checkpoints: the biases as buffers of their routers, the weight as a buffer of `RouterSteering`.
 """
 
 from __future__ import annotations
@@ -47,11 +46,12 @@ class RouterSteering(nn.Module):
         for name, routing in routings.items():
             bias_E = routers[name].correction_bias_E if name in routers else None
             if bias_E is not None:
-                _add(self._observed, name, self.rule.observe(routing, bias_E))
+                observed_E = self.rule.observe(routing, bias_E)
+                self._observed[name] = observed_E + self._observed.get(name, 0)
             if routing.target_k is not None:
-                pairs = pairs_per_expert(routing).sum()
-                tokens = routing.num_real_tokens
-                _add(self._densities, name, torch.stack([pairs / routing.target_k, tokens]))
+                used = pairs_per_expert(routing).sum() / routing.target_k
+                counts = torch.stack([used, routing.num_real_tokens])
+                self._densities[name] = counts + self._densities.get(name, 0)
 
     @torch.no_grad()
     def step(self, routers: Mapping[str, Router], reduce: Reduce, num_ranks: int = 1) -> None:
@@ -71,7 +71,3 @@ class RouterSteering(nn.Module):
     def forget(self) -> None:
         """Drop what was observed: of batches that no step is made of."""
         self._observed, self._densities, self._num_batches = {}, {}, 0
-
-
-def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value

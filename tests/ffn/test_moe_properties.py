@@ -33,7 +33,7 @@ from torch import Tensor
 from moe_ffn import TokenContext
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.metrics.routing import CoactivationMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
 from moe_ffn.outputs import Routing
 
 # ------------------------------------------------------------------------------- what is promised

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_ffn.metrics.language import LanguageMetrics
+from moe_ffn.metrics.modular import LanguageMetrics
 
 
 def test_loss_is_per_token_and_bits_are_per_byte() -> None:

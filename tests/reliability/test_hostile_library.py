@@ -25,7 +25,7 @@ from moe_ffn import (
 from moe_ffn.balancing.losses import pairs_per_expert
 from moe_ffn.metrics import LanguageMetrics, LoadMetrics, churn, load_cv, max_violation, top1_margin
 from moe_ffn.metrics.functional import rank_max_violation
-from moe_ffn.metrics.routing import CoactivationMetrics, TokenMetrics
+from moe_ffn.metrics.modular import CoactivationMetrics, TokenMetrics
 from moe_ffn.model.generate import generate
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig

@@ -10,7 +10,7 @@ import torch
 from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.balancing.losses import importance_cv2_loss
 from moe_ffn.metrics.functional import max_violation
-from moe_ffn.metrics.routing import LoadMetrics
+from moe_ffn.metrics.modular import LoadMetrics
 from moe_ffn.training.objective import ObjectiveConfig, objective
 from moe_ffn.training.steering import RouterSteering
 

@@ -157,7 +157,8 @@ def test_a_new_entry_of_the_table_is_weighed_and_shown(
 ) -> None:
     """The highest weight of a pair, as a class of weights with one more field would name it."""
     highest = BalancingLoss(
-        lambda routing: routing.scores_TE.max(), concerns=lambda r: r.scores_TE[0, 0] > 0.6
+        lambda routing: routing.scores_TE.max(),
+        concerns=lambda r: r.expert_ids_N.tolist() == [0, 0],
     )
     monkeypatch.setitem(BALANCING_LOSSES, "highest_score", highest)
     monkeypatch.setattr(ObjectiveConfig, "highest_score", 2.0, raising=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 
 from moe_ffn.metrics.functional import chosen_experts, churn, idle_steps, rank_max_violation
-from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
+from moe_ffn.metrics.table import Batch, Measured, compute, measured_in, statistics_of
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel
@@ -49,10 +49,9 @@ class RoutingByLayer:
                 device = routing.token_ids_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
-                sums, share = self.sums[layer], shared_shares.get(layer)
+                sums, batch = self.sums[layer], Batch(routing, shared_shares.get(layer))
                 for statistic in self.statistics:
-                    name = statistic.name
-                    sums[name] = statistic.add(sums[name], routing, share)
+                    sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
     def close(self) -> ByLayer:
         """The values of each layer over all batches and ranks, on the CPU; then everything begins anew."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from synthetic_run import write_metrics
 
-from moe_ffn.metrics.routing import TokenMetrics
+from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, per_token
 from moe_ffn.outputs import Routing
 from moe_ffn.report.dashboard import build_workspace, to_json
