@@ -64,7 +64,7 @@ class Batch:
     @cached_property
     def scores_TE(self) -> Tensor:
         """Normalised, 0 for padding."""
-        return real_only(normalized_scores(self.routing, "a metric"), self.routing)
+        return real_only(normalized_scores(self.routing, "TokenMetrics"), self.routing)
 
 
 @dataclass(frozen=True)
