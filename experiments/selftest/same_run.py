@@ -33,9 +33,11 @@ def differences(one: Path, other: Path) -> list[str]:
     )
 
     logs = one / METRICS_FILE, other / METRICS_FILE
+    rows = [[dict(row) for row in read_lines(log, Row)] for log in logs]
+    damaged = [num_damaged(log, Row) for log in logs]
     found = [
-        *_differ(*(list(map(dict, read_lines(log, Row))) for log in logs), METRICS_FILE),
-        *_differ(*(num_damaged(log, Row) for log in logs), "damaged lines"),
+        *_differ(rows[0], rows[1], METRICS_FILE),
+        *_differ(damaged[0], damaged[1], "damaged lines"),
         *_differ(_json(one / SUMMARY_FILE), _json(other / SUMMARY_FILE), SUMMARY_FILE),
     ]
     for name in (ALARMS_FILE, SAMPLES_FILE):

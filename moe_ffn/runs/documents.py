@@ -100,7 +100,7 @@ class Facts(Document):
 class LayerSummary(Document):
     """What was measured of a sparse layer on the validation split."""
 
-    __pydantic_extra__: dict[str, Value] = Field(init=False)
+    __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def measures(self) -> Mapping[str, Value]:
@@ -161,7 +161,7 @@ class CodeEntry(BaseModel):
 class CodeEntries(Document):
     """`code.json`: by the name of a copy in the run's folder, or of a module."""
 
-    __pydantic_extra__: dict[str, CodeEntry] = Field(init=False)
+    __pydantic_extra__: dict[str, CodeEntry]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def entries(self) -> Mapping[str, CodeEntry]:

@@ -17,7 +17,7 @@ from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.documents import Alarm, Facts, Summary, Value
+from moe_ffn.runs.documents import Alarm, Facts, Summary
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CONFIG_FILE,
@@ -135,7 +135,7 @@ class Run:
         return {layer: loads for layer, found in self.layers.items() if (loads := _experts(found))}
 
     @cached_property
-    def validated(self) -> Mapping[str, Mapping[str, Value]]:
+    def validated(self) -> Mapping[str, Mapping[str, Any]]:
         """Sparse layer -> measure -> its value on the validation split, the last known."""
         if self.summary.routing:
             return {layer: values.measures for layer, values in self.summary.routing.items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ffn.files import write_whole
-from moe_ffn.training.monitoring.json_lines import STEP, Row
+from moe_ffn.training.monitoring.json_lines import STEP, Cell, Row
 
 if TYPE_CHECKING:
     import pandas
@@ -107,9 +107,7 @@ class Rows:
         return pandas.DataFrame(columns).rename_axis(STEP)
 
 
-def flat(
-    values: Mapping[str, float | list[float | None] | None],
-) -> dict[str, float | None]:
+def flat(values: Mapping[str, Cell]) -> dict[str, float | None]:
     """`{"load": [0.25, 0.75]}` as `{"load/expert_00": 0.25, "load/expert_01": 0.75}`."""
     cells: dict[str, float | None] = {}
     for key, value in values.items():

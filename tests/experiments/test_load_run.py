@@ -97,4 +97,4 @@ def test_reading_a_run_does_not_wait_for_lightning(moe_run: Any) -> None:
 
 def test_a_name_that_there_is_not() -> None:
     with pytest.raises(AttributeError, match="module 'moe_ffn' has no attribute 'lode_run'"):
-        _ = moe_ffn.lode_run  # pyright: ignore[reportAttributeAccessIssue]
+        _ = moe_ffn.lode_run

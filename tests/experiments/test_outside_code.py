@@ -20,6 +20,7 @@ from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import find_code
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import CodeEntries
 from moe_ffn.runs.folder import make_run_folder
 from moe_ffn.runs.outside_code import (
     code_files,
@@ -142,7 +143,7 @@ def test_a_run_keeps_a_copy_that_its_config_names(own: Path, tmp_path: Path) -> 
     }
     # The copy is named as it was, so that a run that goes on writes what is there.
     assert portable_options(kept) == options
-    assert code_files(kept, files["code.json"]) == code_files(config)
+    assert code_files(kept, CodeEntries.parse(files["code.json"]).entries) == code_files(config)
 
 
 def test_two_files_of_one_name_are_kept_apart(own: Path, tmp_path: Path) -> None:

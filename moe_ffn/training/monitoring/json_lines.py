@@ -18,6 +18,10 @@ VALIDATION_LOSS = "validation/loss"
 """A key of the rows of validations alone."""
 
 
+Cell = float | list[float | None] | None
+"""What a row has under a key; a number may be NaN or infinite."""
+
+
 class Line(BaseModel):
     """One object of a log."""
 
@@ -30,10 +34,10 @@ class Line(BaseModel):
 class Row(Line):
     """A row of metrics: beside its step numbers, and lists with a number for each expert."""
 
-    __pydantic_extra__: dict[str, float | list[float | None] | None] = Field(init=False)
+    __pydantic_extra__: dict[str, Cell]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
-    def values(self) -> Mapping[str, float | list[float | None] | None]:
+    def values(self) -> Mapping[str, Cell]:
         return self.__pydantic_extra__
 
     @property

@@ -12,8 +12,8 @@ from moe_ffn.report.markup import spread
 from moe_ffn.runs.reader import Series
 
 
-def series(steps: list[float], values: list[float]) -> Series:
-    return Series(array("d", steps), array("d", values))
+def series(steps: list[int], values: list[float]) -> Series:
+    return Series(array("q", steps), array("d", values))
 
 
 def test_a_short_series_stays_as_it_is() -> None:
@@ -51,7 +51,7 @@ def test_rows_share_their_steps_and_have_none_where_they_were_not_measured() -> 
 
 @pytest.mark.parametrize("length", [1, 499, 500, 501, 12_345])
 def test_there_are_never_more_points_than_asked_for(length: int) -> None:
-    grid = average(series([10.0 * n for n in range(length)], [1.0] * length), 500)
+    grid = average(series([10 * n for n in range(length)], [1.0] * length), 500)
 
     assert len(grid.steps) == len(grid.values[0]) == min(length, 500)
     assert set(grid.values[0]) == {1}

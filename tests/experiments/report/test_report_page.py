@@ -447,7 +447,7 @@ def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
 
 
 def test_of_series_that_are_averaged_the_longest_is_told() -> None:
-    long, short = (Series(array("d", range(rows)), array("d", [1.0] * rows)) for rows in (1500, 10))
+    long, short = (Series(array("q", range(rows)), array("d", [1.0] * rows)) for rows in (1500, 10))
     assert how_drawn([short, long], 500) == "Each point is the mean of about 3 rows."
     assert how_drawn([short], 500) == ""
 
