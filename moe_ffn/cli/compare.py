@@ -27,7 +27,7 @@ from moe_ffn.commands import as_typed, command, process
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, first_line, printable, reason, show
 from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
-from moe_ffn.runs.config import TrainConfig, not_a_folder_name
+from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
 from moe_ffn.runs.folder import (
     CONFIG_FILE,
     SUMMARY_FILE,
@@ -37,8 +37,6 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.lock import locked
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.runs.record import differences
-from moe_ffn.runs.resume import own_config
 from moe_ffn.trust import FLAG, UntrustedCodeError, take_trust
 
 HELP = (

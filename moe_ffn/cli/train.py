@@ -17,21 +17,22 @@ from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.ranks import check_environment, is_first_rank
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
+    REPORT_FILE,
     check_can_be_read,
     check_is_run,
     check_run_folder,
+    is_finished,
     is_run,
     named_run_folder,
     output_dir,
 )
 from moe_ffn.runs.lock import is_trained_here
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.runs.record import differences, fixed_options
-from moe_ffn.runs.resume import Resume, _without_page, is_finished, own_config
+from moe_ffn.runs.record import fixed_options
 from moe_ffn.trust import FLAG as TRUST_CODE
 from moe_ffn.trust import take_trust
 
@@ -146,6 +147,13 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
         )
     changes = differences(comparable_options(own), comparable_options(config))
     return Resume(folder, config, changes, own)
+
+
+def _without_page(folder: Path) -> str:
+    """What is said of a run that died between its summary and its page; empty of others."""
+    if (folder / REPORT_FILE).is_file():
+        return ""
+    return f", but its page was not written: {command('report')} {folder}"
 
 
 def _newest(config: TrainConfig) -> Path:

@@ -35,7 +35,7 @@ from moe_ffn.runs.assemble import (
     quiet_libraries,
     run_facts,
 )
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.documents import Saved
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
@@ -58,13 +58,12 @@ from moe_ffn.runs.outside_code import (
     say_changed_code,
 )
 from moe_ffn.runs.record import checkpoint_identity, identity, new_run_id
-from moe_ffn.runs.resume import Resume
+from moe_ffn.runs.resume import go_back
 from moe_ffn.runs.start import (
     Start,
     check_documents,
     find_start,
     first_precision,
-    go_back,
     how_to_go_on,
 )
 from moe_ffn.training.data_module import validation_batches

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.errors import printable, show
-from moe_ffn.runs.record import differences
+from moe_ffn.runs.config import differences
 from moe_ffn.runs.value_checks import describe, require_finite, require_plain, require_same_kind
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 from pydantic import Field, field_validator, model_validator
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.config import Config
+from moe_ffn.config_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
+from moe_ffn.errors import ConfigError
 from moe_ffn.layer_names import short_name
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
@@ -74,3 +81,49 @@ class TrainConfig(Config, frozen=True):
             if weight and (objection := loss.objection(routers)):
                 raise ValueError(f"objective.{name} ({weight:g}) {objection}")
         return self
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run that is to go on, and with which options."""
+
+    folder: Path
+    config: TrainConfig
+    changes: Mapping[str, tuple[Any, Any]]
+    """What differs from the run's own options: dotted key -> value before and now."""
+    own: TrainConfig
+    """The options in the run's folder."""
+
+
+def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:
+    """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
+
+    Raises:
+        ConfigError: it cannot be read, or an option is not there, or it names code that nobody trusts.
+    """
+    config = read_config(path, TrainConfig, trust_code=trust_code)
+    given = read_yaml(path, where=f"'{path}'")
+    lacking = [
+        key for key, (found, _) in differences(given, config.to_dict()).items() if found is None
+    ]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(
+            f"'{path}' lacks {lacking[0]}{more}, so it was cut short, or is of another version; put back "
+            "what it was"
+        )
+    return config
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*before, *(key for key in now if key not in before)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found

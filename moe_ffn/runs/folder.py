@@ -233,6 +233,11 @@ def is_run(path: Path) -> bool:
     return False
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder came to its end."""
+    return (folder / SUMMARY_FILE).is_file()
+
+
 def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
 

@@ -16,7 +16,7 @@ from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.documents import Alarm, Facts, Summary
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
@@ -28,7 +28,6 @@ from moe_ffn.runs.folder import (
     check_is_run,
 )
 from moe_ffn.runs.lock import is_trained_here
-from moe_ffn.runs.resume import own_config
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.runs.saved_model import SavedModel, load_model
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines

@@ -179,20 +179,6 @@ def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, 
     }
 
 
-def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value before, value now), of everything in which two nested mappings differ."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in [*before, *(key for key in now if key not in before)]:
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found |= differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found[f"{prefix}{key}"] = (old, new)
-    return found
-
-
 def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
     values = json.dumps(tokenizer.to_dict(), sort_keys=True)
     return {"sha256": hashlib.sha256(values.encode()).hexdigest()}

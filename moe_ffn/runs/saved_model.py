@@ -18,11 +18,10 @@ from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_load
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, check_has_weights
 from moe_ffn.runs.outside_code import say_changed_code
 from moe_ffn.runs.record import RunRecord, identity_of_weights
-from moe_ffn.runs.resume import own_config
 from moe_ffn.training.recovery.checkpoint_file import IDENTITY, CheckpointError, newest_first
 
 _PREFIX = "decoder."

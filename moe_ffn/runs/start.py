@@ -1,8 +1,7 @@
-"""Where a run that goes on begins, and its folder brought back to there."""
+"""Where a run that goes on begins: at the newest of its checkpoints that is whole and its own."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from moe_ffn.commands import command
 from moe_ffn.data.documents import Documents, changed
-from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import read_object, read_text, remove_unfinished, write_whole
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import read_object
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_resume
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.documents import Facts
@@ -20,21 +19,14 @@ from moe_ffn.runs.folder import (
     DOCUMENTS_FILE,
     FACTS_FILE,
     METRICS_FILE,
-    RESUMES_FILE,
     SAVED_FILE,
     SUMMARY_FILE,
-    git_revision,
 )
 from moe_ffn.runs.record import (
-    CHANGEABLE,
     PRECISION,
     RUN_ID,
     RunRecord,
-    changeable_options,
-    differences,
 )
-from moe_ffn.runs.repair import cut_logs, repair_files
-from moe_ffn.runs.resume import Resume
 from moe_ffn.runs.training_checks import require_training
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.module import LanguageModel
@@ -44,7 +36,6 @@ from moe_ffn.training.recovery.checkpoint_file import (
     is_misnamed,
     likely_step,
     newest_first,
-    pass_over,
     step_inside,
     step_name,
     step_of,
@@ -219,57 +210,6 @@ def first_precision(folder: Path, start: Start, precision: str) -> str:
     """What `trainer.precision: auto` was when the run began; `precision` where nobody knows any more."""
     known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
     return next((str(name) for name in PRECISIONS if name in known), precision)
-
-
-def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
-    """Remove what was written after the checkpoint, and note down that the run goes on.
-
-    What is damaged is mended, with a line about it.
-
-    Args:
-        files: what the run would be begun with now, by name.
-
-    Returns:
-        the same, with what is known of its beginning.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    folder = resume.folder
-    line: dict[str, Any] = {
-        "step": start.step,
-        "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
-        "passed_over": start.passed_over,
-        "changes": {**_changes_since(start, resume.config), **resume.changes},
-        "git_revision": git_revision(),
-    }
-    try:
-        remove_unfinished(folder)
-        _pass_over_others(folder / CHECKPOINTS_FOLDER, start)
-        cut_logs(folder, start.step, start.callbacks)
-        (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        resumes = read_text(path, "replace") if (path := folder / RESUMES_FILE).exists() else ""
-        write_whole(path, f"{resumes}{json.dumps(line)}\n")
-        files = repair_files(resume, files)
-    except OSError as error:
-        raise ConfigError(
-            f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "
-            "mend its permissions"
-        ) from error
-    return files
-
-
-def _pass_over_others(checkpoints: Path, start: Start) -> None:
-    """Rename those of this step and of later ones: read again one day, they would be of another past."""
-    for path in newest_first(checkpoints):
-        if likely_step(path) >= start.step and path != start.checkpoint:
-            pass_over(path)
-
-
-def _changes_since(start: Start, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The options that are not those with which the checkpoint was made, whoever changed them."""
-    made_with = start.made_with.get(CHANGEABLE)
-    return {} if made_with is None else differences(made_with, changeable_options(config))
 
 
 def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:

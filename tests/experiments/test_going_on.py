@@ -20,11 +20,11 @@ from moe_ffn.config_files import to_yaml
 from moe_ffn.data.documents import Documents
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.checkpoints import newest_good, refusal_to_load, refusal_to_resume
-from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.documents import Saved
-from moe_ffn.runs.record import differences, identity
-from moe_ffn.runs.resume import Resume
-from moe_ffn.runs.start import Start, check_documents, find_start, go_back
+from moe_ffn.runs.record import identity
+from moe_ffn.runs.resume import go_back
+from moe_ffn.runs.start import Start, check_documents, find_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery import checkpoint_keeper
