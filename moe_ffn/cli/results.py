@@ -107,7 +107,7 @@ class Results:
                 layer: {
                     name: _rounded(value)
                     for name, value in values.items()
-                    if value.ndim < 2 or len(value) <= MOST_COACTIVATION
+                    if value.ndim < 2 or len(value) <= MAX_COACTIVATION_EXPERTS
                 }
                 for layer, values in self.routing.items()
             },
@@ -131,7 +131,7 @@ def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
     print(f"diverged: {error}\ndiverged: {left}; {what_to_try}", file=sys.stderr)
 
 
-MOST_COACTIVATION = 64
+MAX_COACTIVATION_EXPERTS = 64
 """Of more experts than this the summary keeps no matrix of who comes with whom; it would be a megabyte."""
 
 
@@ -180,53 +180,39 @@ def _without_nan(value: Any) -> Any:
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
     """What will be trained: layers, FFN types, parameters, FLOPs and tokens per step."""
     model, seq_len = config.model, config.data.seq_len
-    total = model.num_params(vocab_size, seq_len)
-    active = model.num_active_params(vocab_size, seq_len)
-    flops = model.flops_per_token(vocab_size, seq_len)
-    batches = config.trainer.accumulate_grad_batches
-    tokens = config.data.batch_size * seq_len * batches
-    table = Table(title="Model", title_justify="left", show_header=True, box=None, pad_edge=False)
+    d_model, attention = model.d_model, model.attention
+    table = Table(title="Model", title_justify="left", box=None, pad_edge=False)
     table.add_column("part")
     table.add_column("what")
     for name in ("parameters", "active", "FLOPs/token"):
         table.add_column(name, justify="right")
-    embeddings = vocab_size * model.d_model * (1 if model.tie_embeddings else 2)
-    embeddings += 0 if model.causal else model.d_model  # of the mask
-    tied = "tied" if model.tie_embeddings else "untied"
-    output_flops = linear_flops(model.d_model, vocab_size)  # looking an embedding up costs none
-    table.add_row(
-        "embeddings, output",
-        f"{vocab_size} x {model.d_model}, {tied}",
-        *_counts(embeddings, embeddings, output_flops),
-    )
-    attention = model.attention.num_params(model.d_model)
-    heads = f"{model.attention.num_heads} heads, {model.attention.kv_heads} key-value"
-    attention_flops = model.attention.flops_per_token(model.d_model, seq_len, model.causal)
-    table.add_row(
-        f"attention x {model.num_layers}",
-        heads,
-        *_counts(
-            model.num_layers * attention,
-            model.num_layers * attention,
-            model.num_layers * attention_flops,
-        ),
-    )
+
+    def add(part: str, what: str, params: int, active: int, flops: int, count: int = 1) -> None:
+        table.add_row(part, what, *(_short(count * size) for size in (params, active, flops)))
+
+    embeddings = vocab_size * d_model * (1 if model.tie_embeddings else 2)
+    embeddings += 0 if model.causal else d_model  # of the mask
+    what = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
+    output_flops = linear_flops(d_model, vocab_size)  # looking an embedding up costs none
+    add("embeddings, output", what, embeddings, embeddings, output_flops)
+    what = f"{attention.num_heads} heads, {attention.kv_heads} key-value"
+    params = attention.num_params(d_model)
+    flops = attention.flops_per_token(d_model, seq_len, model.causal)
+    add(f"attention x {model.num_layers}", what, params, params, flops, count=model.num_layers)
     for ffn, layers in _runs(model.layer_ffns()):
-        table.add_row(
-            f"ffn {_span(layers)}",
-            ffn.describe(),
-            *_counts(
-                len(layers) * ffn.num_params(model.d_model),
-                len(layers) * ffn.num_active_params(model.d_model),
-                len(layers) * ffn.flops_per_token(model.d_model, seq_len),
-            ),
-        )
-    rest = model.num_norm_params() + model.positions.num_params(model.d_model, seq_len)
-    table.add_row(
-        "norms, positions", f"{model.norm.type}, {model.positions.type}", *_counts(rest, rest, 0)
-    )
+        params, active = ffn.num_params(d_model), ffn.num_active_params(d_model)
+        flops = ffn.flops_per_token(d_model, seq_len)
+        add(f"ffn {_span(layers)}", ffn.describe(), params, active, flops, count=len(layers))
+    params = model.num_norm_params() + model.positions.num_params(d_model, seq_len)
+    add("norms, positions", f"{model.norm.type}, {model.positions.type}", params, params, 0)
     table.add_section()
-    table.add_row("total", f"{tokens:,} tokens per step", *_counts(total, active, flops))
+    add(
+        "total",
+        f"{config.data.batch_size * seq_len * config.trainer.accumulate_grad_batches:,} tokens per step",
+        model.num_params(vocab_size, seq_len),
+        model.num_active_params(vocab_size, seq_len),
+        model.flops_per_token(vocab_size, seq_len),
+    )
     return table
 
 
@@ -330,10 +316,6 @@ def _shade(share: float, num_experts: int) -> Text:
     ratio = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
     style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
     return Text(f"{percent(share, percent_digits(num_experts)):>4}", style=style)
-
-
-def _counts(total: int, active: int, flops: int) -> list[str]:
-    return [_short(total), _short(active), _short(flops)]
 
 
 def _short(count: float) -> str:
