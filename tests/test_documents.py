@@ -60,11 +60,13 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
                 assert run([*argv, *tiny]) == 0, line
         printed += capsys.readouterr().out
 
-    assert names["losses"][-1] < 0.7 * names["losses"][0], "the model of the first step learns"
+    assert names["counting"][-1] < 0.7 * names["counting"][0], "the model of the first step learns"
     assert names["load_E"].sum() == 2 * 16 * 16, "two experts of each token"
     assert "pairs of each expert: [" in printed
     assert Path("runs/report.html").is_file()
     assert "layer 0" in printed
+    assert names["first_layer"].num_experts == 8
+    assert len(names["losses"]) > 0
     assert Path("runs/direction/summary.json").is_file()
     assert "MaxVio" in printed
     assert names["output"].routing.num_experts == 8
