@@ -17,7 +17,7 @@ from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
 # The same examples every time, however slow the machine. `--hypothesis-profile many` is what
-# `python -m experiments.selftest properties` asks for.
+# `tests/reliability/test_layer_properties.py` asks for.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("many", settings.get_profile("repeatable"), max_examples=2000)
 settings.load_profile("repeatable")

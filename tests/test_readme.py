@@ -117,11 +117,6 @@ def test_every_command_succeeds(
         assert run([module, *arguments, "--json", "-"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
         return
-    if module == "experiments.selftest":  # tests/selftest has the cases
-        assert run([f"{module}.__main__", "--list"]) == 0
-        assert "--short" in arguments
-        assert "kills" in capsys.readouterr().out
-        return
     if "--resume" in arguments:
         assert run([module, *TINY, "--run.name", "my-run"]) == 0
         (Path("runs/my-run") / "summary.json").unlink()  # as if it had been killed at its end

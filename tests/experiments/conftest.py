@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from browser import chromium
 from playwright.sync_api import Browser
+from snapshot import snapshot
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
@@ -127,13 +128,6 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-def _tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"a folder"
-        for path in folder.rglob("*")
-    }
-
-
 @pytest.fixture
 def refuse(
     tiny_yaml: Path,
@@ -144,7 +138,7 @@ def refuse(
     """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
 
     def run(*argv: str, lines: int = 1) -> str:
-        before = _tree(tmp_path)
+        before = snapshot(tmp_path)
         args = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache"), *argv]
         monkeypatch.setattr(sys, "argv", ["train.py", *args])
         code = exit_on_bad_input(main)
@@ -156,7 +150,7 @@ def refuse(
         assert all(line.startswith("error: ") for line in errors), printed.err
         assert "Traceback" not in printed.err + printed.out
         assert printed.out == "", "a run was announced that does not happen"
-        assert _tree(tmp_path) == before, "something was written"
+        assert snapshot(tmp_path) == before, "something was written"
         return "\n".join(line.removeprefix("error: ") for line in errors)
 
     return run

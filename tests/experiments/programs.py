@@ -9,5 +9,4 @@ PROGRAMS = (
     "trace",
     "dashboard",
     "benchmark.__main__",
-    "selftest.__main__",
 )

@@ -1,4 +1,7 @@
-"""Counts what is tried here: after `make test-reliability`, a table for docs/reliability.md."""
+"""Counts what is tried here: after `make test-reliability`, a table for docs/reliability.md.
+
+Below it stands what cases have measured, which they hand to `record_property("measured", ...)`.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for file in sorted(files):
         mine = [(outcome, report) for outcome, report in reports if _file(report) == file]
         terminalreporter.write_line(_line(file, mine))
+    measured = Counter(
+        f"{_name(_file(report))}: {text}"
+        for _, report in reports
+        for kind, text in report.user_properties
+        if kind == "measured"
+    )
+    for text, times in sorted(measured.items()):
+        terminalreporter.write_line(f"{text} ({times} times)" if times > 1 else text)
 
 
 def _file(report: pytest.TestReport) -> Path:
     return HERE.parents[1] / report.nodeid.partition("::")[0]
+
+
+def _name(file: Path) -> str:
+    return file.stem.removeprefix("test_")
 
 
 def _line(file: Path, reports: Iterable[tuple[str, pytest.TestReport]]) -> str:
@@ -45,9 +60,8 @@ def _line(file: Path, reports: Iterable[tuple[str, pytest.TestReport]]) -> str:
         counts[outcome] += 1
         seconds += getattr(report, "duration", 0.0)  # not of a file that cannot be imported
     broken = counts["failed"] + counts["error"]
-    name = file.stem.removeprefix("test_")
     return (
-        f"| `{name}` | {_promise(file)} | {counts['passed']} | {broken} | {counts['skipped']} "
+        f"| `{_name(file)}` | {_promise(file)} | {counts['passed']} | {broken} | {counts['skipped']} "
         f"| {seconds:.0f} |"
     )
 

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
-import pytest
+from snapshot import snapshot
+from tiny_runs import Finished, run_here
 
-from experiments.selftest import scene
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.errors import ConfigError
 
 MAX_SECONDS = 5
 LONG = "x" * 5_000
 MANY_DIGITS = "9" * 5_000
-
-
-def every(cases: Mapping[str, Any], quick: int = 4) -> list[Any]:
-    """All of a table; every `quick`-th in the default suite too."""
-    return [
-        pytest.param(case, id=name, marks=() if number % quick == 0 else pytest.mark.slow)
-        for number, (name, case) in enumerate(cases.items())
-    ]
-
-
-def names_below(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def check_sentence(said: str, named: str) -> None:
@@ -41,20 +27,20 @@ def check_sentence(said: str, named: str) -> None:
     assert all(line.isprintable() for line in lines), repr(said)
 
 
-def check_answer(program: str, *argv: str, named: str | None) -> scene.Finished:
+def check_answer(program: str, *argv: str, named: str | None) -> Finished:
     """Refused by `named` without anything written, or, with None, done.
 
     What would end the program with a traceback is raised here.
     """
-    before, start = names_below(Path()), time.process_time()
-    done = scene.run_here(*argv, program=f"experiments.{program}")
+    before, start = snapshot(Path()), time.process_time()
+    done = run_here(*argv, program=f"experiments.{program}")
     assert time.process_time() - start < MAX_SECONDS, "took long"
     if named is None:
         assert done.code == 0, done.stderr
     else:
         assert done.code == 2, done
         check_sentence("\n".join(done.own_lines), named)
-        assert names_below(Path()) == before, "something was left"
+        assert snapshot(Path()) == before, "something was left"
     return done
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import shutil
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.selftest.scene import options, run_here
+from tiny_runs import options, run_here
+
 from moe_ffn.config_files import read_config
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module
@@ -111,15 +111,6 @@ def put(values: Any, path: str, value: Any) -> None:
     for part in parents:
         values = values[part]
     values[last] = value(copy.deepcopy(values[last])) if isinstance(value, Callable) else value
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    """Of every file below, by its name."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import cases
+from tiny_runs import Finished, run_here
 
-from experiments.selftest.scene import Finished, run_here
 from moe_ffn.cli.compare import resolve
 from moe_ffn.config_files import to_yaml
 from moe_ffn.report.comparison import Result, write_markdown
@@ -134,13 +135,7 @@ DAMAGES: dict[str, tuple[str, str | bytes | None, str]] = {
 """What is put in the place of a file, None for nothing, and what is then said of it."""
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        pytest.param(*damage, id=name, marks=() if number % 3 == 0 else pytest.mark.slow)
-        for number, (name, damage) in enumerate(DAMAGES.items())
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "said"), cases(DAMAGES, quick=3))
 def test_a_damaged_run_has_its_row_and_a_sentence(
     compared: Callable[[], Finished],
     tmp_path: Path,

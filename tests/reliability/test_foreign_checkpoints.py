@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copied_run import (
-    NEWEST,
-    OLDER,
-    Do,
-    cases,
-    expected,
-    files_of,
-    lose,
-    resume,
-    rewrite,
-    start_of,
-    trained,
-    unfinished_copy,
-)  # fmt: skip
+from cases import cases
+from copied_run import Do, expected, lose, resume, rewrite, start_of
+from same_run import differences
+from snapshot import snapshot
+from tiny_runs import NEWEST, OLDER, run_here, trained, unfinished_copy
 
-from experiments.selftest.same_run import differences
-from experiments.selftest.scene import run_here
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
@@ -155,7 +144,7 @@ def test_the_checkpoints_of_a_sibling_are_refused_by_every_program(
 ) -> None:
     shutil.rmtree(folder / "checkpoints")
     shutil.copytree(trained(**changes) / "checkpoints", folder / "checkpoints")
-    before = files_of(folder)
+    before = snapshot(folder, ".lock")
 
     for program, *argv in (
         ("experiments.train", "--resume", str(folder)),
@@ -167,7 +156,7 @@ def test_the_checkpoints_of_a_sibling_are_refused_by_every_program(
         (line,) = done.own_lines
         assert "is of another run (" in line or "was made with " in line
 
-    assert files_of(folder) == before, "something was changed"
+    assert snapshot(folder, ".lock") == before, "something was changed"
 
 
 @pytest.mark.slow

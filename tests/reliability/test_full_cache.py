@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from own_disk import ALONE, mounting
+from tiny_runs import finish, start_command, write_corpus
 
-from experiments.selftest import scene
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 
@@ -31,7 +31,7 @@ def room_for(num_bytes: int) -> Iterator[None]:
 
 
 def test_every_size_is_refused_in_a_sentence_and_taken_when_there_is_room(tmp_path: Path) -> None:
-    corpus, cache = scene.write_corpus(tmp_path / "corpus"), tmp_path / "cache"
+    corpus, cache = write_corpus(tmp_path / "corpus"), tmp_path / "cache"
     config = DataConfig.model_validate(
         {
             "corpus": {"type": "text", "paths": [str(corpus)]},
@@ -55,17 +55,18 @@ def test_every_size_is_refused_in_a_sentence_and_taken_when_there_is_room(tmp_pa
 _ON_A_SMALL_DISK = """
 import subprocess, sys
 from pathlib import Path
-from experiments.command_line import parse_config
-from moe_ffn.runs.config import TrainConfig
-from experiments.selftest import scene
+folder, beside = map(Path, sys.argv[1:])
+sys.path.insert(0, str(beside))
+from moe_ffn.cli.command_line import parse_config
 from moe_ffn.data.prepare import prepare
+from moe_ffn.runs.config import TrainConfig
+from tiny_runs import options, run_here
 
-folder = Path(sys.argv[1])
 cache = folder / "cache"
-argv = scene.options(folder, trainer__max_steps="1")
+argv = options(folder, trainer__max_steps="1")
 for pages in range(1, 12):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={4 * pages}k", "none", cache], check=True)
-    done = scene.run_here(*argv)
+    done = run_here(*argv)
     if done.code == 0:
         break
     print(done.code, len(done.own_lines), len(list(cache.iterdir())), done.own_lines[0])
@@ -80,26 +81,16 @@ else:
 
 @pytest.mark.slow
 def test_a_real_disk_that_fills_up(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    alone = ("unshare", "-rm")
-    try:
-        subprocess.run([*alone, "mount", "-t", "tmpfs", "none", tmp_path / "cache"], check=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this machine gives no disk of one's own")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    able_to = mounting(cache, "4k")
+    python = (sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path), str(Path(__file__).parent))
 
-    done = subprocess.run(
-        [*alone, sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path)],
-        cwd=scene.REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finish(start_command([*ALONE, f'{able_to} && exec "$@"', "sh", *python]))
 
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.stderr
     refused = [line.split(" ", 3) for line in done.stdout.splitlines()]
     assert len(refused) > 2, done.stdout
     for code, num_lines, num_left, said in refused:
         assert (code, num_lines, num_left) == ("2", "1", "0"), said
-        assert said.startswith(
-            f"error: data.cache_dir: '{tmp_path / 'cache'}' cannot be written (No"
-        )
+        assert said.startswith(f"error: data.cache_dir: '{cache}' cannot be written (No")

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-
-from experiments.selftest.disks import ALONE, require_able_to
-from experiments.selftest.finished_run import finished_copy
-from experiments.selftest.same_run import require_same
-from experiments.selftest.scene import (
+from own_disk import ALONE, mounting
+from same_run import require_same
+from tiny_runs import (
     finish,
+    finished_copy,
     lasting_folder,
     options,
     run,
+    run_here,
     start_command,
 )
+
 from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
 from moe_ffn.training.recovery.outage import Outage
 
@@ -35,9 +36,9 @@ def alone(
 ) -> subprocess.Popen[str]:
     """The command line of a program whose log is on a disk of its own, which nobody else sees."""
     disk.mkdir(exist_ok=True)
-    mount = f"mount -t tmpfs -o size={size} none '{disk}'"
-    require_able_to(mount)
-    script = f'{mount} && {before} "$@" {redirect}; code=$?; cat "$DISK/log"; exit $code'
+    script = (
+        f'{mounting(disk, size)} && {before} "$@" {redirect}; code=$?; cat "$DISK/log"; exit $code'
+    )
     command = [*ALONE, script, "sh", sys.executable, "-m", *argv]
     return start_command(command, DISK=str(disk))
 
@@ -46,7 +47,7 @@ def alone(
 def plain_run() -> Path:
     """A run whose log is read."""
     folder = lasting_folder()
-    done = run(*options(folder, run__name="run"))
+    done = run_here(*options(folder, run__name="run"))
     assert done.code == 0, done.stderr
     return folder / "runs" / "run"
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import LONG, MANY_DIGITS, MAX_SECONDS, as_printed, check_answer, check_sentence, every
+from cases import cases
+from hostile import LONG, MANY_DIGITS, MAX_SECONDS, as_printed, check_answer, check_sentence
+from snapshot import snapshot
+from tiny_runs import write_corpus
 
-from experiments.selftest import scene
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
@@ -71,12 +73,11 @@ TEXTS: dict[str, tuple[str, bytes, dict[str, Any], str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", every(TEXTS, quick=6))
+@pytest.mark.parametrize(("name", "content", "changes", "named"), cases(TEXTS, quick=6))
 @pytest.mark.parametrize("by", ["file", "folder"])
 def test_a_text(
-    case: tuple[str, bytes, dict[str, Any], str | None], by: str, tmp_path: Path
+    tmp_path: Path, name: str, content: bytes, changes: dict[str, Any], named: str | None, by: str
 ) -> None:
-    name, content, changes, named = case
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / name).write_bytes(content)
     given = str(tmp_path / "t" / name) if by == "file" else str(tmp_path / "t")
@@ -104,7 +105,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("given", every(PATHS))
+@pytest.mark.parametrize("given", cases(PATHS, quick=4))
 def test_a_path_of_texts(given: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(ConfigError) as refused:
@@ -149,11 +150,11 @@ CACHES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", every(CACHES, quick=5))
+@pytest.mark.parametrize("damage", cases(CACHES, quick=5))
 def test_a_damaged_cache_is_made_anew_or_named(
     damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    corpus = scene.write_corpus(tmp_path / "corpus")
+    corpus = write_corpus(tmp_path / "corpus")
     good = read(tmp_path, str(corpus))
     sizes, folder = (good.train_size, good.validation_size), good.folder
     del good
@@ -275,8 +276,7 @@ def write_run(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("files", every(RUNS))
+@pytest.mark.parametrize("files", cases(RUNS))
 def test_a_page(files: dict[str, str], tmp_path: Path) -> None:
     hurt, good = write_run(tmp_path / "hurt", files), write_run(tmp_path / "good", {})
 
@@ -311,14 +311,14 @@ OUTPUTS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("output", every(OUTPUTS, quick=8))
+@pytest.mark.parametrize("output", cases(OUTPUTS, quick=8))
 def test_a_place_for_a_page(output: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {})
     Path("notes.md").write_text("mine")
-    before = {path: path.read_bytes() for path in run.iterdir()}
+    before = snapshot(run)
 
     check_answer("report", str(run), "--output", output, named="--output")
 
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    assert snapshot(run) == before
     assert Path("notes.md").read_text() == "mine"
     assert Path("/dev/null").is_char_device()

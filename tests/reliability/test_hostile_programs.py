@@ -1,17 +1,16 @@
-"""Whatever a config, an option or a word of any program is: it works, or three lines at most say why not."""
+"""Whatever an option or a word of any program is: it works, or three lines at most say why not."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import LONG, MANY_DIGITS, check_answer, every
-
-from experiments.selftest.configs import Mutation, ask, check_refused
-from experiments.selftest.finished_run import finished_copy
+from cases import cases
+from hostile import LONG, MANY_DIGITS, check_answer
+from snapshot import snapshot
+from tiny_runs import finished_copy
 
 
 @pytest.fixture(autouse=True)
@@ -23,58 +22,6 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("was accepted")
 
     monkeypatch.setattr("moe_ffn.cli.compare.train", train)
-
-
-# -- configs
-
-WHOLE = "--config mine.yaml"
-CONFIGS: dict[str, tuple[bytes, str]] = {
-    "another version of YAML": (b"%YAML 9.9\n---\nseed: 1\n", WHOLE),
-    "a tag of one's own": (b"%TAG ! tag:evil.org,2026:\n---\nseed: !x 1\n", WHOLE),
-    "an equals sign": (b"seed: =\n", WHOLE),
-    "merging a number": (b"<<: 3\n", WHOLE),
-    "merging text": (b"model: {<<: moe}\n", WHOLE),
-    "an alias as a key": (b"seed: &a 1\n*a : 2\n", "1"),
-    "an explicit key without a name": (b"? \n: 1\n", "None"),
-    "a block indented by nine": (b"run:\n  name: |9\n   x\n", WHOLE),
-    "a quotation without end": (b'seed: "1\n', WHOLE),
-    "a character beyond Unicode": (b'seed: "\\UFFFFFFFF"\n', WHOLE),
-    "Arabic digits": ("seed: \u0663\n".encode(), "seed"),
-    "Arabic digits by a tag": ("seed: !!int '\u0663x'\n".encode(), WHOLE),
-    "fullwidth digits": ("seed: \uff11\n".encode(), "seed"),
-    "a look-alike": ("\u0455eed: 1\n".encode(), "\u0455eed"),
-    "an invisible space in a key": ("se\u200bed: 1\n".encode(), "se\\u200bed"),
-    "writing from right to left": ("\u202edees: 1\n".encode(), "\\u202edees"),
-    "a line separator in a key": (b'"a\\u2028b": 1\n', "a\\u2028b"),
-    "a dotted key": (b"model.ffn.type: dense\n", "model.ffn.type"),
-    "a section left empty by a list": (b"model: []\n", "model"),
-    "a type of null": (b"model: {ffn: {type: null}}\n", "model.ffn.type"),
-    "a type that is empty": (b"model: {ffn: ''}\n", "model.ffn.type"),
-    "a type that is a mapping": (b"model: {ffn: {type: {type: moe}}}\n", "model.ffn.type"),
-    "layers as a list": (b"model: {ffn_at: [dense]}\n", "model.ffn_at"),
-    "a slice without a step": (b"model: {ffn_at: {'::0': dense}}\n", "model.ffn_at"),
-    "a slice of no layer": (b"model: {ffn_at: {'1:1': dense}}\n", "model.ffn_at"),
-    "a slice of many digits": (
-        b"model: {ffn_at: {'%s:': dense}}\n" % (b"9" * 400),
-        "model.ffn_at",
-    ),
-    "a path of null": (b"data: {corpus: {type: text, paths: [null]}}\n", "data.corpus"),
-    "a tag with a colour": (b'logging: {wandb: {tags: ["\\e[31m", 1]}}\n', "logging.wandb.tags"),
-    "a name of 60 faces": ("run: {name: %s}\n".replace("%s", "\U0001f600" * 60).encode(), "run.name"),
-    "a name of a dot": (b"run: {name: .}\n", "run.name"),
-    "a cache without a name": (b"data: {cache_dir: ''}\n", "data.cache_dir"),
-    "runs without a folder": (b"run: {output_dir: ''}\n", "run.output_dir"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", every(CONFIGS, quick=8))
-def test_a_config(case: tuple[bytes, str], tmp_path: Path) -> None:
-    content, named = case
-    (tmp_path / "c").mkdir()
-    answer = ask(tmp_path / "c", content)
-
-    check_refused(answer, Mutation(content, named), tmp_path / "c")
-    assert all(line.isprintable() for line in answer.stderr.splitlines()), answer.stderr
 
 
 # -- options
@@ -113,10 +60,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", every(OPTIONS, quick=6))
-def test_an_option(case: tuple[tuple[str, ...], str]) -> None:
-    argv, named = case
-
+@pytest.mark.parametrize(("argv", "named"), cases(OPTIONS, quick=6))
+def test_an_option(argv: tuple[str, ...], named: str) -> None:
     check_answer("train", *argv, named=named)
 
 
@@ -130,11 +75,10 @@ REPEATED: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", every(REPEATED))
-def test_what_looks_odd_and_is_right(case: tuple[tuple[str, ...], str]) -> None:
+@pytest.mark.parametrize(("argv", "shown"), cases(REPEATED, quick=4))
+def test_what_looks_odd_and_is_right(argv: tuple[str, ...], shown: str) -> None:
     Path("a.yaml").write_text("seed: 3")
     Path("marks.yaml").write_text("--- # first\nseed: 4\n...\n")
-    argv, shown = case
 
     done = check_answer("train", *argv, "--print-config", named=None)
 
@@ -169,8 +113,6 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
     "steps beyond any patience": (("overhead", "--steps", "-1"), "steps"),
     "overhead of half a word": (("overhead", "--stepz", "3"), "steps"),
     "readme of another word": (("readme", "--chek"), "--chek"),
-    "a long chapter": (("selftest", LONG), "chapter"),
-    "a chapter with colours": (("selftest", "\x1b[31m"), "chapter"),
     "a seed of many digits": (("generate", _RUN, "--seed", MANY_DIGITS), "--seed"),
     "no tokens": (("generate", _RUN, "--num-tokens", "-1"), "num_tokens"),
     "a temperature of nothing": (("generate", _RUN, "--temperature", ".nan"), "temperature"),
@@ -194,15 +136,14 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", every(PROGRAMS, quick=8))
-def test_a_word_for_another_program(case: tuple[tuple[str, ...], str]) -> None:
+@pytest.mark.parametrize(("words", "named"), cases(PROGRAMS, quick=8))
+def test_a_word_for_another_program(words: tuple[str, ...], named: str) -> None:
     Path("folder").mkdir()
     for name in ("mine.txt", "mine.yaml", "mine.yml", "a\nb.yaml"):
         Path(name).write_text("seed: 1\n")
     Path("summary.json").write_text('{\n  "validation_loss": 1.0\n}\n')
-    (program, *argv), named = case
 
-    check_answer(program, *argv, named=named)
+    check_answer(*words, named=named)
 
 
 # -- a trained run
@@ -234,33 +175,22 @@ GENERATED: dict[str, tuple[tuple[str, ...], str | None]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return finished_copy(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Iterator[str]:
-    """The trained run as `run`, of which nothing is changed."""
-    folder = Path(shutil.copytree(trained, tmp_path / "run"))
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def run(tmp_path: Path) -> Iterator[str]:
+    """A trained run as `run`, of which nothing is changed."""
+    folder = finished_copy(tmp_path)
+    before = snapshot(folder)
     yield "run"
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert snapshot(folder) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", every(TRACED))
-def test_a_text_to_trace(case: tuple[tuple[str, ...], str | None], run: str) -> None:
-    argv, named = case
-
+@pytest.mark.parametrize(("argv", "named"), cases(TRACED))
+def test_a_text_to_trace(run: str, argv: tuple[str, ...], named: str | None) -> None:
     done = check_answer("trace", run, *argv, named=named)
 
     assert not set("\x1b\x07\0") & set(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", every(GENERATED))
-def test_a_prompt(case: tuple[tuple[str, ...], str | None], run: str) -> None:
-    argv, named = case
-
+@pytest.mark.parametrize(("argv", "named"), cases(GENERATED))
+def test_a_prompt(run: str, argv: tuple[str, ...], named: str | None) -> None:
     check_answer("generate", run, *argv, named=named)

@@ -5,27 +5,27 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from copied_run import (
+from copied_run import Do, lose, resume, start_of
+from own_disk import ALONE, mounting
+from same_run import differences
+from snapshot import snapshot
+from tiny_runs import (
     NEWEST,
     OLDER,
-    Do,
-    files_of,
-    lose,
-    resume,
-    start_of,
+    finish,
+    options,
+    run_here,
+    start_command,
     trained,
     unfinished_copy,
 )
 
-from experiments.selftest.same_run import differences
-from experiments.selftest.scene import finish, options, run_here, start_command
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import assemble as kept_files
 from moe_ffn.runs.documents import Saved
@@ -104,7 +104,7 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(
 ) -> None:
     for change in do:
         change(folder)
-    before = files_of(folder)
+    before = snapshot(folder, ".lock")
 
     with pytest.raises(ConfigError) as error:
         start_of(folder)
@@ -112,12 +112,12 @@ def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(
     assert said in str(error.value)
     assert str(error.value).startswith(f"'{folder}/checkpoints' ")
     assert "\n" not in str(error.value)
-    assert files_of(folder) == before
+    assert snapshot(folder, ".lock") == before
 
 
 def test_the_program_refuses_it_and_touches_nothing(folder: Path) -> None:
     without_checkpoints(folder)
-    before = files_of(folder)
+    before = snapshot(folder, ".lock")
 
     done = resume(folder)
 
@@ -125,7 +125,7 @@ def test_the_program_refuses_it_and_touches_nothing(folder: Path) -> None:
     assert done.own_lines == [
         f"error: '{folder}/checkpoints' has no checkpoint to go on from, {SAID}"
     ]
-    assert files_of(folder) == before
+    assert snapshot(folder, ".lock") == before
 
 
 # -- disks that take no checkpoint
@@ -216,17 +216,12 @@ def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room
     """A file system of its own for the runs, which is made larger after the first end."""
     runs = tmp_path / "runs"
     runs.mkdir()
-    alone = ("unshare", "-rm", "sh", "-c")
-    mount = f"mount -t tmpfs -o size={room} none '{runs}'"
-    tried = subprocess.run([*alone, mount], check=False, capture_output=True)
-    if tried.returncode:
-        pytest.skip("this machine gives no disk of one's own")
     train = f"{sys.executable} -m experiments.train"
     script = (
-        f'{mount}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
+        f'{mounting(runs, room)}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
         f"{train} --resume '{runs}/run'; code=$?; cp -a '{runs}' '{tmp_path}/copied'; exit $code"
     )
-    command = [*alone, script, "sh", *options(tmp_path, run__name="run")]
+    command = [*ALONE, script, "sh", *options(tmp_path, run__name="run")]
     done = finish(start_command(command), timeout=300)
 
     assert "ended 1\n" in done.stdout, done.stderr

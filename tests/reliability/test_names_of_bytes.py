@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import finished_copy, options, run, run_here, unfinished_copy
 
-from experiments.selftest.finished_run import finished_copy, unfinished_copy
-from experiments.selftest.scene import options, run, run_here
 from moe_ffn.config_files import to_yaml
 from moe_ffn.report.html import html_page, write_page
 from moe_ffn.runs.config import TrainConfig

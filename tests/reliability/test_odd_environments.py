@@ -17,19 +17,19 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-
-from experiments.selftest.finished_run import finished_copy
-from experiments.selftest.scene import (
+from tiny_runs import (
     REPOSITORY,
     Finished,
     environment,
     finish,
+    finished_copy,
     lasting_folder,
     options,
     run,
     run_here,
     start_command,
 )
+
 from moe_ffn import ranks
 from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
 from moe_ffn.errors import ConfigError, printable

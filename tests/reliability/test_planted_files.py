@@ -17,9 +17,9 @@ from threading import Thread
 
 import pytest
 import yaml
+from snapshot import snapshot
+from tiny_runs import run_here, trained, write_corpus
 
-from experiments.selftest.finished_run import finished_run
-from experiments.selftest.scene import run_here, write_corpus
 from moe_ffn.config_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
@@ -153,15 +153,10 @@ def mine(tmp_path: Path) -> Path:
     return outside / "mine"
 
 
-def _state(folder: Path) -> dict[str, tuple[object, ...]]:
-    """All that can be known of what is in a folder, but when it was read."""
-    state: dict[str, tuple[object, ...]] = {}
-    for path in (folder, *sorted(folder.rglob("*"))):
-        found = path.lstat()
-        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        link = path.readlink() if path.is_symlink() else None
-        state[str(path)] = (found.st_mode, found.st_mtime_ns, found.st_ino, content, link)
-    return state
+def _state(folder: Path) -> object:
+    """All that can be known of a folder and of what is in it, but when it was read."""
+    stats = [path.lstat() for path in (folder, *sorted(folder.rglob("*")))]
+    return snapshot(folder), [(found.st_mode, found.st_mtime_ns, found.st_ino) for found in stats]
 
 
 def _plant(path: Path, plant: Callable[[Path, Path], None], mine: Path) -> None:
@@ -238,7 +233,7 @@ def test_so_is_what_stands_in_the_place_of_the_code_of_a_run(
 
 @pytest.mark.slow
 def test_all_that_a_run_makes_is_looked_at() -> None:
-    made = {path.name for path in finished_run().iterdir()}
+    made = {path.name for path in trained().iterdir()}
 
     assert made <= {*FILES, *FOLDERS}
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from resealed import BEST, OPTIONS, Scene, hashes, places, put, train, unfinished
+from cases import cases
+from resealed import BEST, OPTIONS, Scene, places, put, train, unfinished
+from same_run import differences
+from snapshot import snapshot
+from tiny_runs import options, run_here
+from tiny_runs import run as in_a_process
 from torch import Tensor
 
-from experiments.selftest.same_run import differences
-from experiments.selftest.scene import options, run_here
-from experiments.selftest.scene import run as in_a_process
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
@@ -220,20 +222,11 @@ def deeper():
         sys.setrecursionlimit(before)
 
 
-def some_of(cases: list[Case], number: int) -> list[Any]:
-    """All of them, of which the default suite tries `number`."""
-    every = -(-len(cases) // number) if number else len(cases) + 1
-    return [
-        pytest.param(
-            *case,
-            id=f"{case[0].rpartition('/')[2]}: {case[2]}",
-            marks=[] if place % every == every // 2 else [pytest.mark.slow],
-        )
-        for place, case in enumerate(cases)
-    ]
+def named(rows: list[Case]) -> list[tuple[str, Case]]:
+    return [(f"{row[0].rpartition('/')[2]}: {row[2]}", row) for row in rows]
 
 
-@pytest.mark.parametrize(("path", "value", "reason"), some_of(WEIGHTS + TRAINING, 12))
+@pytest.mark.parametrize(("path", "value", "reason"), cases(named(WEIGHTS + TRAINING), quick=11))
 def test_it_is_passed_over_for_the_older_one(
     scene: Scene, tmp_path: Path, path: str, value: Any, reason: str
 ) -> None:
@@ -254,7 +247,7 @@ def test_it_is_passed_over_for_the_older_one(
     assert len(said) < 400, said
 
 
-@pytest.mark.parametrize(("path", "value", "reason"), some_of(WEIGHTS, 2))
+@pytest.mark.parametrize(("path", "value", "reason"), cases(named(WEIGHTS), quick=15))
 def test_no_model_is_read_from_it(
     scene: Scene,
     tmp_path: Path,
@@ -279,16 +272,16 @@ def test_no_model_is_read_from_it(
 
 
 def refused_by_the_program(run: Path, reason: str, program: str, *argv: str) -> None:
-    before = hashes(run)
+    before = snapshot(run)
     done = run_here(*argv, program=f"experiments.{program}")
     assert done.code == 2, done.stderr
     assert len(done.own_lines) == 1, done.stderr
     assert done.own_lines[0].startswith("error: "), done.stderr
     assert reason in done.own_lines[0]
-    assert hashes(run) == before
+    assert snapshot(run) == before
 
 
-@pytest.mark.parametrize(("path", "value", "reason"), some_of(TRAINING + WEIGHTS, 1))
+@pytest.mark.parametrize(("path", "value", "reason"), cases(named(TRAINING + WEIGHTS), quick=999))
 def test_where_all_are_malformed_nothing_is_touched(
     scene: Scene, tmp_path: Path, path: str, value: Any, reason: str
 ) -> None:
@@ -329,14 +322,11 @@ OWN: dict[str, dict[str, str]] = {
     "no rows yet": {"logging__every_n_steps": "100"},
     "more rows than a median": {"trainer__max_steps": "40", "logging__every_n_steps": "1"},
 }  # fmt: skip
-SHORT = {"optimizer adafactor"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.slow) for n in OWN]
-)
-def test_what_the_program_wrote_is_not_refused(tmp_path: Path, name: str) -> None:
-    run = train(tmp_path, **OWN[name])
+@pytest.mark.parametrize("changes", cases(OWN, {"optimizer adafactor"}))
+def test_what_the_program_wrote_is_not_refused(tmp_path: Path, changes: dict[str, str]) -> None:
+    run = train(tmp_path, **changes)
 
     require_all_good(run)
 

@@ -11,23 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from experiments.selftest.rank_group import CRASHED, RankGroup, rank_group
-from experiments.selftest.resume import Cut, cutting
-from experiments.selftest.same_run import differences
-from experiments.selftest.scene import (
+from cut import Cut, cutting
+from rank_group import CRASHED, RankGroup, rank_group
+from same_run import differences
+from tiny_runs import (
     Finished,
     finish,
+    losses,
     options,
     run,
     run_here,
     start,
     wait_for_row,
 )
-from moe_ffn.runs.folder import METRICS_FILE
+
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.config import PRECISIONS
-from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
 BLOCKS = {
@@ -273,11 +272,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(
     found, expected = (losses(tmp_path / "runs" / name) for name in ("cut", "whole"))
     assert list(found) == list(expected) == [2, 4, 6, 8, 10, 12]
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-def losses(run_folder: Path) -> dict[int, float]:
-    rows = map(dict, read_lines(run_folder / METRICS_FILE, Row))
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
 # ------------------------------------------------------------------------------------- processes

@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from copied_run import NEWEST, OLDER, Do, cases, resume, start_of, trained, unfinished_copy
+from cases import cases
+from copied_run import Do, resume, start_of
+from same_run import differences
+from tiny_runs import NEWEST, OLDER, finish, options, start, trained, unfinished_copy
 
-from experiments.selftest.same_run import differences
-from experiments.selftest.scene import finish, options, start
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import (

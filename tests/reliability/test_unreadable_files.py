@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from nobody import nobody, open_place
+from tiny_runs import options, run_here
 
-from experiments.selftest.scene import options, run_here
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.runs.config import TrainConfig
@@ -25,7 +23,6 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
 )
 
-NOBODY = 65534
 PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "train": lambda run: ("--resume", str(run)),
     "generate": lambda run: (str(run), "--prompt", "the"),
@@ -59,25 +56,10 @@ def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
     )
 
 
-@contextmanager
-def nobody() -> Iterator[None]:
-    """Within this the process is that of a user without any rights, unless it is one already."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that all may enter, which pytest's own is not."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
+    with open_place() as found:
+        yield found
 
 
 @pytest.fixture

@@ -71,20 +71,3 @@ def run(
     trainer.callbacks.append(recorder)  # pyright: ignore[reportAttributeAccessIssue]
     trainer.fit(module, datamodule=make_token_data(config, data), ckpt_path=resume_from)
     return module.state_dict(), trainer.optimizers[0].state_dict()
-
-
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Equal to the bit, however deep."""
-    assert type(one) is type(other), where
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{where}/{place}")
-    else:
-        assert one == other, where

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Fault
 from fitted import Fitted
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from experiments.selftest.faults import Fault
 from moe_ffn.training.module import LanguageModel
 
 EARLY = {"every_n_steps": 1, "alarms": {"after_steps": 3}}

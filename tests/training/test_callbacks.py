@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Fault
 from fitted import Fitted
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig

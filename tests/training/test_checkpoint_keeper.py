@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import Fitted
-from resumed import assert_same
+from same_run import assert_same
 from torch import nn
 
 from moe_ffn.training.config import CheckpointsConfig

@@ -12,7 +12,8 @@ import pytest
 import torch
 from fitted import Fitted
 from pydantic import ValidationError
-from resumed import Killed, Recorder, assert_same, run
+from resumed import Killed, Recorder, run
+from same_run import assert_same
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR

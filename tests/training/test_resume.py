@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from resumed import VALIDATE_EVERY, Killed, Recorder, assert_same, run
+from resumed import VALIDATE_EVERY, Killed, Recorder, run
+from same_run import assert_same
 
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData

@@ -1,6 +1,6 @@
 """A step whose numbers have gone wrong, in a real fit: what it leaves behind, and what is said of it.
 
-`experiments/selftest/numbers.py` breaks every place in turn.
+`tests/reliability/test_bad_numbers.py` breaks every place in turn.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Fault
 from fitted import Fitted
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
-from resumed import Killed, Recorder, assert_same, run
+from resumed import Killed, Recorder, run
+from same_run import assert_same
 from torch import Tensor
 
-from experiments.selftest.faults import Fault
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module as module_file

@@ -1,36 +1,22 @@
-"""Numbers that go wrong in one batch of a real fit, and the fit in which that batch is left out."""
+"""Numbers that go wrong in some batches of a real fit."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from moe_ffn.data.prepare import prepare
-from moe_ffn.runs.assemble import (
-    build_module,
-    build_trainer,
-    make_callbacks,
-    make_token_data,
-    quiet_libraries,
-)
-from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.objective import Objective
 
 
 class Fault(Callback):
-    """Breaks one batch of the run, whenever it passes: also when it is repeated to find the fault."""
+    """Breaks batches of the run whenever they pass: also when one is repeated to find the fault."""
 
     def __init__(self, place: str, value: float, batches: range) -> None:
         """A fault in the batches of these numbers.
@@ -89,53 +75,3 @@ class Fault(Callback):
         values = values.clone()
         values.view(-1)[0] = self.value
         return values
-
-
-class LeaveOut(Callback):
-    """Takes the gradients of one optimizer step away, and what steers its routers."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        assert isinstance(pl_module, LanguageModel)
-        if trainer.global_step + 1 == self.step:
-            pl_module.zero_grad(set_to_none=True)
-            pl_module.steering.forget()
-
-
-class Fit:
-    """A fit of `config` as the program makes it, on the CPU and in this process."""
-
-    def __init__(self, config: TrainConfig, folder: Path, *watchers: Callback) -> None:
-        quiet_libraries()
-        data = prepare(config.data, progress=False)
-        torch.manual_seed(config.seed)
-        self.module = build_module(config, data)
-        folder.mkdir()
-        self.folder = folder
-        self.callbacks = make_callbacks(config, data, folder)
-        self.trainer = build_trainer(config, folder, "32-true", [], self.callbacks)
-        self.trainer.callbacks.extend(watchers)  # pyright: ignore[reportAttributeAccessIssue]
-        self.row: dict[str, Any] = {}
-        self.stderr = io.StringIO()
-        faults = [watcher for watcher in watchers if isinstance(watcher, Fault)]
-        objective = module_file.objective
-        for fault in faults:
-            objective = fault.objective(objective)
-        with (
-            contextlib.redirect_stderr(self.stderr),
-            mock.patch.object(module_file, "objective", objective),
-        ):
-            self.trainer.fit(self.module, datamodule=make_token_data(config, data))
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """All that training moves: parameters, biases and the optimizer's moments and counts."""
-        moments = self.trainer.optimizers[0].state_dict()["state"]
-        return {
-            **self.module.state_dict(),
-            **{f"{p}/{name}": value for p, of in moments.items() for name, value in of.items()},
-        }

@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass
 from threading import Timer
 from typing import IO, Any
 
-from experiments.selftest.resume import Crash, Cut, cutting
-from experiments.selftest.scene import REPOSITORY, Finished, environment, run_here
+from cut import Crash, Cut, cutting
+from tiny_runs import REPOSITORY, Finished, environment, run_here
+from torch import distributed
 
 CRASHED = -9
 """The code of a run that died where it was to be cut."""
@@ -87,12 +88,12 @@ def rank_group(num_ranks: int) -> Iterator[RankGroup]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "selftest",
+        "TORCHELASTIC_RUN_ID": "reliability",
     }
     with tempfile.TemporaryFile("w+") as stderr:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "experiments.selftest.rank_group"],
+                [sys.executable, __file__],
                 cwd=REPOSITORY,
                 env=environment(**alike, RANK=str(rank), LOCAL_RANK=str(rank)),
                 stdin=subprocess.PIPE,
@@ -125,8 +126,6 @@ def _work() -> None:
 
 
 def _answer(argv: list[str], cut: dict[str, Any] | None) -> dict[str, Any]:
-    from torch import distributed
-
     try:
         with cutting(Cut(**cut) if cut else None):
             answer = asdict(run_here(*argv))
@@ -134,7 +133,7 @@ def _answer(argv: list[str], cut: dict[str, Any] | None) -> dict[str, Any]:
             distributed.barrier()  # the next run may go on with this one
     except Crash:
         answer = asdict(Finished(CRASHED, "", ""))
-    except BaseException:  # of which the others know nothing
+    except BaseException:  # of which the other ranks know nothing
         answer = {"error": traceback.format_exc()}
     return answer
 

@@ -1,8 +1,8 @@
 """The training program, with something done to its disk after some of its steps.
 
-python -m experiments.selftest.disturbed REPORT DISTURBANCE RUN [OPTION...]
+python tests/reliability/disturbed.py SEEN DISTURBANCE RUN [OPTION...]
 
-Writes into REPORT what a reader saw who opened the files of RUN again and again.
+Writes into the file SEEN, as JSON, what a reader saw who opened the files of RUN again and again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main as train
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE
+from moe_ffn.training.monitoring.json_lines import Row, num_damaged
+from moe_ffn.training.recovery import checkpoint_keeper
+from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_checkpoint
 
 BEGIN, END = 5, 9
 """The optimizer steps after which a disturbance begins and ends."""
 LIMIT = 100_000
 """Bytes that a file may have under `limited`, fewer than a checkpoint has."""
 
+_fsync = os.fsync
 
-def _fill(run: Path) -> None:
+
+def fill(run: Path) -> None:
     """Until there is no room for a byte."""
     with (run.parent / "filler").open("wb", buffering=0) as file:
         for size in (1 << 16, 1):
@@ -41,75 +47,51 @@ def _fill(run: Path) -> None:
                     raise
 
 
-def _free(run: Path) -> None:
-    (run.parent / "filler").unlink()
-
-
-def _forbid(run: Path) -> None:
+def forbid(run: Path) -> None:
     """Put the same folder over itself, read-only: what is open for writing stays so."""
     place = str(run.parent)
     subprocess.run(["mount", "--bind", place, place], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
 
 
-def _allow(run: Path) -> None:
+def allow(run: Path) -> None:
     subprocess.run(["mount", "-o", "remount,bind,rw", str(run.parent)], check=True)
 
 
-def _limit(run: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+def limit(run: Path, size: int = LIMIT) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def _lift(run: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+def fail(descriptor: int) -> None:
+    raise OSError(errno.EIO, "Input/output error")
 
 
-def _break_sync(run: Path) -> None:
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    os.fsync = fail
-
-
-_fsync = os.fsync
+def crawl(descriptor: int) -> None:
+    """As a disk that takes a fifth of a second, where a tenth counts as slow."""
+    time.sleep(0.2)
+    _fsync(descriptor)
 
 
-def _mend_sync(run: Path) -> None:
-    os.fsync = _fsync
+def sync_with(sync: Callable[[int], None]) -> Callable[[Path], None]:
+    def replace(run: Path) -> None:
+        os.fsync = sync
+        if sync is crawl:
+            checkpoint_keeper.SLOW_SECONDS = 0.1
 
-
-def _slow_down(run: Path) -> None:
-    """A disk that takes a fifth of a second, where a tenth counts as slow."""
-    from moe_ffn.training.recovery import checkpoint_keeper
-
-    def crawl(descriptor: int) -> None:
-        time.sleep(0.2)
-        _fsync(descriptor)
-
-    os.fsync = crawl
-    checkpoint_keeper.SLOW_SECONDS = 0.1
-
-
-def _remove(run: Path) -> None:
-    shutil.rmtree(run)
-
-
-def _remove_checkpoints(run: Path) -> None:
-    shutil.rmtree(run / CHECKPOINTS_FOLDER)
+    return replace
 
 
 DISTURBANCES: dict[str, dict[int, Callable[[Path], object]]] = {
-    "none": {},
-    "full": {BEGIN: _fill, END: _free},
-    "full to the end": {BEGIN: _fill},
-    "read-only": {BEGIN: _forbid, END: _allow},
-    "read-only to the end": {BEGIN: _forbid},
-    "limited": {BEGIN: _limit, END: _lift},
-    "failing": {BEGIN: _break_sync, END: _mend_sync},
-    "slow": {1: _slow_down},
-    "removed": {BEGIN: _remove},
-    "removed at the last step": {12: _remove},
-    "without its checkpoints": {BEGIN: _remove_checkpoints},
+    "full": {BEGIN: fill, END: lambda run: (run.parent / "filler").unlink()},
+    "full to the end": {BEGIN: fill},
+    "read-only": {BEGIN: forbid, END: allow},
+    "read-only to the end": {BEGIN: forbid},
+    "limited": {BEGIN: limit, END: lambda run: limit(run, resource.RLIM_INFINITY)},
+    "failing": {BEGIN: sync_with(fail), END: sync_with(_fsync)},
+    "slow": {1: sync_with(crawl)},
+    "removed": {BEGIN: shutil.rmtree},
+    "removed at the last step": {12: shutil.rmtree},
+    "without its checkpoints": {BEGIN: lambda run: shutil.rmtree(run / CHECKPOINTS_FOLDER)},
 }
 
 
@@ -133,9 +115,6 @@ class Reader(threading.Thread):
         self.look()
 
     def look(self) -> None:
-        from moe_ffn.training.monitoring.json_lines import Row, num_damaged
-        from moe_ffn.training.recovery.checkpoint_file import CheckpointError, read_checkpoint
-
         for path in (self.folder / CHECKPOINTS_FOLDER).glob("*.ckpt"):
             try:
                 read_checkpoint(path)
@@ -148,27 +127,25 @@ class Reader(threading.Thread):
 
 
 def main(argv: Sequence[str]) -> int:
-    report, name, run, *options = argv
-    from moe_ffn.cli.train import main as train
-    from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
-
+    seen, name, run, *options = argv
     events, folder, reader = DISTURBANCES[name], Path(run), Reader(Path(run))
-    step_end = CheckpointKeeper.on_train_batch_end
+    keeper = checkpoint_keeper.CheckpointKeeper
+    step_end = keeper.on_train_batch_end
 
-    def disturbed(self: CheckpointKeeper, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def disturbed(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step in events:
             events[trainer.global_step](folder)
         step_end(self, trainer, *args, **kwargs)
 
-    CheckpointKeeper.on_train_batch_end = disturbed
+    keeper.on_train_batch_end = disturbed
     reader.start()
     try:
         return train(options)
     finally:
         reader.stop()
         litter = [str(path.relative_to(folder)) for path in folder.rglob("*.unfinished")]
-        seen = {"looks": reader.num_looks, "unreadable": reader.unreadable, "litter": litter}
-        Path(report).write_text(json.dumps(seen), encoding="utf-8")
+        found = {"looks": reader.num_looks, "unreadable": reader.unreadable, "litter": litter}
+        Path(seen).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

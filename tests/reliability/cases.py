@@ -1,0 +1,33 @@
+"""Tables of cases as parameters, of which the default suite runs a few."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+
+def cases(
+    table: Mapping[str, Any] | Iterable[tuple[str, Any]], quick: Collection[str] | int = ()
+) -> list[Any]:
+    """The rows of a table, each under its name; a tuple is several parameters.
+
+    Args:
+        quick: what the default suite runs, by name, or every so many-th row; the rest is slow.
+    """
+    rows: list[Any] = list(table.items() if isinstance(table, Mapping) else table)
+    if not isinstance(quick, int):
+        assert set(quick) <= {name for name, _ in rows}, "no such case"
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            id=name,
+            marks=() if _is_quick(name, number, quick) else pytest.mark.slow,
+        )
+        for number, (name, row) in enumerate(rows)
+    ]
+
+
+def _is_quick(name: str, number: int, quick: Collection[str] | int) -> bool:
+    return number % quick == 0 if isinstance(quick, int) else name in quick

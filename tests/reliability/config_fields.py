@@ -1,0 +1,128 @@
+"""Every option of a config, with what makes it appear and what it must not be given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+
+from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config_files import merge
+
+NAN, INFINITE = float("nan"), float("inf")
+WRONG: dict[Any, tuple[Any, ...]] = {
+    int: ("three", "3", "", 1.5, True, False, [1], {"a": 1}, NAN, INFINITE, -INFINITE),
+    float: ("three", "0.5", "", True, False, [0.5], {"a": 1}, NAN, INFINITE, -INFINITE),
+    bool: ("maybe", "", 0, 1, 1.0, [True], {"a": 1}),
+    str: (3, 1.5, True, ["x"], {"a": "x"}, NAN),
+    Literal: ("no such choice", "", 3, 1.5, True, [], {"a": 1}),
+    tuple: (3, 1.5, True, {"a": 1}, [[]], [{"a": 1}]),
+    dict: (3, "moe", True, ["moe"]),
+    Config: (3, 1.5, True, [], ["moe"]),
+}
+"""By kind of option: values of other kinds."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One option, somewhere in the tree."""
+
+    path: tuple[str, ...]
+    annotation: Any
+    bounds: tuple[Any, ...]
+    """Of `annotated_types`: `Ge(1)` and the like."""
+    around: dict[str, Any]
+    """Options without which this one is not there: the types of the families above it."""
+
+    def given(self, value: Any, name: str | None = None) -> dict[str, Any]:
+        """A config with this value in its place, or in that of an option of another name beside it."""
+        return merge(self.around, nested((*self.path[:-1], name or self.path[-1]), value))
+
+    def wrong_values(self) -> Iterator[Any]:
+        """Values of other kinds, and those out of range."""
+        of = _without_none(self.annotation)
+        is_config = isinstance(of, type) and issubclass(of, Config)
+        kind = Config if is_config else get_origin(of) or of
+        yield from WRONG[kind]
+        if type(None) not in get_args(self.annotation):
+            yield None
+        if is_config and issubclass(of, TaggedConfig):
+            yield from ("no_such_type", {"type": None}, {"type": 3}, {"type": ["moe"]})
+        elif is_config:
+            yield "moe"
+        for bound in self.bounds:
+            yield from _beyond(bound, kind)
+
+
+def nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """The value in a mapping in a mapping, by the keys of the path."""
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def fields_of(
+    config: type[Config],
+    path: tuple[str, ...] = (),
+    around: dict[str, Any] | None = None,
+    seen: set[type[Config]] | None = None,
+) -> Iterator[Field]:
+    """Every option below a config, of every member of every family; each member once, where it is first."""
+    seen = set() if seen is None else seen
+    for name, field in config.model_fields.items():
+        if name == "type" and issubclass(config, TaggedConfig):
+            continue
+        here, known = (*path, name), around or {}
+        for other, found in config.model_fields.items():
+            if found.is_required() and other != name:
+                known = merge(known, nested((*path, other), _some(found.annotation)))
+        yield Field(here, field.annotation, tuple(field.metadata), known)
+        for member, tag in _members(_without_none(field.annotation)):
+            if member not in seen:
+                seen.add(member)
+                choice = {} if tag is None else nested((*here, "type"), tag)
+                yield from fields_of(member, here, merge(known, choice), seen)
+
+
+def _members(annotation: Any) -> list[tuple[type[Config], str | None]]:
+    """What may stand in the place of an option, with its type; nothing where that is no config."""
+    if not (isinstance(annotation, type) and issubclass(annotation, Config)):
+        return []
+    if not (issubclass(annotation, TaggedConfig) and annotation.is_family_root()):
+        return [(annotation, None)]
+    by_member = {member: tag for tag, member in reversed(annotation.members.items())}
+    return [(member, by_member[member]) for member in dict.fromkeys(annotation.members.values())]
+
+
+def _without_none(annotation: Any) -> Any:
+    """`X` of `X | None`."""
+    if get_origin(annotation) in (Union, UnionType):
+        return next(part for part in get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _some(annotation: Any) -> Any:
+    """A value that a required option takes."""
+    return 1 if annotation is int else ["x"] if get_origin(annotation) is tuple else "x"
+
+
+def _beyond(bound: Any, kind: Any) -> tuple[Any, ...]:
+    """Values just outside a bound, and far outside."""
+    step = 1 if kind is int else 0.001
+    limit: Any = bound
+    match bound:
+        case annotated_types.Ge():
+            return limit.ge - step, limit.ge - 10**12
+        case annotated_types.Gt():
+            return limit.gt, limit.gt - 10**12
+        case annotated_types.Le():
+            return limit.le + step, limit.le + 10**30
+        case annotated_types.Lt():
+            return limit.lt, limit.lt + 10**30
+        case annotated_types.MinLen():
+            return ("" if kind is str else [],)
+        case _:
+            return ()

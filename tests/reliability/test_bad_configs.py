@@ -1,0 +1,337 @@
+"""A config that is wrong in any way gets exit code 2, within a second of its being read, and up to three
+lines that name the key, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+from cases import cases
+from config_fields import fields_of, nested
+from tiny_runs import REPOSITORY, run_here
+
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.config import LIGHTNING_ARGUMENTS
+
+Wrong = tuple[bytes, str]
+"""A config file that must be refused, and what the answer must name: a dotted key, or the file where it is
+at fault as a whole."""
+
+
+def check_refused(folder: Path, content: bytes, named: str) -> None:
+    """AssertionError where `experiments.train` does not answer it as it answers a mistake."""
+    path = folder / "mine.yaml"
+    path.write_bytes(content)
+    accepted = AssertionError("was accepted")
+    start = time.process_time()
+    with contextlib.chdir(folder), patch("moe_ffn.cli.training_run.train", side_effect=accepted):
+        done = run_here("--config", "mine.yaml")
+    seconds = time.process_time() - start
+    shown = f"exit code {done.code}, {done.stderr[:400]!r}"
+    lines = done.stderr.splitlines()
+    assert (done.code, done.stdout) == (2, ""), shown
+    assert 1 <= len(lines) <= 3, f"{len(lines)} lines: {shown}"
+    assert all(line.startswith("error: ") and line.isprintable() for line in lines), shown
+    assert max(map(len, lines)) < 500, f"a line of {max(map(len, lines))} characters: {shown}"
+    assert any(names(line.removeprefix("error: "), named) for line in lines), f"no {named}: {shown}"
+    assert seconds < 1, f"{seconds:.1f} s: {shown}"
+    assert list(folder.iterdir()) == [path], f"something was written: {shown}"
+
+
+def names(line: str, named: str) -> bool:
+    """Whether a line is about `model.ffn`, what is inside of it, or about `model` and says `ffn`."""
+    where, _, sentence = line.partition(": ")
+    above, _, name = named.rpartition(".")
+    if where == named or where.startswith(f"{named}."):
+        return True
+    is_above = f"{above}.".startswith(f"{where}.") or where == f"{above}.type"
+    return is_above and name in sentence
+
+
+# -- files that are wrong as a whole
+
+FILE = "--config mine.yaml"
+GOOD = (REPOSITORY / "configs/moe.yaml").read_bytes()
+
+
+def laughs(last: bytes) -> bytes:
+    """Nine anchors, each of nine times the one before: half a billion values in a few hundred bytes."""
+    lines = [b"a: &a [x, x, x, x, x, x, x, x, x]\n"]
+    lines += [
+        b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9)) for n in range(98, 107)
+    ]
+    return b"".join(lines) + last
+
+
+FILES: dict[str, Wrong] = {
+    name: (content, FILE)
+    for name, content in {
+        "a number": b"3",
+        "zeros": bytes(1000),
+        "a byte that is no UTF-8, in the middle": GOOD[:200] + b"\xff" + GOOD[200:],
+        "a good file as UTF-16": GOOD.decode().encode("utf-16"),
+        "a NUL at its end": GOOD + b"\0",
+        "a list without end": GOOD + b"x: [1, 2\n",
+        "a tab": GOOD + b"\tx: 1\n",
+        "a second document": GOOD + b"---\nseed: 1\n",
+        "an alias of nobody": GOOD + b"x: *nobody\n",
+        "a tag of nobody": GOOD + b"x: !mine {}\n",
+        "ten thousand digits": GOOD + b"x: " + b"9" * 10_000 + b"\n",
+        "a Python name": b"seed: !!python/name:os.system",
+        "a Python module": b"? !!python/module:this\n: 1",
+        "a set": b"seed: !!set {a, b}",
+        "a date by its tag": b"seed: !!timestamp 2026-11-21",
+        "bytes": b"seed: !!binary aGk=",
+        "an empty number": b"seed: !!int ''",
+        "a list that holds itself": b"&a [*a]",
+        "a mapping that holds itself": b"&a\nmodel: *a\n",
+        "a block that holds itself": b"model:\n  ffn: &f {type: mixture_of_depths, ffn: *f}\n",
+        "a mapping merged into itself": b"model: &a {<<: *a}",
+        "a billion laughs": laughs(b""),
+        "a billion laughs, in an option": laughs(b"seed: *j\n"),
+        "a billion laughs, merged": b"a: &a {x: 1}\n"
+        + b"".join(
+            b"%c: &%c {<<: [%s]}\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9))
+            for n in range(98, 107)
+        ),
+        "deep lists": b"[" * 99_000,
+        "deep mappings": b"{a: " * 24_000,
+        "deep blocks": b"\n".join(b" " * level + b"a:" for level in range(400)),
+        "many values": b"seed: [" + b"1, " * 33_000 + b"1]",
+        "many keys": b"".join(b"%d: 1\n" % number for number in range(11_000)),
+        "one long word": b"x" * 99_999,
+        "a mapping as a key": b"? {a: b}\n: 3\n",
+        "10 MB": b"# a comment\n" * 900_000,
+        "10 MB in one line": b"seed: " + b"1" * 10_000_000,
+        "100 kB of quotes": b'seed: "' + b"\\x41" * 25_000 + b'"',
+        "another version of YAML": b"%YAML 9.9\n---\nseed: 1\n",
+        "a tag of one's own": b"%TAG ! tag:evil.org,2026:\n---\nseed: !x 1\n",
+        "an equals sign": b"seed: =\n",
+        "merging a number": b"<<: 3\n",
+        "merging text": b"model: {<<: moe}\n",
+        "a block indented by nine": b"run:\n  name: |9\n   x\n",
+        "a quotation without end": b'seed: "1\n',
+        "a character beyond Unicode": b'seed: "\\UFFFFFFFF"\n',
+        "Arabic digits by a tag": "seed: !!int '\u0663x'\n".encode(),
+    }.items()
+}
+
+# -- keys and values that are wrong
+
+SIZES = ("model.num_layers", "model.d_model", "data.batch_size")
+KEYS: dict[str, Wrong] = {
+    "an alias as a key": (b"seed: &a 1\n*a : 2\n", "1"),
+    "an explicit key without a name": (b"? \n: 1\n", "None"),
+    "Arabic digits": ("seed: \u0663\n".encode(), "seed"),
+    "fullwidth digits": ("seed: \uff11\n".encode(), "seed"),
+    "a look-alike": ("\u0455eed: 1\n".encode(), "\u0455eed"),
+    "an invisible space in a key": ("se\u200bed: 1\n".encode(), "se\\u200bed"),
+    "writing from right to left": ("\u202edees: 1\n".encode(), "\\u202edees"),
+    "a line separator in a key": (b'"a\\u2028b": 1\n', "a\\u2028b"),
+    "a dotted key": (b"model.ffn.type: dense\n", "model.ffn.type"),
+    "a section left empty by a list": (b"model: []\n", "model"),
+    "a type of null": (b"model: {ffn: {type: null}}\n", "model.ffn.type"),
+    "a type that is empty": (b"model: {ffn: ''}\n", "model.ffn.type"),
+    "a type that is a mapping": (b"model: {ffn: {type: {type: moe}}}\n", "model.ffn.type"),
+    "layers as a list": (b"model: {ffn_at: [dense]}\n", "model.ffn_at"),
+    "a slice without a step": (b"model: {ffn_at: {'::0': dense}}\n", "model.ffn_at"),
+    "a slice of no layer": (b"model: {ffn_at: {'1:1': dense}}\n", "model.ffn_at"),
+    "a slice of many digits": (
+        b"model: {ffn_at: {'%s:': dense}}\n" % (b"9" * 400),
+        "model.ffn_at",
+    ),
+    "a path of null": (b"data: {corpus: {type: text, paths: [null]}}\n", "data.corpus"),
+    "a tag with a colour": (b'logging: {wandb: {tags: ["\\e[31m", 1]}}\n', "logging.wandb.tags"),
+    "a name of 60 faces": ("run: {name: %s}\n".replace("%s", "\U0001f600" * 60).encode(), "run.name"),
+    "a name of a dot": (b"run: {name: .}\n", "run.name"),
+    "a cache without a name": (b"data: {cache_dir: ''}\n", "data.cache_dir"),
+    "runs without a folder": (b"run: {output_dir: ''}\n", "run.output_dir"),
+    "seed: 1000 values of another kind": (b"seed: [" + b"1, " * 1000 + b"1]", "seed"),
+    "a number as a key, deep": (b"model: {ffn: {1: 2}}", "model.ffn.1"),
+    "true as a key": (b"true: 1", "True"),
+    "null as a key": (b"model: {null: 1}", "model.None"),
+    "an empty key": (b"'': 1", "''"),
+    "a line break in a type": (b'model: {ffn: "a\\nb"}', "model.ffn.type"),
+    "a line break in an import path": (b'model: {ffn: "a\\nb:C"}', "model.ffn.type"),
+    "colours": (b'seed: "\\e[31m"', "seed"),
+    "a long key": (b"? %s\n: 1" % (b"k" * 9_000), "k" * 57 + "..."),
+    "a long type": (b"model: {ffn: %s}" % (b"t" * 9_000), "model.ffn.type"),
+    "a long import path": (b"model: {ffn: '%s:b'}" % (b"t" * 9_000), "model.ffn.type"),
+    "fifty keys": (b"".join(b"k%d: 1\n" % number for number in range(50)), "k0"),
+    "no class": (b"model: {ffn: 'os:'}", "model.ffn.type"),
+    "no module": (b"model: {ffn: ':b'}", "model.ffn.type"),
+    "a relative module": (b"model: {ffn: '..:b'}", "model.ffn.type"),
+    "a file that is not there": (b"model: {ffn: 'no.py:b'}", "model.ffn.type"),
+    "a device": (b"model: {ffn: '/dev/null:b'}", "model.ffn.type"),
+    "a function": (b"model: {ffn: 'os:system'}", "model.ffn.type"),
+    "YAML 1.1's octal": (b"seed: 010", "seed"),
+    "a time": (b"seed: 1:30", "seed"),
+    "a date": (b"seed: 2024-13-45", "seed"),
+    "hexadecimal": (b"seed: 0x10", "seed"),
+    "an underscore": (b"seed: 1_000", "seed"),
+    "a float for an int": (b"seed: 1e3", "seed"),
+    "too large for a float": (b"optimizer: {learning_rate: 1e999}", "optimizer.learning_rate"),
+    "too small for a float": (b"optimizer: {learning_rate: 1e-999}", "optimizer.learning_rate"),
+    "5000 digits": (b"optimizer: {learning_rate: %s.0}" % (b"9" * 5000), "optimizer.learning_rate"),
+    "a layer that is no layer": (b"model: {ffn_at: {null: dense}}", "model.ffn_at"),
+    "a layer far away": (b"model: {ffn_at: {99999999999999999999: dense}}", "model.ffn_at"),
+    "a NUL in a path": (b'run: {output_dir: "a\\0b"}', "run.output_dir"),
+    "a surrogate": (b'run: {name: "\\ud800"}', "run.name"),
+    "more experts than fit": (b"model: {ffn: {num_experts: 1000000000}}", "model"),
+    "a long folder": (b"run: {name: %s}" % (b"n" * 300), "run.name"),
+    **{
+        f"{key} {size}": (json.dumps(nested(tuple(key.split(".")), size)).encode(), key)
+        for key in SIZES
+        for size in (10**9, 10**10, 2**63, 10**30)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "named"), [*cases(FILES, quick=6), *cases(KEYS, quick=8)])
+def test_a_config(tmp_path: Path, content: bytes, named: str) -> None:
+    check_refused(tmp_path, content, named)
+
+
+# -- every option, and every key of every shipped file
+
+
+def dump(options: dict[str, Any]) -> bytes:
+    return yaml.safe_dump(options, sort_keys=False).encode()
+
+
+def wrong_values() -> Iterator[Wrong]:
+    for field in fields_of(TrainConfig):
+        for value in field.wrong_values():
+            yield dump(field.given(value)), ".".join(field.path)
+
+
+def wrong_lightning_arguments() -> Iterator[Wrong]:
+    """What is passed on to `lightning.Trainer`; that some of it is accepted there is no excuse."""
+    switches = ["benchmark", "detect_anomaly", "deterministic", "inference_mode", "sync_batchnorm"]
+    for name in LIGHTNING_ARGUMENTS:
+        more = ("no", 0, 1) if name in switches else ()
+        for value in (1.5, {"no": "such"}, [[1]], float("nan"), *more):
+            yield dump({"trainer": {name: value}}), f"trainer.{name}"
+
+
+def misspelt_options() -> Iterator[Wrong]:
+    """A letter too many; and two swapped, with one too many."""
+    for field in fields_of(TrainConfig):
+        *above, name = field.path
+        for wrong in (f"{name}s", f"{name[1:2]}{name[0]}{name[2:]}_"):
+            yield dump(field.given(1, wrong)), ".".join([*above, wrong])
+
+
+def changed_files() -> Iterator[Wrong]:
+    """Of every key of every shipped file: misspelt, given twice, its value of another kind."""
+    for file in sorted((REPOSITORY / "configs").rglob("*.yaml")):
+        options = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for path, value in keys_of(options):
+            *above, name = path
+            dotted = ".".join(path)
+            if name != "0":  # a layer of ffn_at
+                wrong = f"{name}s"
+                yield dump(replaced(options, path, wrong, value)), ".".join([*above, wrong])
+            other = [1, [2]] if isinstance(value, dict) else {"no": {"such": "thing"}}
+            yield dump(replaced(options, path, name, other)), dotted
+            once = json.dumps(value)
+            twice = json.dumps(replaced(options, path, name, "HERE"))
+            yield twice.replace('"HERE"', f"{once}, {json.dumps(name)}: {once}").encode(), FILE
+
+
+def keys_of(options: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    for key, value in options.items():
+        yield (*path, key), value
+        if isinstance(value, dict):
+            yield from keys_of(value, (*path, key))
+
+
+def replaced(options: dict[str, Any], path: tuple[str, ...], key: str, value: Any) -> Any:
+    """A copy in which the last key of `path` is `key` and holds `value`."""
+    first, *rest = path
+    if rest:
+        return options | {first: replaced(options[first], tuple(rest), key, value)}
+    return {
+        (key if name == first else name): (value if name == first else old)
+        for name, old in options.items()
+    }
+
+
+CHANGES = (wrong_values, wrong_lightning_arguments, misspelt_options, changed_files)
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: changes.__name__)
+def test_every_option_and_every_key(
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    changes: Callable[[], Iterable[Wrong]],
+    every: int,
+) -> None:
+    """All mistakes of the program are told together."""
+    tried = list(changes())[::every]
+    broken = []
+    for content, named in tried:
+        try:
+            check_refused(tmp_path, content, named)
+        except Exception as error:
+            broken.append(f"{content[:300]!r}: {type(error).__name__}: {error}")
+    assert not broken, f"{len(broken)} of {len(tried)} broken, first {'; '.join(broken[:3])}"
+    assert tried
+    if every == 1:
+        record_property("measured", f"{len(tried):,} refused: {changes.__name__}")
+
+
+# -- what looks odd and is right
+
+RIGHT: dict[str, tuple[bytes, dict[str, Any]]] = {
+    "empty": (b"", {}),
+    "null": (b"null", {}),
+    "a comment": (b"# nothing\n", {}),
+    "a byte order mark": (b"\xef\xbb\xbfseed: 1", {"seed": 1}),
+    "old line ends": (b"seed: 1\r\nsample: {num_tokens: 3}\r\n", {"sample.num_tokens": 3}),
+    "1e-3": (b"optimizer: {learning_rate: 1e-3}", {"optimizer.learning_rate": 0.001}),
+    "1E-3": (b"optimizer: {learning_rate: 1E-3}", {"optimizer.learning_rate": 0.001}),
+    "+1e-3": (b"optimizer: {learning_rate: +1e-3}", {"optimizer.learning_rate": 0.001}),
+    ".5": (b"optimizer: {learning_rate: .5}", {"optimizer.learning_rate": 0.5}),
+    "5.": (b"optimizer: {learning_rate: 5.}", {"optimizer.learning_rate": 5.0}),
+    "1 for 1.0": (b"optimizer: {learning_rate: 1}", {"optimizer.learning_rate": 1.0}),
+    "yes": (b"model: {tie_embeddings: yes}", {"model.tie_embeddings": True}),
+    "off": (b"model: {tie_embeddings: off}", {"model.tie_embeddings": False}),
+    "~": (b"sample: {top_k: ~}", {"sample.top_k": None}),
+    "a layer by its number": (b"model: {ffn_at: {0: dense}}", {"model.ffn_at.0.type": "dense"}),
+    "an anchor": (b"model: {d_model: &d 64, ffn: {type: dense, d_ff: *d}}", {"model.ffn.d_ff": 64}),
+    "a merge": (
+        b"model:\n  ffn_at:\n    0: &f {type: dense, d_ff: 8}\n    1: {<<: *f, d_ff: 9}\n",
+        {"model.ffn_at.0.d_ff": 8, "model.ffn_at.1.d_ff": 9, "model.ffn_at.1.type": "dense"},
+    ),
+    "JSON": (b'{"seed": 3, "run": {"name": null}}', {"seed": 3}),
+    "a text of digits": (b"run: {name: '12'}", {"run.name": "12"}),
+}  # fmt: skip
+"""The config, and what it says."""
+
+
+@pytest.mark.parametrize(("content", "expected"), cases(RIGHT, quick=3))
+def test_what_looks_odd_and_is_right(
+    tmp_path: Path, content: bytes, expected: dict[str, Any]
+) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+
+    done = run_here("--config", str(tmp_path / "mine.yaml"), "--print-config")
+
+    assert done.code == 0, done.stderr
+    for path, value in expected.items():
+        found: Any = yaml.safe_load(done.stdout)
+        for key in path.split("."):
+            found = found[key]
+        assert (found, type(found)) == (value, type(value)), path

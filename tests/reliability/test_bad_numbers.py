@@ -1,0 +1,237 @@
+"""A step with a NaN, an infinity or a loss far too high is skipped, counted and explained; too many in a row
+end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from cases import cases
+from faults import Fault
+from fitted import Fitted
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from tiny_runs import options, run
+
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.data.prepare import prepare
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing import RouterConfig
+from moe_ffn.runs.assemble import quiet_libraries
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import ALARMS_FILE
+from moe_ffn.training import module as module_file
+from moe_ffn.training.module import LanguageModel
+
+# -- one step is skipped
+
+FFNS = {
+    "dense": "dense",
+    "moe": "{type: moe, num_experts: 4, router: {type: sigmoid_top_k, k: 2}}",
+}
+GRADIENT = "layers.1.attention_norm.weight"
+ROUTER = "layers.1.ffn.router.projection"
+PLACES = {
+    "the loss": ("loss", "the objective's total"),
+    "one gradient": (GRADIENT, f"the gradient of decoder.{GRADIENT}"),
+    "an embedding": ("embedding", "decoder.embedding"),
+    "a hidden state": ("into:layers.1", "the input of decoder.layers.1"),
+    "router logits": (ROUTER, f"decoder.{ROUTER}"),
+}
+"""Where a number breaks, as a fault's place and as the run has to name it."""
+SKIPPED = 8
+"""The optimizer step, of twelve, in which it breaks."""
+QUICK = [
+    f"{math.nan} in {place}, moe, accumulation 1" for place in ("one gradient", "router logits")
+]
+
+
+def faults() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    for accumulate, ffn, place in product((1, 4), FFNS, PLACES):
+        if ffn == "dense" and place == "router logits":
+            continue
+        for value in (math.nan, math.inf, *((100.0,) if place == "the loss" else ())):
+            what = "a loss 100 times too high" if value == 100 else f"{value} in {place}"
+            yield f"{what}, {ffn}, accumulation {accumulate}", (ffn, place, value, accumulate)
+
+
+class LeaveOut(Callback):
+    """Takes the gradients of one optimizer step away, and what steers its routers."""
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        if trainer.global_step + 1 == SKIPPED:
+            pl_module.zero_grad(set_to_none=True)
+            pl_module.steering.forget()
+
+
+@pytest.mark.parametrize(("ffn", "place", "value", "accumulate"), cases(faults(), QUICK))
+def test_a_step_that_breaks(
+    tmp_path: Path, ffn: str, place: str, value: float, accumulate: int
+) -> None:
+    """One batch of it does; all else is as if the step had been left out."""
+    config = config_of(tmp_path, ffn, accumulate)
+    broken = (SKIPPED - 1) * accumulate + accumulate // 2
+    where, named = PLACES[place]
+    fault = Fault(where, value, range(broken, broken + 1))
+
+    with patch.object(module_file, "objective", fault.objective(module_file.objective)):
+        faulty = fit(config, tmp_path / "faulty", fault)
+    expected = state_of(fit(config, tmp_path / "expected", LeaveOut()))
+
+    assert fault.num_strikes, "nothing was broken"
+    assert faulty.module.guard.num_skipped == 1
+    assert faulty.trainer.global_step == config.trainer.max_steps
+    for name, tensor in state_of(faulty).items():
+        assert tensor.isfinite().all(), f"{name} is not finite"
+        assert torch.equal(tensor, expected[name]), f"{name} is not as without the step"
+    alarms = map(json.loads, (tmp_path / "faulty" / ALARMS_FILE).read_text().splitlines())
+    (alarm,) = (alarm for alarm in alarms if alarm["kind"] == "skipped_step")
+    assert alarm["step"] == SKIPPED
+    if math.isfinite(value):
+        assert "times the median" in alarm["message"]
+    else:
+        assert alarm["message"].partition(", which began in ")[2] == named
+
+
+def config_of(folder: Path, ffn: str, accumulate: int) -> TrainConfig:
+    given = options(
+        folder,
+        model__ffn=FFNS[ffn],
+        trainer__accumulate_grad_batches=str(accumulate),
+        trainer__validate_every_n_steps="12",
+        sample__num_tokens="0",
+    )
+    return parse_config(given, TrainConfig, command="train")
+
+
+def fit(config: TrainConfig, folder: Path, watcher: Callback) -> Fitted:
+    folder.mkdir()
+    with warnings.catch_warnings():
+        quiet_libraries()
+        return Fitted(config, prepare(config.data, progress=False), folder, watcher)
+
+
+def state_of(fitted: Fitted) -> dict[str, Any]:
+    """All that training moves: parameters, biases and the optimizer's moments and counts."""
+    moments = fitted.trainer.optimizers[0].state_dict()["state"]
+    return {
+        **fitted.module.state_dict(),
+        **{f"{p}/{name}": value for p, of in moments.items() for name, value in of.items()},
+    }
+
+
+# -- every step breaks
+
+BREAKS = '''
+import os
+
+import torch
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput
+
+
+class BreaksConfig(FFNConfig, frozen=True):
+    """Returns its input, and from the seventh batch of training on NaN; on the last rank alone."""
+
+    last_rank: str
+
+    def build(self, d_model):
+        return Breaks(self.last_rank)
+
+    def num_params(self, d_model):
+        return 0
+
+    def flops_per_token(self, d_model, seq_len):
+        return 0
+
+
+class Breaks(FFNBlock):
+    def __init__(self, last_rank):
+        super().__init__()
+        self.breaks = os.environ.get("LOCAL_RANK", "0") == last_rank
+        self.num_batches = 0
+
+    def forward(self, x, context=None):
+        self.num_batches += self.training
+        return FFNOutput(x * torch.nan if self.breaks and self.num_batches > 6 else x)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "ranks"), [(1, 1), (3, 1), (10, 1), (3, 2)])
+def test_too_many_in_a_row(tmp_path: Path, limit: int, ranks: int) -> None:
+    """A block of somebody's own breaks for good: the program ends, and says all that is needed."""
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    block = f"{{type: '{tmp_path / 'breaks.py'}:BreaksConfig', last_rank: '{ranks - 1}'}}"
+
+    done = run(
+        *options(
+            tmp_path,
+            model__ffn_at=f"{{'1': {block}}}",
+            trainer__devices=str(ranks),
+            trainer__strategy="auto" if ranks == 1 else "ddp",
+            trainer__guard__max_skipped_in_a_row=str(limit),
+            trainer__max_steps="40",
+            run__name="broken",
+        )
+    )
+
+    folder = tmp_path / "runs" / "broken"
+    assert done.code == 3, f"exit code {done.code}: {done.stderr[-500:]}"
+    assert "Traceback" not in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("diverged: ")]
+    assert len(said) == 2, done.stderr
+    assert said[0].startswith(f"diverged: step {6 + limit}: "), said[0]
+    assert said[0].endswith("began in decoder.layers.1.ffn"), said[0]
+    assert str(folder / "checkpoints") in said[1], said[1]
+    assert "optimizer.learning_rate" in said[1], said[1]
+    alarms = [line for line in done.stderr.splitlines() if line.startswith("alarm: ")]
+    assert len(alarms) == 1, f"one line for a row of skipped steps, got {alarms}"
+    assert (folder / "report.html").is_file(), "no page was made"
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        for name, tensor in torch.load(path, weights_only=True)["state_dict"].items():
+            assert tensor.isfinite().all(), f"{name} in {path.name} is not finite"
+
+
+# -- huge activations
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["weights too", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", RouterConfig.members)
+def test_a_router_computes_in_float32(kind: str, dtype: torch.dtype, autocast: bool) -> None:
+    """In training and evaluation, on values up to the largest of float16."""
+    num_tokens, d_model, num_experts = 32, 16, 4
+    for training, size in product((True, False), (1e4, 6e4)):
+        torch.manual_seed(0)
+        router = RouterConfig.model_validate(kind).build(d_model, num_experts).train(training)
+        with torch.no_grad():
+            for parameter in router.parameters():
+                parameter.mul_(30)  # logits far above what float16 holds
+        if not autocast:
+            router = router.to(dtype)
+        x_TD = (size * torch.randn(num_tokens, d_model).sign()).to(dtype).requires_grad_()
+        context = TokenContext(token_ids=torch.arange(num_tokens), sequence_length=num_tokens)
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            routing = router(x_TD, context)
+        for name in ("weights_N", "logits_TE", "scores_TE"):
+            value = getattr(routing, name)
+            if value is not None:  # of experts that are too many for a table
+                assert value.isfinite().all(), f"{name} is not finite"
+                assert value.dtype == torch.float32, f"{name} is {value.dtype}"
+        ids_N = routing.expert_ids_N[routing.real_N]
+        assert ((ids_N >= 0) & (ids_N < num_experts)).all(), "no such expert"
+        if routing.weights_N.requires_grad:
+            (gradient,) = torch.autograd.grad(routing.weights_N.sum(), x_TD)
+            assert gradient.isfinite().all(), "the gradient is not finite"

@@ -1,0 +1,211 @@
+"""Text that cannot be read, or is not what it was, is refused by the name of its file; text larger than
+memory is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nobody import nobody, open_place
+from tiny_runs import finish, options, run_here, start_command, write_corpus
+
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.errors import ConfigError
+
+
+def prepared(folder: Path, *given: Path, progress: Any = False) -> Any:
+    """The data of a corpus, with its cache in `folder`."""
+    corpus = {"type": "text", "paths": [str(path) for path in given]}
+    config = {"corpus": corpus, "seq_len": 8, "cache_dir": str(folder / "cache")}
+    return prepare(DataConfig.model_validate(config), progress=progress)
+
+
+def check_refused(folder: Path, given: Path, *named: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepared(folder, given)
+    assert "\n" not in str(refused.value)
+    for name in named:
+        assert name in str(refused.value)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "is empty"),
+        (bytes(range(256)), "not UTF-8 text"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "not UTF-8 text"),
+        ("text".encode("utf-16"), "not UTF-8 text"),
+        ("text é".encode()[:-1], "not UTF-8 text"),
+        (b"short", "data.seq_len"),
+    ],
+    ids=["empty", "binary", "a picture", "UTF-16", "cut within a character", "one short line"],
+)
+def test_a_file_that_is_no_text(tmp_path: Path, content: bytes, why: str) -> None:
+    (tmp_path / "mine.txt").write_bytes(content)
+
+    check_refused(tmp_path, tmp_path / "mine.txt", why, "" if "seq_len" in why else "mine.txt")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda path: path.symlink_to(path.name), "symbolic link"),
+        (lambda path: path.symlink_to("no.such"), "symbolic link"),
+        (os.mkfifo, ""),
+        (lambda path: path.symlink_to("/dev/zero"), ""),
+    ],
+    ids=["a link to itself", "a link to nothing", "a pipe", "a device without end"],
+)
+def test_what_is_no_file(tmp_path: Path, make: Callable[[Path], None], why: str) -> None:
+    make(tmp_path / "mine.txt")
+
+    check_refused(tmp_path, tmp_path / "mine.txt", "mine.txt", why)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("7.txt", 0), ("inner", 0), ("inner", 0o444)], ids=["file", "folder", "list"]
+)
+def test_what_may_not_be_read(name: str, mode: int) -> None:
+    """A file; a folder; one whose names can be read, and whose files not even looked at."""
+    with open_place() as place:
+        corpus = write_corpus(place / "corpus")
+        write_corpus(corpus / "inner")
+        prepared(place / "before", corpus)  # so that nothing has to be imported as nobody
+        (corpus / name).chmod(mode)
+        try:
+            with nobody():
+                check_refused(place, corpus, name, "cannot be read")
+        finally:
+            (corpus / name).chmod(0o700)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: os.truncate(path, 100)])
+def test_what_changes_while_it_is_read(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """After the first pass over the text and before the second."""
+    corpus = write_corpus(tmp_path / "corpus")
+    victim = corpus / "7.txt"
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        if stage == "encoding" and victim.is_file() and victim.stat().st_size > 100:
+            change(victim)
+
+    with pytest.raises(ConfigError, match=r"\.txt' "):
+        prepared(tmp_path, corpus, progress=report)
+    assert not list((tmp_path / "cache").glob("[!.]*")), "a cache was left"
+
+
+def test_nothing_of_a_run_is_left(tmp_path: Path) -> None:
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
+
+    done = run_here(*options(tmp_path, data__corpus__paths=str(tmp_path / "binary.txt")))
+
+    assert done.code == 2, done
+    (line,) = done.own_lines
+    assert "binary.txt" in line
+    assert not (tmp_path / "runs").exists(), "a folder was made"
+
+
+# -- what is read all the same
+
+
+def test_one_line(tmp_path: Path) -> None:
+    (tmp_path / "line.txt").write_text("one line of text, and no end of line " * 20)
+
+    data = prepared(tmp_path, tmp_path / "line.txt")
+
+    assert data.train_size.num_tokens > 0
+    assert data.validation_size.num_tokens > 0
+
+
+def test_loops_links_pipes_and_binaries_beside_texts(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    expected = prepared(tmp_path, corpus).corpus_sha256
+    for number in range(8):
+        (corpus / f"loop{number}").symlink_to(corpus, target_is_directory=True)
+    (corpus / "self.txt").symlink_to("self.txt")
+    (corpus / "dangling.txt").symlink_to("no.such")
+    os.mkfifo(corpus / "pipe.txt")
+    (corpus / "binary.txt").write_bytes(bytes(range(256)))
+    start = time.process_time()
+
+    for given in (corpus, corpus / "**", corpus / "**" / "*.txt"):
+        assert prepared(tmp_path, given).corpus_sha256 == expected, given
+
+    assert time.process_time() - start < 10
+
+
+# -- larger than memory
+
+LARGE = """
+import json, resource, sys
+import numpy as np
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import DataConfig, prepare, unigram_loss
+
+path, cache = sys.argv[1:3]
+size, limit = map(int, sys.argv[3:])
+
+
+def private_bytes():
+    # What `RLIMIT_DATA` counts: heap and private memory, and not the pages of mapped files.
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(fields["VmData"].split()[0]) << 10
+
+
+before = private_bytes()
+resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
+try:
+    np.ones(size, dtype=np.uint8)
+except MemoryError:
+    pass
+else:
+    raise SystemExit("the limit does not hold: an array of the file's size fits")
+corpus = dict(type="text", paths=[path])
+data = prepare(
+    DataConfig.model_validate(dict(corpus=corpus, cache_dir=cache, seq_len=256)), progress=False
+)
+batches = TrainBatches(data.train, seq_len=256, batch_size=16, seed=0)
+for index in range(100):
+    batches[index * 997]
+unigram_loss(data.train, data.validation[:100_000], 257)
+assert type(data.train) is np.memmap and data.train.nbytes > size
+print(json.dumps(dict(tokens=len(data.train), grown=private_bytes() - before)))
+"""
+LINES = b"".join(b"%06d: a line of a text that is larger than memory\n" % i for i in range(20_000))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size_mb", "limit_mb"), [(32, 24), (2048, 256)])
+def test_a_text_larger_than_memory(
+    tmp_path: Path, record_property: Callable[[str, object], None], size_mb: int, limit_mb: int
+) -> None:
+    """It is prepared and read by a process that may grow by `limit_mb`."""
+    size, free = size_mb << 20, shutil.disk_usage(tmp_path).free
+    if free < 4 * size:  # the text, its tokens of two bytes, and room to spare
+        pytest.skip(f"needs {4 * size / 1e9:.0f} GB of disk, {free / 1e9:.0f} are free")
+    path, cache = tmp_path / "large.txt", tmp_path / "cache"
+    try:
+        with path.open("wb") as file:
+            while file.tell() < size:
+                file.write(LINES)
+
+        places = (str(path), str(cache), str(size), str(limit_mb << 20))
+        done = finish(start_command([sys.executable, "-c", LARGE, *places]), timeout=900)
+
+        assert done.code == 0, done.stderr[-500:]
+        grown = json.loads(done.stdout)["grown"] / (1 << 20)
+        record_property("measured", f"{size_mb} MB within {limit_mb} MB: {grown:.0f} MB at the end")
+    finally:  # pytest keeps the folders of three sessions
+        path.unlink(missing_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)

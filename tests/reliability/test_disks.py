@@ -1,0 +1,158 @@
+"""On a disk that is full, read-only, failing, slow or taken away training goes on, says so once, tries again,
+and no unreadable file ever stands at a final name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from own_disk import ALONE, mounting
+from same_run import assert_same, require_same
+from tiny_runs import (
+    NEWEST,
+    Finished,
+    finish,
+    lasting_folder,
+    options,
+    run_here,
+    start_command,
+    start_script,
+)
+
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
+
+pytestmark = pytest.mark.slow  # tests/training has what a disk does to each file, by itself
+
+SAVE_OFTEN = {"checkpoints__every_n_steps": "2", "run__name": "run"}
+FULL, READ_ONLY = "No space left on device", "Read-only file system"
+
+
+@cache
+def undisturbed() -> Path:
+    """The same run on a good disk."""
+    folder = lasting_folder()
+    done = run_here(*options(folder, **SAVE_OFTEN))
+    assert done.code == 0, done.stderr
+    return folder / "runs" / "run"
+
+
+def disturb(folder: Path, disturbance: str, size: str | None = None) -> tuple[Finished, Path]:
+    """Train with a disturbance; what a reader sees of it meanwhile is whole.
+
+    Args:
+        size: of a disk of its own for the runs, which nobody else sees; None for the folder's.
+
+    Returns:
+        how it ended, and what is left of the run.
+    """
+    runs, copied, seen = folder / "runs", folder / "copied", folder / "seen.json"
+    runs.mkdir()
+    words = [str(seen), disturbance, str(runs / "run"), *options(folder, **SAVE_OFTEN)]
+    if size is None:
+        done, left = finish(start_script("disturbed.py", *words)), runs / "run"
+    else:
+        python = [sys.executable, str(Path(__file__).with_name("disturbed.py")), *words]
+        script = f"{mounting(runs, size)} && \"$@\"; code=$?; cp -a '{runs}' '{copied}'; exit $code"
+        done, left = finish(start_command([*ALONE, script, "sh", *python])), copied / "run"
+    assert "Traceback" not in done.stderr, done.stderr
+    found = json.loads(seen.read_text(encoding="utf-8"))
+    assert found["looks"] > 0
+    assert (found["unreadable"], found["litter"]) == ([], [])
+    for what in ("cannot be written", "is written again"):
+        said = re.findall(rf"^disk: '(.+)' {what}", done.stderr, re.MULTILINE)
+        assert len(said) == len(set(said)), f"said more than once: {done.stderr}"
+    return done, left
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "size", "why"),
+    [
+        ("full", "16m", FULL),
+        ("read-only", "16m", READ_ONLY),
+        ("limited", None, "File too large"),
+        ("failing", None, "Input/output error"),
+    ],
+)
+def test_a_disk_that_is_good_again_has_all_of_it(
+    tmp_path: Path, disturbance: str, size: str | None, why: str
+) -> None:
+    done, left = disturb(tmp_path, disturbance, size)
+
+    assert done.code == 0, done.stderr
+    assert f"{CHECKPOINTS_FOLDER}' cannot be written ({why})" in done.stderr
+    assert f"{CHECKPOINTS_FOLDER}' is written again" in done.stderr
+    require_same(undisturbed(), left)
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "why"), [("full to the end", FULL), ("read-only to the end", READ_ONLY)]
+)
+def test_what_is_left_on_a_bad_disk_goes_on_in_a_good_place(
+    tmp_path: Path, disturbance: str, why: str
+) -> None:
+    done, left = disturb(tmp_path, disturbance, "16m")
+
+    assert done.code == 1, f"exit code {done.code}: {done.stderr}"
+    assert "step 12/12" in done.stderr, "training did not go on"
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert f"the weights of step 12 are not saved ({why})" in error
+    resumed = run_here("--resume", str(left))
+    assert resumed.code == 0, resumed.stderr
+    require_same(undisturbed(), left)
+
+
+@pytest.mark.parametrize("disturbance", ["removed", "removed at the last step"])
+def test_a_folder_that_is_removed_comes_back_with_what_is_needed(
+    tmp_path: Path, disturbance: str
+) -> None:
+    done, left = disturb(tmp_path, disturbance)
+
+    assert done.code == 0, done.stderr
+    for name in (CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE):
+        assert (left / name).exists(), f"{name} did not come back"
+    told = [line for line in done.stderr.splitlines() if "written again" in line]
+    assert len([line for line in told if line.startswith("disk: ") and CONFIG_FILE in line]) == 1
+    weights, expected = (
+        read_checkpoint(folder / CHECKPOINTS_FOLDER / NEWEST)["state_dict"]
+        for folder in (left, undisturbed())
+    )
+    assert_same(weights, expected)
+    text = run_here(str(left), program="experiments.generate")
+    assert text.code == 0, text.stderr
+
+
+def test_checkpoints_that_are_removed_come_back(tmp_path: Path) -> None:
+    done, left = disturb(tmp_path, "without its checkpoints")
+
+    assert done.code == 0, done.stderr
+    require_same(undisturbed(), left)
+
+
+def test_a_slow_disk_is_told_of_in_one_line(tmp_path: Path) -> None:
+    done, left = disturb(tmp_path, "slow")
+
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("a checkpoint took") == 1
+    require_same(undisturbed(), left)
+
+
+def test_two_ranks_of_which_the_one_that_writes_cannot(tmp_path: Path) -> None:
+    """The other does not wait for ever."""
+    script = 'ulimit -f 200; exec "$@"'  # blocks of 512 or 1024 bytes; a checkpoint has 340 KB
+    ranks = ("--trainer.devices", "2", "--trainer.strategy", "ddp")
+    train = [sys.executable, "-m", "experiments.train", *options(tmp_path, **SAVE_OFTEN), *ranks]
+
+    done = finish(start_command(["sh", "-c", script, "sh", *train]))
+
+    assert done.code == 1, f"exit code {done.code}: {done.stderr}"
+    assert "step 12/12" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    told = [line for line in done.stderr.splitlines() if "cannot be written" in line]
+    assert len([line for line in told if CHECKPOINTS_FOLDER in line]) == 1, done.stderr
+    assert not list((tmp_path / "runs/run" / CHECKPOINTS_FOLDER).iterdir()), "something was left"

@@ -1,0 +1,240 @@
+"""Tiny runs on a small corpus, in this process or in processes of their own; and a finished one to damage."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from unittest.mock import patch
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, METRICS_FILE, SUMMARY_FILE
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from moe_ffn.training.recovery.checkpoint_file import step_name
+
+REPOSITORY = Path(__file__).parents[2]
+_WORDS = ("the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n")
+
+TINY = {
+    "model.d_model": "16",
+    "model.num_layers": "2",
+    "model.attention.num_heads": "2",
+    "data.seq_len": "16",
+    "data.batch_size": "4",
+    "data.validation_tokens": "160",
+    "logging.every_n_steps": "2",
+    "logging.wandb.mode": "disabled",
+    "trainer.max_steps": "12",
+    "trainer.validate_every_n_steps": "4",
+    "trainer.precision": "32-true",
+    "trainer.accelerator": "cpu",
+    "sample.num_tokens": "8",
+}
+"""Options of a run that takes a second of training; every case may replace some."""
+
+
+# -- programs
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that has ended."""
+
+    code: int
+    """Negative: the number of the signal that killed it."""
+    stdout: str
+    stderr: str
+
+    @property
+    def own_lines(self) -> list[str]:
+        """Of stderr, without those that say what is waited for, which come before."""
+        lines = self.stderr.splitlines()
+        return [line for line in lines if not line.startswith(("data: ", "importing "))]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Ours, but for one thread, a wide terminal, the code of this checkout, and the changes."""
+    ours = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": str(REPOSITORY)}
+    return os.environ | ours | changes
+
+
+def start(*argv: str, program: str = "experiments.train", **changes: str) -> subprocess.Popen[str]:
+    """A program of the project in a process of its own, whose environment has the changes."""
+    return start_command([sys.executable, "-m", program, *argv], **changes)
+
+
+def start_script(script: str, *argv: str) -> subprocess.Popen[str]:
+    """A program that stands beside the tests."""
+    return start_command([sys.executable, str(Path(__file__).with_name(script)), *argv])
+
+
+def start_command(command: Sequence[str], **changes: str) -> subprocess.Popen[str]:
+    """Any command, with one thread and no terminal."""
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment(**changes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> Finished:
+    """Wait for its end; one that takes longer is killed, and TimeoutExpired raised."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return Finished(process.returncode, stdout, stderr)
+
+
+def run(*argv: str, program: str = "experiments.train", **changes: str) -> Finished:
+    """Start a program of the project and wait for its end."""
+    return finish(start(*argv, program=program, **changes))
+
+
+def run_here(*argv: str, program: str = "experiments.train") -> Finished:
+    """The same in this process, which has imported all that a program needs.
+
+    Raises:
+        Exception: whatever would have ended the program with a traceback.
+    """
+    module = import_module(program)
+    main = import_module(f"{program}.__main__").main if hasattr(module, "__path__") else module.main
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        warnings.catch_warnings(),
+        patch.object(sys, "argv", [program, *argv]),
+    ):
+        try:
+            code = exit_on_bad_input(main)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    return Finished(code, stdout.getvalue(), stderr.getvalue())
+
+
+def fork(work: Callable[[], object]) -> ForkProcess:
+    """Do it in a copy of this process: it has torch imported, which takes another one longer than a run."""
+    with warnings.catch_warnings():
+        # Of threads, which the copy lacks: those of pytest wait, and torch has none on one CPU.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        copy = multiprocessing.get_context("fork").Process(target=work)
+        copy.start()
+    return copy
+
+
+def fork_all(works: Iterable[Callable[[], object]]) -> list[int | None]:
+    """Do all at once; returns exit codes, negative of those that a signal has killed."""
+    copies = [fork(work) for work in works]
+    for copy in copies:
+        copy.join()
+    return [copy.exitcode for copy in copies]
+
+
+# -- tiny runs
+
+
+def lasting_folder() -> Path:
+    """A new folder that is removed when the process ends, for what many cases share."""
+    folder = tempfile.TemporaryDirectory(prefix="reliability-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def write_corpus(folder: Path, num_files: int = 12) -> Path:
+    """A folder of small texts, always the same."""
+    folder.mkdir(parents=True)
+    for number in range(num_files):
+        picked = [_WORDS[(number * place + place * place // 3) % 5] for place in range(60)]
+        (folder / f"{number}.txt").write_text("".join(picked))
+    return folder
+
+
+def options(folder: Path, **changes: str) -> list[str]:
+    """The command line of a tiny run in `folder`, which holds its corpus, cache and runs.
+
+    Args:
+        folder: made where it is not there.
+        changes: dotted keys with `__` for each dot, as in `model__ffn="swiglu"`.
+    """
+    corpus = folder / "corpus"
+    if not corpus.is_dir():
+        write_corpus(corpus)
+    places = {
+        "data.corpus": f"{{type: text, paths: ['{corpus}']}}",
+        "data.cache_dir": str(folder / "cache"),
+        "run.output_dir": str(folder / "runs"),
+    }
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    return [part for key, value in (TINY | places | given).items() for part in (f"--{key}", value)]
+
+
+def losses(run_folder: Path) -> dict[int, float]:
+    """The training loss of every row that has one, by its step."""
+    rows = map(dict, read_lines(run_folder / METRICS_FILE, Row))
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def wait_for_row(
+    folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60
+) -> None:
+    """Return once the run in `folder` has written a row of optimizer step `step` or a later one."""
+    deadline = time.monotonic() + timeout
+    while not any(row.step >= step for row in read_lines(folder / METRICS_FILE, Row)):
+        assert process.poll() is None, f"ended before step {step}: {finish(process).stderr}"
+        assert time.monotonic() < deadline, f"not at step {step} after {timeout:g} s"
+        time.sleep(0.01)
+
+
+# -- a finished run, made once, of which every case changes a copy
+
+OLDER, NEWEST, BEST = step_name(8), step_name(12), "best.ckpt"
+
+
+@cache
+def _shared_folder() -> Path:
+    return lasting_folder()
+
+
+@cache
+def trained(**changes: str) -> Path:
+    """A run with checkpoints of steps 8 and 12, and alarms; nobody writes to it."""
+    given = {"logging__alarms__router_logit": "0.01", **changes}
+    name = "-".join(["run", *(part for change in changes.items() for part in change)])
+    done = run_here(*options(_shared_folder(), run__name=name, **given))
+    assert done.code == 0, done.stderr
+    found = _shared_folder() / "runs" / name
+    assert {path.name for path in (found / CHECKPOINTS_FOLDER).iterdir()} == {BEST, OLDER, NEWEST}
+    return found
+
+
+def finished_copy(folder: Path) -> Path:
+    """The run, in a folder of the case's own."""
+    return Path(shutil.copytree(trained(), folder / "run"))
+
+
+def unfinished_copy(folder: Path) -> Path:
+    """The same, as if its process had died just before its end."""
+    copied = finished_copy(folder)
+    (copied / SUMMARY_FILE).unlink()
+    return copied
