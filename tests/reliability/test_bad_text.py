@@ -8,14 +8,13 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from nobody import nobody, open_place
-from tiny_runs import finish, options, run_here, start_command, write_corpus
+from tiny_runs import finish, start_command, write_corpus
 
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
@@ -36,9 +35,6 @@ def check_refused(folder: Path, given: Path, *named: str) -> None:
         assert name in str(refused.value)
 
 
-# -- what is refused
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -55,22 +51,6 @@ def test_a_file_that_is_no_text(tmp_path: Path, content: bytes, why: str) -> Non
     (tmp_path / "mine.txt").write_bytes(content)
 
     check_refused(tmp_path, tmp_path / "mine.txt", why, "" if "seq_len" in why else "mine.txt")
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda path: path.symlink_to(path.name), "symbolic link"),
-        (lambda path: path.symlink_to("no.such"), "symbolic link"),
-        (os.mkfifo, ""),
-        (lambda path: path.symlink_to("/dev/zero"), ""),
-    ],
-    ids=["a link to itself", "a link to nothing", "a pipe", "a device without end"],
-)
-def test_what_is_no_file(tmp_path: Path, make: Callable[[Path], None], why: str) -> None:
-    make(tmp_path / "mine.txt")
-
-    check_refused(tmp_path, tmp_path / "mine.txt", "mine.txt", why)
 
 
 @pytest.mark.parametrize(
@@ -103,46 +83,6 @@ def test_what_changes_while_it_is_read(tmp_path: Path, change: Callable[[Path], 
     with pytest.raises(ConfigError, match=r"\.txt' "):
         prepared(tmp_path, corpus, progress=report)
     assert not list((tmp_path / "cache").glob("[!.]*")), "a cache was left"
-
-
-def test_nothing_of_a_run_is_left(tmp_path: Path) -> None:
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
-
-    done = run_here(*options(tmp_path, data__corpus__paths=str(tmp_path / "binary.txt")))
-
-    assert done.code == 2, done
-    (line,) = done.own_lines
-    assert "binary.txt" in line
-    assert not (tmp_path / "runs").exists(), "a folder was made"
-
-
-# -- what is read all the same
-
-
-def test_one_line(tmp_path: Path) -> None:
-    (tmp_path / "line.txt").write_text("one line of text, and no end of line " * 20)
-
-    data = prepared(tmp_path, tmp_path / "line.txt")
-
-    assert data.train_size.num_tokens > 0
-    assert data.validation_size.num_tokens > 0
-
-
-def test_loops_links_pipes_and_binaries_beside_texts(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    expected = prepared(tmp_path, corpus).corpus_sha256
-    for number in range(8):
-        (corpus / f"loop{number}").symlink_to(corpus, target_is_directory=True)
-    (corpus / "self.txt").symlink_to("self.txt")
-    (corpus / "dangling.txt").symlink_to("no.such")
-    os.mkfifo(corpus / "pipe.txt")
-    (corpus / "binary.txt").write_bytes(bytes(range(256)))
-    start = time.process_time()
-
-    for given in (corpus, corpus / "**", corpus / "**" / "*.txt"):
-        assert prepared(tmp_path, given).corpus_sha256 == expected, given
-
-    assert time.process_time() - start < 10
 
 
 # -- larger than memory
