@@ -107,7 +107,7 @@ DAMAGES: dict[str, tuple[Do, str, bool]] = {
         with_identity("data.corpus.sha256", "0" * 64), "data.corpus.sha256", WEIGHTS_ARE_GOOD
     ),
     "without its loops": (
-        lambda p: rewrite(p, lambda values: values.pop("loops")), "lacks 'loops'", WEIGHTS_ARE_GOOD
+        lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", WEIGHTS_ARE_GOOD
     ),
     "a list in the place of the state": (lambda p: write_checkpoint(A_LIST, p), "holds a list", False),
     "a pickle that runs code": (holding(pickle.dumps(HOSTILE)), UNSEALED, False),

@@ -19,7 +19,7 @@ from tiny_runs import finish, losses, options, run_here, start, trained
 from moe_ffn.runs.folder import METRICS_FILE
 
 STEPS = 20_000
-FEW_STEPS = 40
+FEW_STEPS = 30
 MAX_GROWTH = 0.01
 """Of resident memory, from the second fifth of the run to the last."""
 MAX_SLOWING = 1.1
@@ -41,11 +41,11 @@ EVERYTHING_ON = {
 }
 
 
-def everything_on(folder: Path, steps: int, **changes: str) -> list[str]:
+def everything_on(folder: Path, steps: int, num_validations: int, **changes: str) -> list[str]:
     often = {
         "trainer__max_steps": str(steps),
-        "trainer__validate_every_n_steps": str(steps // 20),
-        "checkpoints__every_n_steps": str(steps // 40),
+        "trainer__validate_every_n_steps": str(steps // num_validations),
+        "checkpoints__every_n_steps": str(steps // (2 * num_validations)),
     }
     return options(folder, **EVERYTHING_ON, **often, **changes)
 
@@ -75,7 +75,7 @@ def test_a_short_run_leaves_no_file_open(tmp_path: Path) -> None:
     gc.collect()  # memory maps, which are open files
     before = num_open_files()
 
-    done = run_here(*everything_on(tmp_path, FEW_STEPS))
+    done = run_here(*everything_on(tmp_path, FEW_STEPS, 3))
 
     assert done.code == 0, done.stderr
     gc.collect()
@@ -120,7 +120,7 @@ def test_a_long_run(tmp_path: Path, record_property: Callable[[str, object], Non
 
 def watch(folder: Path, steps: int) -> list[Look]:
     """Train for so many steps, looking at the process all the while."""
-    process = start(*everything_on(folder, steps, logging__wandb__mode="offline"))
+    process = start(*everything_on(folder, steps, 20, logging__wandb__mode="offline"))
     looks: list[Look] = []
     while process.poll() is None:
         if look := look_at(process, folder / "runs/long"):
