@@ -1,0 +1,42 @@
+"""What torch's import needs is looked at before: without it torch ends the process, and says nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("module", ["moe_ffn.cli", "experiments.train"])
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            'mkdir "$GONE" && cd "$GONE" && rmdir "$GONE"',
+            "error: the current folder was removed, and torch cannot be imported in it; cd to another\n",
+        ),
+        (
+            "ulimit -f 0",
+            "error: TMPDIR: no folder for temporary files can be written, and torch cannot be imported "
+            "without; make room in /tmp, or set TMPDIR to another folder\n",
+        ),
+    ],
+    ids=["folder removed", "no file may be written"],
+)
+def test_a_sentence_comes_before_torch(tmp_path: Path, module: str, script: str, said: str) -> None:
+    variables = {"GONE": str(tmp_path / "gone"), "PYTHONPATH": str(ROOT), "TMPDIR": "/nowhere"}
+    done = subprocess.run(
+        ["bash", "-c", f'{script}; exec "$0" -m {module} --help', sys.executable],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
