@@ -157,13 +157,8 @@ def test_a_new_entry_of_the_table_is_weighed_and_shown(
 ) -> None:
     """The highest weight of a pair, as a class of weights with one more field would name it."""
     highest = BalancingLoss(
-<<<<<<< HEAD
-        lambda routing: routing.scores_TE.max(),
-        concerns=lambda r: r.expert_ids_N.tolist() == [0, 0],
-=======
         lambda routing: routing.require("scores_TE", "highest_score").max(),
-        concerns=lambda routing: bool(routing.require("scores_TE", "it")[0, 0] > 0.6),
->>>>>>> c8ca293 (The test of a new entry of the table asks for its scores by name)
+        concerns=lambda routing: routing.expert_ids_N.tolist() == [0, 0],
     )
     monkeypatch.setitem(BALANCING_LOSSES, "highest_score", highest)
     monkeypatch.setattr(ObjectiveConfig, "highest_score", 2.0, raising=False)
