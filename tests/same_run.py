@@ -35,7 +35,7 @@ def differences(one: Path, other: Path) -> list[str]:
     damaged = [num_damaged(run / METRICS_FILE, Row) for run in (one, other)]
     found = [
         *differing(rows, others, METRICS_FILE),
-        *differing(*damaged, "damaged lines"),
+        *differing(damaged[0], damaged[1], "damaged lines"),
         *differing(_json(one / SUMMARY_FILE), _json(other / SUMMARY_FILE), SUMMARY_FILE),
     ]
     for name in (ALARMS_FILE, SAMPLES_FILE):
