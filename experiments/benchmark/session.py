@@ -301,11 +301,11 @@ def ratio(timings: Mapping[str, Timing], name: str, to: str) -> float | None:
 
 def duration(seconds: float) -> str:
     """`12.3 ms`: three digits and a unit."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= size), (1e-6, "us")
-    )
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    size, unit = next((found for found in units if seconds >= found[0]), units[-1])
     value = seconds / size
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
 
 
 def spread(timing: Timing) -> str:
