@@ -20,7 +20,7 @@ from moe_ffn.report.headline import (
 from moe_ffn.report.markup import NONE, finite, number, short, table, text
 from moe_ffn.runs.reader import Run
 
-MOST_COLUMNS = 16
+MAX_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
 
 BLOCK_COLUMNS = 16
@@ -48,7 +48,7 @@ def expert_table(run: Run) -> str:
         '<span class="none">none</span>: no pair.'
     )
     ends = [_header(metric) for metric in result_columns()]
-    if widest <= MOST_COLUMNS:
+    if widest <= MAX_COLUMNS:
         rows = [
             [
                 text(short_name(layer)),
