@@ -19,7 +19,7 @@ UNFINISHED = ".unfinished"
 
 
 DAMAGED = ".damaged"
-"""How the name of a file ends that keeps what another was before it was mended."""
+"""How the name of a file ends that keeps what a damaged one was before it was repaired."""
 
 
 _KINDS = {
@@ -157,7 +157,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Keep what is in a damaged file, which is about to be mended, beside it; returns where."""
+    """Keep what is in a damaged file, which is about to be repaired, beside it; returns where."""
     kept = path.with_name(f"{path.name}{DAMAGED}")
     write_whole(kept, read_bytes(path))
     return kept

@@ -1,7 +1,7 @@
 """What the JSON files of a run's folder hold, each as one typed model.
 
 A disk or an editor may have damaged any of them. A value of a wrong type is as good as absent, so that the
-rest can still be used: `"steps" in document.model_fields_set` tells one from the other.
+rest can still be used; `Document.has` tells null from absent.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Document(BaseModel):
         return cls.model_validate(parse_object(text) or {})
 
     def __bool__(self) -> bool:
-        return bool(self.model_fields_set or self.model_extra)
+        return bool(self.model_fields_set)
 
     def has(self, key: str) -> bool:
         """Whether the file has a value of the right type there, which may be null."""
-        return key in self.model_fields_set or key in (self.model_extra or {})
+        return key in self.model_fields_set
 
 
 class Saved(Document):

@@ -185,7 +185,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"'{path}' cannot be read ({reason(error)}); mend its permissions"
+            f"'{path}' cannot be read ({reason(error)}); fix its permissions"
         ) from error
 
 

@@ -192,7 +192,7 @@ def read_run(
         rows = Rows(read_lines(folder / METRICS_FILE, Row))
     except OSError as error:
         raise ConfigError(
-            f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); mend its permissions"
+            f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); fix its permissions"
         ) from error
     summary = Summary.read(folder / SUMMARY_FILE)
     return Run(

@@ -50,7 +50,7 @@ from moe_ffn.training.recovery.checkpoint_file import likely_step, newest_first,
 def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
     """Remove what was written after the checkpoint, and note down that the run goes on.
 
-    What is damaged is mended, with a line about it.
+    What is damaged is written anew, with a line about it.
 
     Args:
         files: what the run would be begun with now, by name.
@@ -80,7 +80,7 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "
-            "mend its permissions"
+            "fix its permissions"
         ) from error
     return files
 
@@ -155,12 +155,12 @@ def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
 def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
     """The files that a run is begun with, as they have to be; written where they are not, with a line."""
     facts = _facts_now(resume, files[FACTS_FILE])
-    mended = {
+    repaired = {
         **files,
         FACTS_FILE: facts,
         **code_files(resume.config, CodeEntries.read(resume.folder / CODE_FILE).entries),
     }
-    for name, text in mended.items():
+    for name, text in repaired.items():
         path = resume.folder / name
         found = _text(path)
         if found == text or (name == CONFIG_FILE and not resume.changes):
@@ -174,7 +174,7 @@ def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
         write_file(resume.folder, name, text)
-    return mended
+    return repaired
 
 
 def _text(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 import moe_ffn
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.documents import Alarm, Saved
+from moe_ffn.training.monitoring import alarms
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = "def f(x):"
@@ -34,6 +37,17 @@ def test_a_run_has_all_that_its_folder_holds(moe_run: Any, config_of: Any) -> No
     assert run.alarms == []
     assert not run.model.training
     assert run.model is run.model
+
+
+def test_the_models_of_the_files_have_what_is_written(moe_run: Any) -> None:
+    run = moe_ffn.load_run(moe_run.folder)
+
+    for document in (run.facts, run.summary):
+        assert document.model_fields_set >= type(document).model_fields.keys()
+    assert not run.summary.model_extra
+    assert all(not sample.model_extra for sample in run.samples)
+    assert Saved.read(moe_run.folder / "saved.json").is_whole
+    assert {field.name for field in fields(alarms.Alarm)} == Alarm.model_fields.keys()
 
 
 def test_the_routing_of_a_text(moe_run: Any) -> None:

@@ -214,7 +214,9 @@ RUNS: dict[str, dict[str, str]] = {
     "a quotation mark": {METRICS_FILE: _FEW + '"\n' + _row(7, 1)},
     "line ends of every kind": {METRICS_FILE: _FEW.replace("\n", "\r\n") + _row("5\r", 1)},
     "a hundred thousand columns": {METRICS_FILE: _row(1, 1, keys=(f"c{n}" for n in range(100_000)))},
-    "a list of a hundred thousand": {METRICS_FILE: _row(1, [1] * 100_000)},
+    "a load of ten thousand": {
+        METRICS_FILE: _row(1, [1] * 10_000, keys=("routing/layer_00/load",))
+    },
     "layers and experts of many digits": {
         METRICS_FILE: "".join(
             _row(step, 1, keys=(f"{prefix}{MANY_DIGITS}" for prefix in ("routing/layer_", LOADS)))

@@ -301,7 +301,7 @@ def _alarm(path: Path) -> None:
     JsonLines(path).add([{"step": 2}])
 
 
-def _mended(path: Path) -> None:
+def _cut(path: Path) -> None:
     cut_lines(path, Line, lambda line: line.step <= 1)
 
 
@@ -329,7 +329,7 @@ def _aside(path: Path) -> None:
 WRITERS: dict[str, Callable[[Path], None]] = {
     "metrics.jsonl": _row,
     "alarms.jsonl": _alarm,
-    "samples.jsonl": _mended,
+    "samples.jsonl": _cut,
     "checkpoints": _checkpoint,
     "code": _put_back,
     "summary.json": _whole,

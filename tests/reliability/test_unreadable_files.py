@@ -96,7 +96,7 @@ def test_a_part_of_a_run(folder: Path, program: str, name: str) -> None:
     finally:
         (folder / name).chmod(0o755)
 
-    assert said == f"'{folder / name}' cannot be read (Permission denied); mend its permissions"
+    assert said == f"'{folder / name}' cannot be read (Permission denied); fix its permissions"
 
 
 @pytest.mark.parametrize("mode", [0, 0o444], ids=["nothing", "not to be entered"])
@@ -108,7 +108,7 @@ def test_a_run(folder: Path, program: str, mode: int) -> None:
     finally:
         folder.chmod(0o755)
 
-    assert said == f"'{folder}' cannot be read (Permission denied); mend its permissions"
+    assert said == f"'{folder}' cannot be read (Permission denied); fix its permissions"
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -119,7 +119,7 @@ def test_the_folder_of_runs(folder: Path, program: str) -> None:
     finally:
         folder.parent.chmod(0o755)
 
-    assert said == f"'{folder}' cannot be read (Permission denied); mend its permissions"
+    assert said == f"'{folder}' cannot be read (Permission denied); fix its permissions"
 
 
 def test_the_newest_run_is_looked_for_among_those_that_can_be_read(folder: Path) -> None:

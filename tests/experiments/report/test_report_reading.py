@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_as_good_as_absent(
     assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
 
 
-def test_metrics_that_cannot_be_read_are_a_mistake_to_mend(
+def test_metrics_that_cannot_be_read_are_a_mistake_to_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "a", experts=0)
@@ -130,7 +130,7 @@ def test_metrics_that_cannot_be_read_are_a_mistake_to_mend(
     monkeypatch.setattr(record, "read_lines", refuse)
     with pytest.raises(ConfigError) as raised:
         read_run(folder)
-    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); mend its permissions"
+    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); fix its permissions"
     assert str(raised.value) == said
 
 
