@@ -32,7 +32,7 @@ test: lint  ## lint, types and tests, in two processes
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
 
-test-reliability: $(DEV)  ## what an attack tried, all of it, counted for docs/reliability.md
+test-reliability: $(DEV)  ## what docs/reliability.md promises, all of it tried and counted; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability
 
 lint: $(DEV)  ## format, lint and types

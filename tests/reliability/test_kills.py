@@ -102,8 +102,8 @@ def test_killed_before_training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "nth"), [("update", 33), ("save", 4)])
-@pytest.mark.parametrize("signum", SIGNALS)
+@pytest.mark.parametrize(("moment", "nth"), [("update", 33), ("save", 4)], ids=["update", "save"])
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
 def test_killed_in_the_middle_of_an_update_or_a_save(
     tmp_path: Path, moment: str, nth: int, signum: signal.Signals
 ) -> None:
