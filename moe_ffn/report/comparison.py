@@ -16,7 +16,7 @@ from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import is_inner
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.report.markup import NONE
+from moe_ffn.report.html import NONE
 from moe_ffn.report.tables import layer_mean
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, named_run_folder

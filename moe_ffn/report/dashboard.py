@@ -1,4 +1,4 @@
-"""Every panel, section by section, in the order in which they are looked at.
+"""A workspace of wandb: every panel, section by section, in the order in which they are looked at.
 
 A metric that each sparse layer has is one panel for all of them: a regular expression picks the layers,
 so that models of any depth fit. The expressions use nothing that differs between dialects.
@@ -7,6 +7,8 @@ so that models of any depth fit. The expressions use nothing that differs betwee
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -14,9 +16,25 @@ from pydantic import ValidationError
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.report.dashboard_library import PanelTypes, reports, wandb
-from moe_ffn.report.dashboard_library import workspaces as ws
 from moe_ffn.training.monitoring.wandb import LOAD_FIGURE
+
+ANSWER_SECONDS = 6
+"""For each answer of wandb's server; without it the library waits for 19 s, more than once."""
+
+# wandb reads both while it is imported. Whether runs are logged has no bearing on a workspace, and
+# an empty WANDB_MODE is an error to it.
+os.environ.pop("WANDB_MODE", None)
+if not os.environ.get("WANDB_HTTP_TIMEOUT", "").isdecimal():
+    os.environ["WANDB_HTTP_TIMEOUT"] = str(ANSWER_SECONDS)
+
+# wandb-workspaces is written for an older pydantic, which says so in warnings that a user can do
+# nothing about.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import wandb
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as ws
+    from wandb_workspaces.reports.v2.interface import PanelTypes
 
 DEFAULT_NAME = "Feed-forward blocks"
 DEFAULT_LAYERS = (0, 1, 2, 3)

@@ -1,379 +1,393 @@
-"""Axes, lines and heat maps. Colours are named by role; page.js finds them in the style sheet."""
+"""Figures of a run, or of several: functions that return a plotly figure, which a notebook shows.
+
+    import moe_ffn
+    from moe_ffn.report import figures
+
+    run = moe_ffn.load_run("runs/x")
+    figures.loss(run)
+    figures.load(run, layer=3)
+    figures.measure(run, "max_violation")
+
+`figure.layout.meta["note"]` says how to read one. The page of a run shows the same figures.
+"""
 
 from __future__ import annotations
 
-import base64
+import math
 import sys
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from moe_ffn.metrics.table import Metric
-from moe_ffn.report.markup import text
-from moe_ffn.runs.reader import Series
+from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.layer_names import is_inner, layer_name, short_name
+from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
+from moe_ffn.report.drawing import (
+    DASHES,
+    STEP,
+    Unit,
+    average,
+    average_all,
+    heat_figure,
+    level,
+    line,
+    line_figure,
+    load_figure,
+    pair_figure,
+    unit_of,
+)
+from moe_ffn.report.tables import measured
+from moe_ffn.runs.reader import Run
+from moe_ffn.runs.rows import Series
 
-STEP = "optimizer step"
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""Beside the colour, so that lines are told apart in print and by people who see no red or green."""
+MAX_CURVE_POINTS = 500
+"""More than a screen has pixels for."""
 
-NUM_COLOURS = 8
-LINE_HEIGHT = 300
-NOT_MEASURED = 65535
-"""In the packed shares of a load heat map; the shares themselves end one below."""
+MAX_RUN_POINTS = 400
+"""Of a curve where each run has one."""
 
+MAX_LAYER_POINTS = 250
+"""Of a curve where each layer has one."""
 
-@dataclass(frozen=True)
-class Plot:
-    """One plot of the page, or several behind one choice, such as a heat map per layer."""
+MAX_LINES = 6
+"""More layers than this become rows of a heat map."""
 
-    title: str
-    figures: Mapping[str, go.Figure]
-    """What is chosen -> what is drawn; one alone needs no choice."""
-    note: str = ""
-    """How to read it; plain text."""
-    is_wide: bool = False
-    choice: str = "layer"
+MAX_CELLS = 4000
+"""Of a heat map of layers."""
 
+MAX_LOADS = 240_000
+"""Of the load heat maps of all layers together: a page of a large run has under a megabyte of data."""
 
-@dataclass(frozen=True)
-class Unit:
-    """How the values of an axis read: its title, and a number's format (d3) with what follows it."""
+ROW_NAMES = {"train": "training", "validation": "validation"}
 
-    axis: str
-    form: str = ".4~g"
-    suffix: str = ""
-    tick_form: str | None = None
+FLOPS = "training FLOPs"
+"""The other x axis of losses of several runs."""
 
-
-_FORMS = {
-    "share": ".2%",
-    "nats": ".3f",
-    "dimensionless": ".3f",
-    "nats per token": ".4f",
-    "bits per byte": ".4f",
-    "tokens per second": ",.0f",
-}
-
-
-def unit_of(metric: Metric) -> Unit:
-    """The axis of a metric; a share is drawn as percent."""
-    form = _FORMS.get(metric.unit, ",.4~g")
-    if metric.is_share:
-        return Unit(metric.axis("percent"), form, tick_form=".2~%")
-    return Unit(metric.axis(), form)
+FLOPS_PER_FORWARD = 3
+"""A training step costs its forward pass and, for the backward pass, twice as much again."""
 
 
-def line_figure(traces: Sequence[go.Scatter], unit: Unit, *, x_axis: str = STEP) -> go.Figure:
-    """Lines over a common x; the legend stands above, where it wraps on a phone."""
-    x_options: dict[str, Any] = {"title": _title(x_axis), "hoverformat": ",~r"}
-    if x_axis == STEP:
-        x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
-    layout = {
-        "height": LINE_HEIGHT,
-        "hovermode": "x unified",
-        "showlegend": True,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "margin": {"l": 62, "r": 12, "t": 4, "b": 48},
-        "xaxis": x_options,
-        "yaxis": {"title": _title(unit.axis), "tickformat": unit.tick_form, "automargin": True},
-    }
-    return _figure(traces, layout)
+class NotMeasuredError(LookupError):
+    """The run has nothing to draw in this figure."""
 
 
-def line(
-    steps: Sequence[float],
-    values: Sequence[Value],
-    name: str,
-    unit: Unit,
-    *,
-    colour: int | str,
-    dash: str = "solid",
-    markers: bool | None = None,
-) -> go.Scatter:
-    """
+# -- one run: what it learned, how fast, and with which step sizes
+
+
+def loss(run: Run) -> go.Figure:
+    """Training and validation loss, beside what a model that only counts tokens scores."""
+    return curve(run, "loss")
+
+
+def curve(run: Run, key: str) -> go.Figure:
+    """A metric of the whole model over the steps.
+
     Args:
-        colour: number of a series, the same for the same thing in every plot, or a role (`quiet`).
-        markers: on the points too; None for where they are few, since a point alone is no line.
+        key: such as `gradient_norm`; see `moe_ffn.metrics.table.RUN_METRICS`.
+
+    Raises:
+        NotMeasuredError: there is no such metric, or no row of the run has it.
     """
-    with_markers = len(values) <= 40 if markers is None else markers
-    return go.Scatter(
-        x=list(steps),
-        y=list(values),
-        name=label(name),
-        mode="lines+markers" if with_markers else "lines",
-        line={"dash": dash, "width": 2},
-        marker={"size": 5},
-        hovertemplate=f"%{{y:{unit.form}}}{unit.suffix}",
-        meta={"colour": colour % NUM_COLOURS if isinstance(colour, int) else colour},
-    )
+    metric = _find(key, RUN_METRICS)
+    alone = metric.quantity if len(metric.rows) == 1 else ""
+    keys = {alone or ROW_NAMES[row]: f"{row}/{key}" for row in metric.rows}
+    levels: dict[str, float] = {}
+    note = ""
+    if key == "loss" and run.summary.unigram_loss is not None:
+        levels["unigram model"] = run.summary.unigram_loss
+    if key == "objective":
+        note = metric.sentence
+        if run.series("train/objective"):
+            keys["training loss"] = "train/loss"
+    return _curves(run, metric.title, unit_of(metric), keys, note, levels=levels)
 
 
-def level(value: float, span: Sequence[float], name: str, unit: Unit) -> go.Scatter:
-    """A horizontal line to compare with, such as the entropy of an even choice."""
-    return line(
-        [min(span), max(span)],
-        [value, value],
-        name,
-        unit,
-        colour="quiet",
-        dash="dot",
-        markers=False,
-    )
+def balancing_losses(run: Run) -> go.Figure:
+    """Every balancing loss that the run has, before its weight.
 
-
-def heat_figure(
-    grid: Grid, names: Sequence[str], unit: Unit, *, y_axis: str = "layer"
-) -> go.Figure:
-    """A measure over steps, one row per name, for more layers than lines can be told apart."""
-    trace = go.Heatmap(
-        x=grid.steps,
-        y=list(names),
-        z=grid.values,
-        colorscale="Cividis",
-        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
-        hovertemplate=(
-            f"step %{{x:,~r}}, {y_axis} %{{y}}: <b>%{{z:{unit.form}}}{unit.suffix}</b><extra></extra>"
-        ),
-    )
-    layout = _heat_layout(
-        STEP,
-        y_axis,
-        height=_height(len(names)),
-        left=38 + 7 * max(map(len, names)),
-        y_options={"type": "category", "autorange": "reversed"},
-    )
-    return _figure([trace], layout)
-
-
-def load_figure(grid: Grid) -> go.Figure:
-    """The load of each expert over the steps, as a multiple of the even share 1/E.
-
-    The shares go into the page packed, two bytes each, since there are by far the most of them;
-    page.js unpacks them. The colours run to four times the even share.
+    Raises:
+        NotMeasuredError: it has none.
     """
-    num_experts = len(grid.values)
-    trace = go.Heatmap(
-        x=grid.steps,
-        y=list(range(num_experts)),
-        zmin=0,
-        zmax=4,
-        colorbar=_colour_bar(
-            "load, times the even share 1/E",
-            tickvals=[0, 1, 2, 3, 4],
-            ticktext=["0", "1 = even", "2", "3", "≥ 4"],
-        ),
-        hovertemplate=(
-            "step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
-            "<b>%{z:.2f}</b> times the even share<extra></extra>"
-        ),
-        meta={"scale": "load", "rows": num_experts, "shares": pack_shares(grid.values)},
-    )
-    layout = _heat_layout(
-        STEP,
-        "expert",
-        height=_height(num_experts),
-        # Expert 0 at the top, as in the co-activation map and in the table.
-        y_options={"dtick": _tick_distance(num_experts), "autorange": "reversed"},
-    )
-    return _figure([trace], layout)
+    names = [name for name in sorted(BALANCING_LOSSES) if run.series(f"train/{name}")]
+    notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
+    keys = {name.replace("_", " "): f"train/{name}" for name in names}
+    unit = Unit("loss, before its weight", ",.4~g")
+    return _curves(run, "Balancing losses", unit, keys, " ".join(notes))
 
 
-def square_figure(
-    values: Sequence[Sequence[Value]], unit: Unit, axes: tuple[str, str]
-) -> go.Figure:
-    """A matrix of shares over experts: columns are the x axis, rows the y axis, from the top."""
-    size = list(range(len(values)))
-    trace = go.Heatmap(
-        x=size,
-        y=size,
-        colorscale="Cividis",
-        zmin=0,
-        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
-        hovertemplate=(
-            f"of the tokens of expert %{{y}}, <b>%{{z:{unit.form}}}</b> went to expert %{{x}} too"
-            "<extra></extra>"
-        ),
-        meta={"rows": len(values), "shares": pack_shares(values)},
-    )
-    ticks = {"dtick": _tick_distance(len(values))}
-    layout = _heat_layout(
-        *axes, height=440, x_options=ticks, y_options={**ticks, "autorange": "reversed"}
-    )
-    return _figure([trace], layout)
+# -- one run: where its tokens went
 
 
-def pack_shares(rows: Sequence[Sequence[Value]]) -> str:
-    """Shares of 1 as base64 of little-endian 16-bit integers, row after row."""
-    top = NOT_MEASURED - 1
-    packed = array(
-        "H",
-        [
-            NOT_MEASURED if v is None or v != v else round(min(max(v, 0), 1) * top)
-            for row in rows
-            for v in row
-        ],
-    )
-    return base64.b64encode(packed.tobytes()).decode()
+def load(run: Run, layer: int | str) -> go.Figure:
+    """The load of each expert of a layer over time, as a multiple of the even share.
 
+    Args:
+        layer: its number, or its name, such as `layer_03/inner`.
 
-def label(text: str) -> str:
-    """A name for a legend: plotly reads tags in it, and a long one leaves no room for the plot."""
-    return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
-
-
-def to_json(figure: go.Figure) -> dict[str, Any]:
-    """Plain values, without plotly's own template: the page has its own colours."""
-    found = figure.to_plotly_json()
-    found["layout"].pop("template", None)
-    return found
-
-
-def _figure(traces: Sequence[Any], layout: dict[str, Any]) -> go.Figure:
-    """Checked by plotly once, as a whole: its `update_` methods take a hundred times as long."""
-    return go.Figure(list(traces), layout)
-
-
-def _heat_layout(
-    x_axis: str,
-    y_axis: str,
-    *,
-    height: int,
-    left: int = 52,
-    x_options: Mapping[str, Any] | None = None,
-    y_options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    plain = {"showgrid": False, "zeroline": False}
-    return {
-        "height": height,
-        "hovermode": "closest",
-        # Fixed: plotly would leave twice the room that the colour bar takes.
-        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": {"title": {"text": x_axis}, **plain, **(x_options or {})},
-        "yaxis": {"title": _title(y_axis), **plain, **(y_options or {})},
-    }
-
-
-def _height(rows: int) -> int:
-    return min(max(190 + 14 * rows, 260), 620)
-
-
-def _title(text: str) -> dict[str, Any]:
-    return {"text": text, "standoff": 8}
-
-
-def _colour_bar(title: str, **options: Any) -> dict[str, Any]:
-    """Above the plot and as wide as it, so that a phone keeps its width for the plot."""
-    return {
-        "orientation": "h",
-        "x": 0.5,
-        "y": 1.0,
-        "yanchor": "bottom",
-        "len": 1.0,
-        "thickness": 10,
-        "ypad": 4,
-        "title": {"text": title, "side": "top"},
-        **{key: value for key, value in options.items() if value is not None},
-    }
-
-
-def _tick_distance(num_experts: int) -> int:
-    return next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if num_experts / step <= 16)
-
-
-class PlotBook:
-    """Collects the plots of a page while their places are written; `content` is id -> choices."""
-
-    def __init__(self) -> None:
-        self.content: dict[str, list[dict[str, Any]]] = {}
-
-    def place(self, plots: Sequence[Plot]) -> str:
-        """The HTML of a grid of plots; empty without any."""
-        if not plots:
-            return ""
-        return f'<div class="plots">\n{"".join(map(self._figure, plots))}</div>\n'
-
-    def _figure(self, plot: Plot) -> str:
-        name = f"plot-{len(self.content)}"
-        self.content[name] = [to_json(figure) for figure in plot.figures.values()]
-        height = self.content[name][0]["layout"]["height"]
-        note = (
-            f'<figcaption class="quiet small">{text(plot.note)}</figcaption>' if plot.note else ""
-        )
-        return (
-            f"<figure{' class=wide' if plot.is_wide else ''}><h3>{text(plot.title)}"
-            f"{self._choice(plot, name)}</h3>"
-            f'<div class="plot" id="{name}" style="min-height:{height}px" role="img" '
-            f'aria-label="{text(plot.title)}"></div>{note}</figure>\n'
-        )
-
-    def _choice(self, plot: Plot, name: str) -> str:
-        if len(plot.figures) == 1:
-            return ""
-        options = "".join(
-            f'<option value="{number}">{text(choice)}</option>'
-            for number, choice in enumerate(plot.figures)
-        )
-        return f' <select aria-label="{plot.choice}" data-plot="{name}">{options}</select>'
-
-
-Value = float | None
-"""None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Rows over common steps: `values[row][column]` belongs to `steps[column]`."""
-
-    steps: list[float]
-    values: list[list[Value]]
-    is_averaged: bool
-
-
-def average(series: Series, most: int) -> Grid:
-    """One series as at most `most` points; a bin without a row is left out."""
-    return average_all([series], most)
-
-
-def average_all(rows: Sequence[Series], most: int) -> Grid:
-    """Several series over common steps, at most `most` of them.
-
-    Where the rows have more different steps, a point is the mean of the finite values in its bin, at
-    the mean of its steps.
+    Raises:
+        NotMeasuredError: the layer has no experts.
     """
-    all_steps = np.unique(np.concatenate([np.asarray(series.steps) for series in rows]))
-    is_averaged = len(all_steps) > most
-    if is_averaged:
-        width = (all_steps[-1] - all_steps[0]) / most
-        bins = np.minimum(((all_steps - all_steps[0]) / width).astype(int), most - 1)
-        _, bins = np.unique(bins, return_inverse=True)
-    else:
-        bins = np.arange(len(all_steps))
-    counts = np.bincount(bins)
-    centres = np.bincount(bins, weights=all_steps) / counts
-    values = [
-        _means(bins[np.searchsorted(all_steps, series.steps)], series, len(counts))
-        for series in rows
+    name = _find_layer(run, layer, run.loads)
+    rows = sum(map(len, run.loads.values()))
+    columns = min(max(MAX_LOADS // rows, 32), 200)
+    note = describe_points(run.loads[name], columns).replace("point", "column")
+    grid = average_all(run.loads[name], columns)
+    return load_figure(grid, title=f"Load, {_title(name)}", note=note)
+
+
+def measure(run: Run, key: str) -> go.Figure:
+    """A metric of every sparse layer over the steps: a line each, or a row each where they are many.
+
+    Args:
+        key: such as `max_violation`; see `moe_ffn.metrics.table.LAYER_METRICS`.
+
+    Raises:
+        NotMeasuredError: there is no such metric, or no layer of the run has it.
+    """
+    metric = _find(key, LAYER_METRICS)
+    found = measured(run, metric)
+    if not found:
+        raise NotMeasuredError(f"run '{run.name}' has no {key} of any layer")
+    all_series = list(found.values())
+    layers = run.validated_layers if metric.measured == "validation" else run.layers
+    sizes = sorted({len(loads) for loads in run.loads.values()})
+    evens = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
+    even = ", ".join(f"{name} = {value:.3f}" for name, value in evens.items())
+    notes = [metric.sentence, even and f"An even choice has {even}.", f"Healthy: {metric.healthy}."]
+    if len(layers) > MAX_LINES:
+        max_points = max(MAX_CELLS // len(found), 60)
+        note = _join([*notes, describe_points(all_series, max_points)])
+        rows = [short_name(layer) for layer in found]
+        grid = average_all(all_series, max_points)
+        return heat_figure(grid, rows, unit_of(metric), title=metric.title, note=note)
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    traces = [
+        _line(series, _title(layer), unit_of(metric), numbers[layer], MAX_LAYER_POINTS)
+        for layer, series in found.items()
     ]
-    return Grid([short(round(step, 1)) for step in centres], values, is_averaged)
+    traces += _levels(evens, all_series, unit_of(metric))
+    note = _join([*notes, describe_points(all_series, MAX_LAYER_POINTS)])
+    return line_figure(traces, unit_of(metric), title=metric.title, note=note)
 
 
-def _means(bins: np.ndarray, series: Series, num_bins: int) -> list[Value]:
-    values = np.asarray(series.values)
-    kept = np.isfinite(values)
-    counts = np.bincount(bins[kept], minlength=num_bins)
-    # Each divided before they are added, so that no sum is beyond a float.
-    parts = values[kept] / counts[bins[kept]]
-    means = np.bincount(bins[kept], weights=parts, minlength=num_bins)
-    means = np.clip(means, -sys.float_info.max, sys.float_info.max)  # rounding may go beyond
-    return [short(mean) if count else None for mean, count in zip(means, counts, strict=True)]
+def coactivation(run: Run, layer: int | str) -> go.Figure:
+    """Which experts of a layer share tokens, on the validation split, at the end of the run.
+
+    Args:
+        layer: its number, or its name, such as `layer_03/inner`.
+
+    Raises:
+        NotMeasuredError: it was not measured of this layer, or not yet.
+    """
+    found = coactivations(run)
+    name = _find_layer(run, layer, found)
+    metric = LAYER_METRICS["coactivation"]
+    title = f"{metric.title}, {_title(name)}"
+    return pair_figure(found[name], unit_of(metric), title=title, note="On the validation split.")
 
 
-def short(value: float) -> float:
-    """Seven significant digits: more cannot be seen, and would double the page."""
-    value = float(f"{value:.7g}")
-    return int(value) if value == int(value) else value
+def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
+    """Sparse layer -> for each expert, the share of its tokens that went to each other expert too."""
+    matrices = {
+        layer: _square(values.get("coactivation")) for layer, values in run.validated.items()
+    }
+    return {layer: matrix for layer, matrix in matrices.items() if matrix}
+
+
+# -- several runs in one figure: a run has one colour and one dash in all of them
+
+
+def overlay(runs: Sequence[Run], key: str, over: str = STEP) -> go.Figure:
+    """A metric of the whole model, a line for each run.
+
+    Args:
+        key: a column, such as `validation/loss`.
+        over: `optimizer step`, or `training FLOPs` where every run knows what it costs.
+
+    Raises:
+        NotMeasuredError: there is no such metric, no run has it, or a run does not know its FLOPs.
+    """
+    row, _, name = key.partition("/")
+    metric = _find(name, RUN_METRICS)
+    if row not in metric.rows:
+        raise NotMeasuredError(f"there is no '{key}'; {name} is of {' and '.join(metric.rows)}")
+    title = metric.title
+    if len(metric.rows) > 1:
+        title = f"{ROW_NAMES[row].capitalize()} {title.lower()}"
+    scales = [1.0] * len(runs)
+    note = ""
+    if over == FLOPS:
+        for number, run in enumerate(runs):
+            flops = flops_per_step(run)
+            if flops is None:
+                raise NotMeasuredError(f"run '{run.name}' does not say how many FLOPs a step takes")
+            scales[number] = flops
+        note = (
+            f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
+            "seq_len x accumulate_grad_batches x step."
+        )
+    series = [run.series(key) for run in runs]
+    return _overlay(runs, series, unit_of(metric), title, note, scales=scales, x_axis=over)
+
+
+def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
+    """A metric of sparse layers, a line for each run: the mean over its layers, see `mean_over_layers`.
+
+    Raises:
+        NotMeasuredError: there is no such metric, or no layer of any run has it.
+    """
+    metric = _find(key, LAYER_METRICS)
+    series = [mean_over_layers(run, metric) for run in runs]
+    note = f"{metric.sentence} Mean over the layers."
+    return _overlay(runs, series, unit_of(metric), metric.title, note)
+
+
+def mean_over_layers(run: Run, metric: Metric) -> Series:
+    """A metric averaged over the layers that have it, at each step; NaN where one of them is.
+
+    Blocks inside the blocks of layers are left out.
+    """
+    layers = measured(run, metric)
+    found = [series for layer, series in layers.items() if series and not is_inner(layer)]
+    result = Series()
+    if found:
+        steps = np.concatenate([np.asarray(series.steps) for series in found])
+        values = np.concatenate([np.asarray(series.values) for series in found])
+        kept, places = np.unique(steps, return_inverse=True)
+        means = np.bincount(places, weights=values) / np.bincount(places)
+        result.steps.extend(kept.tolist())
+        result.values.extend(means.tolist())
+    return result
+
+
+def flops_per_step(run: Run) -> float | None:
+    """Of one optimizer step, forward and backward; None where the run does not say."""
+    counts = [
+        run.fact("flops_per_token"),
+        run.option("data.batch_size"),
+        run.option("data.seq_len"),
+        run.option("trainer.accumulate_grad_batches"),
+    ]
+    flops: float = FLOPS_PER_FORWARD
+    for count in counts:
+        if not isinstance(count, int | float) or not math.isfinite(count):
+            return None
+        flops *= count
+    return flops if math.isfinite(flops) else None
+
+
+# -- what they share
+
+
+def describe_points(found: Sequence[Series], max_points: int) -> str:
+    """Says so where points are means of rows, and where a value could not be drawn."""
+    notes: list[str] = []
+    longest = max(map(len, found))
+    if longest > max_points:
+        notes.append(f"Each point is the mean of about {longest / max_points:.0f} rows.")
+    if not all(np.isfinite(series.values).all() for series in found):
+        notes.append("Where a value was NaN or infinite, nothing is drawn.")
+    return " ".join(notes)
+
+
+def _curves(
+    run: Run,
+    title: str,
+    unit: Unit,
+    keys: Mapping[str, str],
+    note: str = "",
+    *,
+    levels: Mapping[str, float] | None = None,
+) -> go.Figure:
+    """Those of the columns that were measured; `keys` is what each is called -> its key."""
+    found = {name: series for name, key in keys.items() if (series := run.series(key))}
+    if not found:
+        raise NotMeasuredError(
+            f"run '{run.name}' has no {' or '.join(keys.values()) or title.lower()}"
+        )
+    traces = [
+        _line(found[name], name, unit, number, MAX_CURVE_POINTS)
+        for number, name in enumerate(keys)
+        if name in found
+    ]
+    traces += _levels(levels or {}, list(found.values()), unit)
+    notes = [note, describe_points(list(found.values()), MAX_CURVE_POINTS)]
+    return line_figure(traces, unit, title=title, note=_join(notes))
+
+
+def _overlay(
+    runs: Sequence[Run],
+    series: Sequence[Series],
+    unit: Unit,
+    title: str,
+    note: str,
+    *,
+    scales: Sequence[float] | None = None,
+    x_axis: str = STEP,
+) -> go.Figure:
+    """A line for every run that has a series; `scales` is what a step of each is worth on the x axis."""
+    found = [one for one in series if one]
+    if not found:
+        raise NotMeasuredError(f"no run has '{title}'")
+    traces = []
+    for number, (run, one) in enumerate(zip(runs, series, strict=True)):
+        if not one:
+            continue
+        grid = average(one, MAX_RUN_POINTS)
+        scale = 1.0 if scales is None else scales[number]
+        # JSON has no infinity: what is beyond a float stands at its end.
+        steps = [min(step * scale, sys.float_info.max) for step in grid.steps]
+        is_line = len(steps) > 1
+        dash = DASHES[number % len(DASHES)] if is_line else "solid"
+        traces.append(
+            line(
+                steps, grid.values[0], run.name, unit, colour=number, dash=dash, markers=not is_line
+            )
+        )
+    notes = [note, describe_points(found, MAX_RUN_POINTS)]
+    return line_figure(traces, unit, title=title, note=_join(notes), x_axis=x_axis)
+
+
+def _line(series: Series, name: str, unit: Unit, number: int, max_points: int) -> go.Scatter:
+    grid = average(series, max_points)
+    dash = DASHES[number % len(DASHES)]
+    return line(grid.steps, grid.values[0], name, unit, colour=number, dash=dash)
+
+
+def _levels(levels: Mapping[str, float], found: Sequence[Series], unit: Unit) -> list[go.Scatter]:
+    """From the first step of any of the series to the last."""
+    span = [step for series in found for step in series.steps]
+    return [level(value, span, name, unit) for name, value in levels.items()]
+
+
+def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
+    name = layer_name(layer) if isinstance(layer, int) else layer
+    if name not in known:
+        layers = ", ".join(known) or "no layer"
+        raise NotMeasuredError(f"run '{run.name}' has this of {layers}, not of {name}")
+    return name
+
+
+def _find(key: str, metrics: Mapping[str, Metric]) -> Metric:
+    if key not in metrics:
+        raise NotMeasuredError(f"there is no metric '{key}'; there are {', '.join(metrics)}")
+    return metrics[key]
+
+
+def _square(value: Any) -> list[list[float | None]]:
+    """A matrix of shares; empty where this is none."""
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        return []
+    if any(len(row) != len(value) for row in value):
+        return []
+    return value
+
+
+def _title(layer: str) -> str:
+    return f"layer {short_name(layer)}"
+
+
+def _join(notes: Sequence[str]) -> str:
+    return " ".join(note for note in notes if note)

@@ -1,41 +1,38 @@
-"""The frame of every HTML page: one file, readable on a phone, in dark mode and in print."""
+"""HTML pages from the templates beside this file: one file each, with nothing in it that must be fetched.
+
+Whatever a template shows is escaped, and its control characters are made visible: what a run wrote can do
+nothing on a page.
+"""
 
 from __future__ import annotations
 
-from html import escape
+import math
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from moe_ffn.files import write_whole
 
 OPENING = "<!doctype html>"
 """How every page begins."""
 
-STYLE = Path(__file__).with_name("style.css")
+NONE = "-"
+"""Stands where a value is absent."""
+
+CONTROL_PICTURES = 0x2400
+"""The character that shows the control character 0; those of the others follow."""
 
 
-def html_page(title: str, body: str, *, script: str = "", head: str = "") -> str:
-    """A whole document, with nothing in it that would have to be fetched.
+def render(template: str, **values: Any) -> str:
+    """A page as text.
 
     Args:
-        title: plain text, escaped here.
-        body: HTML; whoever makes it escapes what came from a run.
-        script: JavaScript, run after the body.
-        head: further elements of the head.
+        template: name of a file in `templates/`.
+        values: what the template shows, plain; a value that it lacks is an error.
     """
-    # A script ends at the first `</script`, wherever it stands, in a string too.
-    safe_script = script.replace("</script", "<\\/script")
-    return (
-        f"{OPENING}\n"
-        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        '<link rel="icon" href="data:,">\n'  # else a browser asks for one
-        f"<title>{escape(title)}</title>\n"
-        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n{head}"
-        f"</head>\n<body>\n{body}\n"
-        + (f"<script>\n{safe_script}\n</script>\n" if script else "")
-        + "</body>\n</html>\n"
-    )
+    return ENVIRONMENT.get_template(template).render(values)
 
 
 def write_page(path: Path, html: str) -> None:
@@ -44,3 +41,87 @@ def write_page(path: Path, html: str) -> None:
     The bytes of a file's name that are not UTF-8 stand in it as escapes.
     """
     write_whole(path, html.encode(errors="backslashreplace"))
+
+
+# -- numbers as text
+
+
+def finite(value: Any) -> float | None:
+    """A number as it is; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def number(value: Any, form: str = ".4f") -> str:
+    """Formatted; a dash where it is absent, `NaN` where it is not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NONE
+    return format(value, form) if math.isfinite(value) else "NaN" if value != value else "infinite"
+
+
+def compact(count: Any) -> str:
+    """2,450,000 as `2.45 M`; a dash where it is no finite number."""
+    size = finite(count)
+    if size is None:
+        return NONE
+    for unit, suffix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if size >= unit:
+            return f"{size / unit:.2f}{suffix}"
+    return f"{size:.0f}"
+
+
+# -- the templates
+
+
+def plain(value: object) -> str:
+    """For an attribute: control characters as pictures, without the colour that they have in a text."""
+    return "".join(_picture(c) or c for c in str(value))
+
+
+def _shown(value: Any) -> Any:
+    """What stands in a page for a value of a template: HTML as it is, all else escaped."""
+    if isinstance(value, Markup):
+        return value
+    shown = str(value)
+    if shown.isprintable():
+        return escape(shown)
+    return Markup().join(
+        Markup('<span class="control">{}</span>').format(picture)
+        if (picture := _picture(c))
+        else escape(c)
+        for c in shown
+    )
+
+
+def _picture(character: str) -> str:
+    """What is shown for a character that is not seen; empty for one that is."""
+    if character.isprintable() or character in "\n\t":
+        return ""
+    code = ord(character)
+    return chr(CONTROL_PICTURES + code) if code < 0x20 else f"U+{code:04X}"
+
+
+def _script(source: str) -> Markup:
+    """JavaScript between tags: it would end at the first `</script`, wherever it stands, in a string too."""
+    return Markup(source.replace("</script", "<\\/script"))
+
+
+def _file(name: str) -> Markup:
+    """A style sheet or script of ours."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(TEMPLATES),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_shown,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+ENVIRONMENT.filters.update(number=number, compact=compact, plain=plain, shown=_shown)
+ENVIRONMENT.filters["script"] = _script
+ENVIRONMENT.globals["file"] = _file
+ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

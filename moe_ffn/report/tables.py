@@ -1,29 +1,40 @@
-"""The experts of one run; several runs side by side, and the options in which they differ."""
+"""What a page says of runs beside its figures, as plain values: their heads, alarms, tables and texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
+from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import is_inner, short_name
-from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
-from moe_ffn.metrics.table import LAYER_METRICS, Metric, result_columns
-from moe_ffn.report.headline import (
-    STATES,
-    bits_per_byte,
-    ffn_type,
-    progress,
-    tokens_per_second,
-    validation_loss,
-)
-from moe_ffn.report.markup import NONE, finite, number, short, table, text
+from moe_ffn.metrics.load_summary import LoadSummary, percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
+from moe_ffn.report.html import NONE, finite, number
+from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run
+from moe_ffn.runs.rows import Series
+from moe_ffn.training.config import AlarmsConfig
+from moe_ffn.training.monitoring.json_lines import Sample
+
+Item = TypeVar("Item")
 
 MAX_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
 
-BLOCK_COLUMNS = 16
+MAX_SAMPLES = 40
+"""Of a long run: the first, the last, and evenly between them."""
+
+NUM_OPEN_SAMPLES = 3
+"""The last so many are open; the first is too, to compare them with."""
+
+COMPARED = ("max_violation", "dropped_fraction")
+"""Keys of the metrics of layers that a table of runs has."""
 
 UNCOMPARED = ("run.", "logging.")
 """Options that change no result."""
@@ -35,113 +46,364 @@ DOES_NOT_COMPARE = {
 """Facts that should be the same in all runs, and what is said where they are not."""
 
 
-def expert_table(run: Run) -> str:
-    """Layer by expert, percent of the layer's pairs; shaded by the ratio to the even share."""
-    layers = {k: v for k, v in run.validated.items() if _shares(v)}
-    if not layers:
-        return ""
-    widest = max(len(_shares(values)) for values in layers.values())
-    caption = (
-        "Percent of a layer's (token, expert) pairs on the validation split. "
-        '<span class="high">busy</span>: over 1.5 times the even share; '
-        '<span class="low">idle</span>: under 1 / 1.5 of it; '
-        '<span class="none">none</span>: no pair.'
+# -- the values of a run
+
+
+def validation_loss(run: Run) -> float | None:
+    """The final one, or the last so far."""
+    return _final(run.summary.validation_loss, run.series("validation/loss"))
+
+
+def bits_per_byte(run: Run) -> float | None:
+    """The final one of the validation split, or the last so far."""
+    final = run.summary.validation_bits_per_byte
+    return _final(final, run.series("validation/bits_per_byte"))
+
+
+def tokens_per_second(run: Run) -> float | None:
+    """The mean of a whole run, or the last so far."""
+    return _final(run.summary.tokens_per_second, run.series("train/tokens_per_second"))
+
+
+def layer_mean(run: Run, key: str) -> float | None:
+    """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
+    layers = [values for layer, values in run.validated.items() if not is_inner(layer)]
+    found = [value for values in layers if (value := finite(values.get(key))) is not None]
+    return fmean(found) if found else None
+
+
+def measured(run: Run, metric: Metric) -> dict[str, Series]:
+    """Sparse layer -> the metric's series, for the layers that have it."""
+    layers = run.validated_layers if metric.measured == "validation" else run.layers
+    return {
+        layer: series
+        for layer, found in layers.items()
+        if (series := found.get(metric.key)) is not None
+    }
+
+
+def constant(found: Mapping[str, Series]) -> float | None:
+    """The one value of a metric at all steps, in all layers; None where it moved, or has one row."""
+    values = {value for series in found.values() for value in series.values}
+    rows = max(map(len, found.values()), default=0)
+    return values.pop() if len(values) == 1 and rows > 1 and math.isfinite(min(values)) else None
+
+
+def moving_measures(run: Run) -> list[str]:
+    """The keys of the metrics of layers that changed in the run; `constant_measures` has the rest."""
+    found = {metric.key: measured(run, metric) for metric in layer_measures()}
+    return [key for key, layers in found.items() if layers and constant(layers) is None]
+
+
+def constant_measures(run: Run) -> list[str]:
+    """`dropped 0%`, for each metric that had one value in all layers and at all steps."""
+    said: list[str] = []
+    for metric in layer_measures():
+        value = constant(measured(run, metric))
+        if value is not None:
+            title = metric.title
+            name = title if title.startswith("MaxVio") else title.lower()
+            shown = f"{100 * value:.4g}%" if metric.is_share else f"{value:.4g}"
+            said.append(f"{name} {shown}")
+    return said
+
+
+def _final(final: float | None, series: Series) -> float | None:
+    return series.last if final is None else final
+
+
+# -- the head of a page
+
+
+def ffn_type(run: Run) -> str:
+    """The type of the feed-forward block, its experts, and the types of layers that differ."""
+    ffn = run.option("model.ffn")
+    if not isinstance(ffn, dict):
+        return "unknown block"
+    name = str(ffn.get("type", "unknown block"))
+    if isinstance(ffn.get("num_experts"), int):
+        name += f", {ffn['num_experts']} experts"
+    router = ffn.get("router")
+    if isinstance(router, dict):
+        k = f" k = {router['k']}" if "k" in router else ""
+        name += f", {router.get('type', 'unknown')}{k}"
+    others = run.option("model.ffn_at")
+    if isinstance(others, dict) and others:
+        name += "; differs in layers " + ", ".join(map(str, others))
+    return name
+
+
+def progress(run: Run) -> str:
+    """`240 of 600`; the whole is not known of a run without its options."""
+    planned = run.option("trainer.max_steps")
+    done = f"{run.step or 0:,}"
+    return f"{done} of {planned:,}" if isinstance(planned, int) and planned > 0 else done
+
+
+def best_loss(run: Run) -> float | None:
+    """The lowest validation loss of a run, where its last is not."""
+    values = [value for value in run.series("validation/loss").values if value == value]
+    last = validation_loss(run)
+    if not values or last is None or min(values) >= last - 5e-5:
+        return None
+    return min(values)
+
+
+def throughput_span(run: Run) -> str:
+    """Of what part of the run `tokens_per_second` is: the curve beside it has every row."""
+    if run.summary.tokens_per_second is not None:
+        return ", mean of the run"
+    return ", last row" if run.series("train/tokens_per_second") else ""
+
+
+def revision(run: Run) -> tuple[str, str]:
+    """The git revision of the code, whole and short."""
+    whole = str(run.fact("git_revision") or "unknown")
+    commit, dash, rest = whole.partition("-")
+    return whole, commit[:12] + dash + rest
+
+
+def corpus_hash(run: Run) -> tuple[str, str]:
+    """The SHA-256 of the corpus, whole and short."""
+    whole = str(run.fact("corpus_sha256") or "unknown")
+    return whole, whole[:12]
+
+
+# -- alarms
+
+
+@dataclass(frozen=True)
+class Concern:
+    """A sentence on what is wrong with a run, or cannot be judged yet."""
+
+    run: str
+    kind: str
+    """A class of the style sheet: `bad` or `warn`."""
+    sentence: str
+
+
+@dataclass(frozen=True)
+class AlarmGroup:
+    """The alarms of one kind at one step, with the layers of all, and what the first of them says."""
+
+    run: str
+    kind: str
+    step: int
+    layers: Sequence[str]
+    message: str
+    advice: str
+
+
+def concerns(run: Run) -> Iterator[Concern]:
+    """What is wrong without an alarm, and which alarms could not have been raised yet."""
+    loss, unigram = validation_loss(run), run.summary.unigram_loss
+    # What is not finite is null in a summary.
+    is_null = run.summary.has("validation_loss") and run.summary.validation_loss is None
+    if is_null or (loss is not None and not math.isfinite(loss)):
+        sentence = "The validation loss is not a finite number: training has diverged."
+        yield Concern(run.name, "bad", sentence)
+    elif loss is not None and unigram is not None and loss > unigram:
+        yield Concern(run.name, "bad", f"The validation loss is {WORSE_THAN_UNIGRAM}.")
+    try:
+        rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
+    except ValidationError:  # it is absent, or damaged
+        rules = AlarmsConfig()
+    losses = run.series("train/loss")
+    sentences = rules.not_judged(
+        int(losses.steps[-1]) if losses else 0,
+        sum(map(math.isfinite, losses.values)),
+        is_routed=bool(run.layers),
     )
-    ends = [_header(metric) for metric in result_columns()]
-    if widest <= MAX_COLUMNS:
-        rows = [
-            [
-                text(short_name(layer)),
-                *(_share(share, len(_shares(values))) for share in _shares(values)),
-                *[""] * (widest - len(_shares(values))),
-                *_ends(values),
-            ]
-            for layer, values in layers.items()
+    for sentence in sentences:
+        yield Concern(run.name, "warn", f"Not judged yet: {sentence}.")
+
+
+def alarm_groups(run: Run) -> list[AlarmGroup]:
+    """Every alarm of a run; those of one kind at one step together, whichever their layers."""
+    groups: dict[tuple[int, str], list[Alarm]] = {}
+    for alarm in run.alarms:
+        groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
+    return [
+        AlarmGroup(
+            run.name,
+            first.kind.replace("_", " "),
+            first.step,
+            [short_name(alarm.layer) for alarm in alarms if alarm.layer],
+            first.message,
+            first.advice,
+        )
+        for alarms in groups.values()
+        for first in alarms[:1]
+    ]
+
+
+# -- the experts of one run
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a layer's pairs that an expert took."""
+
+    text: str
+    """Percent, with more digits where an even share is small."""
+    kind: str
+    """`high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0; otherwise empty."""
+
+
+@dataclass(frozen=True)
+class ExpertRow:
+    """The load of a layer on the validation split, and the measures beside it."""
+
+    layer: str
+    shares: Sequence[Share]
+    summary: LoadSummary | None
+    """None where no share was measured."""
+    measures: Sequence[str]
+    """One for each of `result_columns`."""
+
+    @property
+    def extremes(self) -> list[str]:
+        """How many experts there are, the busiest, median and idlest share, and how many have no pair."""
+        if self.summary is None:
+            return [str(len(self.shares)), *[NONE] * 4]
+        return [
+            str(len(self.shares)),
+            f"{percent(self.summary.highest, 2)} (expert {self.summary.busiest})",
+            percent(self.summary.median, 2),
+            percent(self.summary.lowest, 2),
+            str(len(self.summary.unused)),
         ]
-        headers = ["layer", *map(str, range(widest)), *ends]
-        return table(caption, headers, rows, "experts")
-    rows = [[text(short_name(k)), *_extremes(_shares(v)), *_ends(v)] for k, v in layers.items()]
-    headers = ["layer", "experts", "busiest", "median", "idlest", "without a pair", *ends]
-    blocks = "".join(_block(layer, values) for layer, values in layers.items())
-    return (
-        table("Percent of a layer's pairs on the validation split.", headers, rows)
-        + f"<details><summary>every expert of every layer</summary>\n<p class=small>{caption}</p>\n"
-        + f"{blocks}</details>\n"
-    )
 
 
-def comparison(runs: Sequence[Run]) -> str:
+def expert_rows(run: Run) -> list[ExpertRow]:
+    """The layers whose load was measured."""
+    rows: list[ExpertRow] = []
+    for layer, values in run.validated.items():
+        load = values.get("load")
+        if not isinstance(load, list) or not load:
+            continue
+        # None for a share that was not measured, which is not the same as no pair.
+        shares = [finite(share) for share in load]
+        rows.append(
+            ExpertRow(
+                short_name(layer),
+                [_share(share, len(shares)) for share in shares],
+                summarize_load(shares),
+                [number(values.get(metric.key), metric.form) for metric in result_columns()],
+            )
+        )
+    return rows
+
+
+def result_headers() -> list[str]:
+    """Of the columns beside the shares of the experts."""
+    return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
+
+
+def _share(share: float | None, num_experts: int) -> Share:
+    if share is None:
+        return Share(NONE, "")
+    ratio = share * num_experts
+    kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
+    return Share(percent(share, percent_digits(num_experts)), kind)
+
+
+# -- the texts and options of one run
+
+
+def shown_samples(run: Run) -> list[tuple[Sample, bool]]:
+    """From the first text to the last, and whether each is open."""
+    shown = evenly_chosen(run.samples, MAX_SAMPLES)
+    first_open = len(shown) - NUM_OPEN_SAMPLES
+    return [(sample, n == 0 or n >= first_open) for n, sample in enumerate(shown)]
+
+
+def documents(run: Run) -> dict[str, str]:
+    """The resolved config, and the facts that stand beside it; those that there are."""
+    facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
+    found = {
+        "config.yaml": run.config_text.strip(),
+        "facts.json, beyond the options": json.dumps(facts, indent=2) if facts else "",
+    }
+    return {name: content for name, content in found.items() if content}
+
+
+def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
+    """At most `max_items` of them (2 or more), evenly chosen, with the first and the last."""
+    if len(items) <= max_items:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(place * last / (max_items - 1))] for place in range(max_items)]
+
+
+# -- several runs side by side
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """What a table of runs says of one."""
+
+    run: Run
+    loss: float | None
+    is_best: bool
+    """Of several, its loss is the lowest."""
+    steps: str
+    block: str
+    bits_per_byte: float | None
+    tokens_per_second: float | None
+    measures: Sequence[str]
+    """One for each of `compared_measures`, the mean of the layers."""
+
+
+def compared_measures() -> list[Metric]:
+    """The metrics of layers that a table of runs has."""
+    return [LAYER_METRICS[key] for key in COMPARED]
+
+
+def run_rows(runs: Sequence[Run]) -> list[RunRow]:
     """One row per run, in the order given, which is that of the colours."""
-    compared = [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
-    headers = [
-        "run",
-        "validation loss (nats)",
-        "state",
-        "steps",
-        "block",
-        "parameters",
-        "active",
-        "FLOPs per token",
-        "bits per byte",
-        "tokens per second",
-        *(metric.label for metric in compared),
-    ]
     losses = [loss for run in runs if (loss := finite(validation_loss(run))) is not None]
-    rows = [
-        [
-            f"{swatch(place)}{text(run.name)}",
-            _best_in_bold(validation_loss(run), losses),
-            STATES[run.state][1],
-            progress(run),
-            text(ffn_type(run)),
-            short(run.fact("num_params")),
-            short(run.fact("num_active_params")),
-            short(run.fact("flops_per_token")),
-            number(bits_per_byte(run)),
-            number(tokens_per_second(run), ",.0f"),
-            *(number(layer_mean(run, metric.key), metric.form) for metric in compared),
-        ]
-        for place, run in enumerate(runs)
+    return [
+        RunRow(
+            run,
+            loss=(loss := validation_loss(run)),
+            is_best=len(losses) > 1 and loss == min(losses),
+            steps=progress(run),
+            block=ffn_type(run),
+            bits_per_byte=bits_per_byte(run),
+            tokens_per_second=tokens_per_second(run),
+            measures=[number(layer_mean(run, m.key), m.form) for m in compared_measures()],
+        )
+        for run in runs
     ]
-    warnings = [
-        f'<p class="warn">These runs {what}.</p>\n'
+
+
+def incomparable(runs: Sequence[Run]) -> list[str]:
+    """What the runs do, each so that their losses do not compare."""
+    return [
+        what
         for fact, what in DOES_NOT_COMPARE.items()
         if len({repr(run.fact(fact)) for run in runs}) > 1
     ]
-    caption = (
-        "Loss and bits per byte: the validation split, at the end or the last so far. "
-        f"{', '.join(metric.label for metric in compared)}: there too, mean of the layers. "
-        f"Precision: {_precisions(runs)}."
-    )
-    return table(caption, headers, rows, "runs") + "".join(warnings)
 
 
-def differences(runs: Sequence[Run]) -> str:
-    """The options that are not the same in all runs, by their dotted paths."""
+def precisions(runs: Sequence[Run]) -> str:
+    """The number format of each run in order, or of all where it is the same."""
+    names = [str(run.fact("precision") or "unknown") for run in runs]
+    return ", ".join(names) if len(set(names)) > 1 else names[0]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+    """Dotted path of each option in which the runs differ -> its value in each run, None if absent."""
     flat = [flatten(run.options) for run in runs]
     paths = sorted(
         {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
     )
-    rows = [
-        [f"<code>{text(path)}</code>", *(_option(options, path) for options in flat)]
+    return {
+        path: [_option(options, path) for options in flat]
         for path in paths
         if len({repr(options.get(path)) for options in flat}) > 1
-    ]
-    if not rows:
-        return "<p>All options are the same, but for names and logging.</p>\n"
-    headers = ["option", *(f"{swatch(n)}{text(run.name)}" for n, run in enumerate(runs))]
-    return table("Options in which the runs differ.", headers, rows, "options")
-
-
-def _precisions(runs: Sequence[Run]) -> str:
-    """The number format of each run in order, or of all where it is the same."""
-    names = [text(run.fact("precision") or "unknown") for run in runs]
-    return ", ".join(names) if len(set(names)) > 1 else names[0]
-
-
-def swatch(place: int) -> str:
-    """The colour of a run, beside its name."""
-    return f'<i class="swatch c{place % 8}"></i> '
+    }
 
 
 def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -155,72 +417,10 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def layer_mean(run: Run, key: str) -> float | None:
-    """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
-    layers = [values for layer, values in run.validated.items() if not is_inner(layer)]
-    found = [value for values in layers if (value := finite(values.get(key))) is not None]
-    return fmean(found) if found else None
-
-
-def _option(options: Mapping[str, Any], path: str) -> str:
+def _option(options: Mapping[str, Any], path: str) -> str | None:
     if path not in options:
-        return f'<td class="quiet">{NONE}</td>'
+        return None
     value = options[path]
-    return text(
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
-
-
-def _best_in_bold(loss: Any, losses: Sequence[float]) -> str:
-    shown = number(loss)
-    return f"<b>{shown}</b>" if len(losses) > 1 and loss == min(losses) else shown
-
-
-def _shares(values: Mapping[str, Any]) -> list[float | None]:
-    """None for a share that was not measured, which is not the same as no pair."""
-    load = values.get("load")
-    return [finite(share) for share in load] if isinstance(load, list) else []
-
-
-def _share(share: float | None, num_experts: int) -> str:
-    """A cell: the percentage, with more digits where an even share is small."""
-    if share is None:
-        return NONE
-    ratio = share * num_experts
-    kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
-    mark = f' class="{kind}"' if kind else ""
-    return f"<td{mark}>{text(percent(share, percent_digits(num_experts)))}</td>"
-
-
-def _extremes(shares: Sequence[float | None]) -> list[str]:
-    summary = summarize_load(shares)
-    if summary is None:
-        return [str(len(shares)), *[NONE] * 4]
-    return [
-        str(len(shares)),
-        text(f"{percent(summary.highest, 2)} (expert {summary.busiest})"),
-        text(percent(summary.median, 2)),
-        text(percent(summary.lowest, 2)),
-        str(len(summary.unused)),
-    ]
-
-
-def _ends(values: Mapping[str, Any]) -> list[str]:
-    return [number(values.get(metric.key), metric.form) for metric in result_columns()]
-
-
-def _header(metric: Metric) -> str:
-    return f"{metric.label} (nats)" if metric.unit == "nats" else metric.label
-
-
-def _block(layer: str, values: Mapping[str, Any]) -> str:
-    shares = _shares(values)
-    rows = [
-        [
-            f"{start} to {min(start + BLOCK_COLUMNS, len(shares)) - 1}",
-            *(_share(share, len(shares)) for share in shares[start : start + BLOCK_COLUMNS]),
-        ]
-        for start in range(0, len(shares), BLOCK_COLUMNS)
-    ]
-    headers = ["experts", *(f"+{n}" for n in range(BLOCK_COLUMNS))]
-    return table(f"Layer {text(short_name(layer))}", headers, rows, "experts")

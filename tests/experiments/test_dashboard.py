@@ -13,8 +13,7 @@ import pytest
 from layer_measures import MEASURES
 
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.report.dashboard import GROUP_COLORS, LOAD_FIGURE, build_workspace, to_json
-from moe_ffn.report.dashboard_library import workspaces as ws
+from moe_ffn.report.dashboard import GROUP_COLORS, LOAD_FIGURE, build_workspace, to_json, ws
 from moe_ffn.training.objective import ObjectiveConfig
 
 STEP = "trainer/global_step"

@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 from browser import PHONE, opened
+from jinja2 import UndefinedError
+from markupsafe import Markup
 from playwright.sync_api import Browser
 
-from moe_ffn.report.html import html_page, write_page
+from moe_ffn.report.html import ENVIRONMENT, write_page
+
+
+def html_page(title: str, body: str, script: str = "") -> str:
+    template = ENVIRONMENT.from_string(
+        '{% extends "page.html" %}{% block body %}{{ body | safe }}{% endblock %}'
+        "{% block script %}<script>{{ script | script }}</script>{% endblock %}"
+    )
+    return template.render(title=title, body=body, script=script)
 
 
 def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path) -> None:
@@ -47,3 +57,18 @@ def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["page.html"]
+
+
+def test_what_a_template_shows_is_escaped_and_its_control_characters_are_seen() -> None:
+    template = ENVIRONMENT.from_string('<p title="{{ text | plain }}">{{ text }}</p>{{ html }}')
+    html = Markup("<b>bold</b>")
+
+    assert template.render(text='<i>"\x1b\n', html=html) == (
+        '<p title="&lt;i&gt;&#34;\N{SYMBOL FOR ESCAPE}\n">'
+        '&lt;i&gt;&#34;<span class="control">\N{SYMBOL FOR ESCAPE}</span>\n</p><b>bold</b>'
+    )
+
+
+def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="'text' is undefined"):
+        ENVIRONMENT.from_string("{{ text }}").render()

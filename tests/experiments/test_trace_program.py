@@ -378,7 +378,7 @@ def test_only_a_reader_with_a_pointer_is_told_to_rest_it(
 
 def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
     colours = (
-        "<li>A colour stands for an expert&#x27;s number within its layer: the same colour in "
+        "<li>A colour stands for an expert&#39;s number within its layer: the same colour in "
         "another layer is another expert.</li>"
     )
     way = small_way()

@@ -7,9 +7,9 @@ from array import array
 
 import pytest
 
-from moe_ffn.report.figures import average, average_all, short
-from moe_ffn.report.markup import spread
-from moe_ffn.runs.reader import Series
+from moe_ffn.report.drawing import average, average_all, rounded
+from moe_ffn.report.tables import evenly_chosen
+from moe_ffn.runs.rows import Series
 
 
 def series(steps: list[int], values: list[float]) -> Series:
@@ -19,14 +19,14 @@ def series(steps: list[int], values: list[float]) -> Series:
 def test_a_short_series_stays_as_it_is() -> None:
     grid = average(series([2, 4, 9], [1.0, math.nan, math.inf]), 3)
 
-    assert (grid.steps, grid.values, grid.is_averaged) == ([2, 4, 9], [[1, None, None]], False)
+    assert (grid.steps, grid.values) == ([2, 4, 9], [[1, None, None]])
 
 
 def test_a_long_series_becomes_means_over_equally_many_steps() -> None:
     # Steps 0 to 9 in 2 bins of 4.5 steps: 0 1 2 3 4 | 5 6 7 8 9.
     grid = average(series(list(range(10)), [float(step) for step in range(10)]), 2)
 
-    assert (grid.steps, grid.values, grid.is_averaged) == ([2, 7], [[2, 7]], True)
+    assert (grid.steps, grid.values) == ([2, 7], [[2, 7]])
 
 
 def test_the_mean_is_of_the_finite_values() -> None:
@@ -58,11 +58,11 @@ def test_there_are_never_more_points_than_asked_for(length: int) -> None:
 
 
 def test_numbers_keep_seven_digits() -> None:
-    assert short(1.23456789) == 1.234568
-    assert repr(short(40.0)) == "40"
+    assert rounded(1.23456789) == 1.234568
+    assert repr(rounded(40.0)) == "40"
 
 
 def test_some_of_many_are_evenly_chosen_with_the_first_and_the_last() -> None:
-    assert spread(list(range(9)), 3) == [0, 4, 8]
-    assert spread(list(range(32)), 2) == [0, 31]
-    assert spread([1, 2], 3) == [1, 2]
+    assert evenly_chosen(list(range(9)), 3) == [0, 4, 8]
+    assert evenly_chosen(list(range(32)), 2) == [0, 31]
+    assert evenly_chosen([1, 2], 3) == [1, 2]

@@ -183,8 +183,16 @@ CONTRAST = """() => {
 }"""
 
 
+IS_DRAWN = """() => {
+    const style = getComputedStyle(document.documentElement);
+    const [paper, ink] = ["--paper", "--ink"].map(role => style.getPropertyValue(role).trim());
+    return document.documentElement.dataset.drawn === `${paper} ${ink}`;
+}"""
+
+
 def legible(page: Page) -> str:
     """The ground, once texts and lines stand out from it as WCAG asks for (AA)."""
+    page.wait_for_function(IS_DRAWN)
     found = page.evaluate(CONTRAST)
     assert found["texts"] >= 4.5
     assert found["lines"] >= 3
@@ -198,17 +206,14 @@ def test_the_plots_are_legible_in_every_light_and_on_paper(overlay: Opened) -> N
     page = overlay.page
     assert legible(page) == DARK
     page.emulate_media(color_scheme="light")
-    page.wait_for_timeout(200)
     assert legible(page) == LIGHT
     page.emulate_media(color_scheme="dark", media="print")
     page.set_viewport_size({"width": 720, "height": 1000})  # A4 within its margins
-    page.wait_for_timeout(200)
     assert legible(page) == LIGHT
     assert overlay.overflow == 0
     overlay.keep("report-overlay-print")
     page.emulate_media(color_scheme="dark", media="screen")
     page.set_viewport_size({"width": PHONE, "height": 900})
-    page.wait_for_timeout(200)
     assert legible(page) == DARK
     assert overlay.errors == []
 

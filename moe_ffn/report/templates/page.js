@@ -26,7 +26,7 @@
         }),
       );
     }
-    if (trace.meta.scale !== "load") {
+    if (!trace.meta.stops) {
       trace.z = shares;
       return;
     }
@@ -43,14 +43,8 @@
       trace.marker.color = found;
     }
     if (trace.meta && trace.meta.shares && !trace.z) unpack(trace);
-    if (trace.meta && trace.meta.scale === "load") {
-      trace.colorscale = [
-        [0, colour("load-none")],
-        [0.125, colour("load-half")],
-        [0.25, colour("load-even")],
-        [0.5, colour("load-double")],
-        [1, colour("load-most")],
-      ];
+    if (trace.meta && trace.meta.stops) {
+      trace.colorscale = Object.entries(trace.meta.stops).map(([role, at]) => [at, colour(role)]);
     }
     if (trace.colorbar) trace.colorbar.outlinecolor = colour("line");
     return trace;
@@ -87,7 +81,12 @@
     });
   }
 
-  const drawAll = () => Promise.all(Object.keys(plots).map(draw));
+  // Says on the page in which colours it is drawn.
+  async function drawAll() {
+    const colours = `${colour("paper")} ${colour("ink")}`;
+    await Promise.all(Object.keys(plots).map(draw));
+    document.documentElement.dataset.drawn = colours;
+  }
 
   // What the reader had chosen, opened and scrolled to, over the reloads of a page that is followed.
   const memory = `report of ${location.pathname}`;
@@ -140,7 +139,6 @@
   }
   drawAll().then(() => {
     if (before.scroll) scrollTo(0, before.scroll);
-    document.documentElement.dataset.drawn = "yes";
   });
   if (reload) {
     setInterval(() => {
