@@ -52,10 +52,9 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
 
 def log_row(trainer: Trainer, row: Row) -> None:
     """Hand one row to every logger, at the optimizer step the run has reached."""
-    step = trainer.global_step
-    values: Any = {**row, "trainer/global_step": step}  # Lightning's type knows no lists
+    values: Any = row  # Lightning's type knows no lists
     for logger in trainer.loggers:
-        logger.log_metrics(values, step)
+        logger.log_metrics(values, trainer.global_step)
 
 
 class StepLogger(Callback):
