@@ -18,50 +18,22 @@ STEP = "optimizer step"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Beside the colour, so that lines are told apart in print and by people who see no red or green."""
 
-LIGHT = {
-    "series-0": "#0072b2",
-    "series-1": "#d55e00",
-    "series-2": "#00875f",
-    "series-3": "#b5509a",
-    "series-4": "#b37a00",
-    "series-5": "#3a9bd6",
-    "series-6": "#5b3a9e",
-    "series-7": "#6b6f75",
-    "load-none": "#123f8c",
-    "load-half": "#7fb2e5",
-    "load-even": "#f7f7f5",
-    "load-double": "#f2a25c",
-    "load-most": "#8f2d04",
-}
-"""Role -> colour on a light ground, which figures are made with. The series are Okabe and Ito's, told apart
-without red or green, made darker."""
+SERIES = ("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00", "#3a9bd6", "#5b3a9e", "#6b6f75")
+"""Colours on a light ground: Okabe and Ito's, told apart without red or green, made darker. Their roles are
+`series-0` and on; report.css has those on a dark ground."""
 
-DARK = {
-    "series-0": "#4ea6e6",
-    "series-1": "#ff8a45",
-    "series-2": "#2fc493",
-    "series-3": "#e493c6",
-    "series-4": "#f0b93a",
-    "series-5": "#9bd4f7",
-    "series-6": "#b49bec",
-    "series-7": "#a3a9b0",
-    "load-none": "#8cc4ff",
-    "load-half": "#33659e",
-    "load-even": "#23282e",
-    "load-double": "#a8561f",
-    "load-most": "#ffb570",
+LOAD_SCALE = {
+    "load-none": (0.0, "#123f8c"),
+    "load-half": (0.125, "#7fb2e5"),
+    "load-even": (0.25, "#f7f7f5"),
+    "load-double": (0.5, "#f2a25c"),
+    "load-most": (1.0, "#8f2d04"),
 }
-"""The same roles on a dark ground; the page's script changes to them."""
+"""Role -> its place on the scale of a load, which runs to four times the even share, and its colour."""
 
-NUM_SERIES = 8
-LOAD_STOPS = {
-    "load-none": 0.0,
-    "load-half": 0.125,
-    "load-even": 0.25,
-    "load-double": 0.5,
-    "load-most": 1.0,
-}
-"""Role -> its place on the colour scale of a load, which runs to four times the even share."""
+LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
+LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
+"""Role -> colour on a light ground."""
 
 QUIET = "quiet"
 """The role of what only serves to compare with."""
@@ -176,7 +148,7 @@ def line(
         markers: on the points too; None for where they are few, since a point alone is no line.
     """
     with_markers = len(values) <= 40 if markers is None else markers
-    role = colour % NUM_SERIES if isinstance(colour, int) else colour
+    role = colour % len(SERIES) if isinstance(colour, int) else colour
     drawn = LIGHT.get(f"series-{role}", "gray")
     return go.Scatter(
         x=list(steps),
@@ -255,7 +227,7 @@ def load_figure(grid: Grid, *, title: str, note: str = "") -> go.Figure:
         customdata=shares,
         zmin=0,
         zmax=4,
-        colorscale=[[place, LIGHT[role]] for role, place in LOAD_STOPS.items()],
+        colorscale=[[place, colour] for place, colour in LOAD_SCALE.values()],
         colorbar=_colour_bar(
             "load, times the even share 1/E",
             tickvals=[0, 1, 2, 3, 4],
@@ -265,7 +237,7 @@ def load_figure(grid: Grid, *, title: str, note: str = "") -> go.Figure:
             "step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
             "<b>%{z:.2f}</b> times the even share<extra></extra>"
         ),
-        meta={"is_packed": True, "stops": LOAD_STOPS},
+        meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
     )
     layout = _heat_layout(
         STEP,

@@ -81,7 +81,7 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
     """The document, plotly's script in it."""
     from plotly.offline import get_plotlyjs
 
-    from moe_ffn.report.drawing import DARK, LIGHT
+    from moe_ffn.report.drawing import LIGHT
 
     book = PlotBook()
     plots = plots_of_runs(runs, book) if len(runs) > 1 else plots_of_run(runs[0], book)
@@ -92,7 +92,6 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
         title=title if len(title) <= 80 else f"{len(runs)} runs",
         reload_every=reload_every if any(run.is_going_on for run in runs) else None,
         light=LIGHT,
-        dark=DARK,
         figures=book.figures,
         plotly=get_plotlyjs(),
         plots=plots,
@@ -105,8 +104,11 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
 
 def values_of_run(run: Run) -> dict[str, Any]:
     """What `run.html` shows beside the plots."""
+    revision = str(run.facts.git_revision or "unknown")
+    commit, dash, rest = revision.partition("-")
     return {
         "run": run,
+        "state": tables.STATES[run.state],
         "progress": tables.progress(run),
         "block": tables.ffn_type(run),
         "loss": tables.validation_loss(run),
@@ -114,10 +116,11 @@ def values_of_run(run: Run) -> dict[str, Any]:
         "bits_per_byte": tables.bits_per_byte(run),
         "tokens_per_second": tables.tokens_per_second(run),
         "throughput_span": tables.throughput_span(run),
-        "revision": tables.revision(run),
-        "corpus": tables.corpus_hash(run),
+        "revision": revision,
+        "short_revision": commit[:12] + dash + rest,
+        "corpus": str(run.facts.corpus_sha256 or "unknown"),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "concerns": list(tables.concerns(run)),
+        "concerns": tables.concerns(run),
         "alarm_groups": tables.alarm_groups(run),
         "constant": tables.constant_measures(run),
         "experts": tables.expert_rows(run),
@@ -133,8 +136,11 @@ def values_of_run(run: Run) -> dict[str, Any]:
 def values_of_runs(runs: Sequence[Run]) -> dict[str, Any]:
     """What `runs.html` shows beside the plots."""
     return {
+        "names": [run.name for run in runs],
+        "columns": tables.RUN_COLUMNS,
+        "measures": [metric.label for metric in tables.compared_measures()],
         "rows": tables.run_rows(runs),
-        "measure_headers": [metric.label for metric in tables.compared_measures()],
+        "best": tables.best_runs(runs),
         "precisions": tables.precisions(runs),
         "incomparable": tables.incomparable(runs),
         "differences": tables.differences(runs),

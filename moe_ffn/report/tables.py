@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -13,9 +12,9 @@ from pydantic import ValidationError
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import is_inner, short_name
-from moe_ffn.metrics.load_summary import LoadSummary, percent, percent_digits, summarize_load
+from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.report.html import NONE, finite, number
+from moe_ffn.report.html import NONE, compact, finite, number
 from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -114,6 +113,14 @@ def _final(final: float | None, series: Series) -> float | None:
 
 # -- the head of a page
 
+STATES = {
+    "waiting": ("warn", "waiting for the first row"),
+    "training": ("accent", "training"),
+    "interrupted": ("bad", "interrupted"),
+    "finished": ("good", "finished"),
+}
+"""State of a run -> a class of the style sheet, and what is said of it."""
+
 
 def ffn_type(run: Run) -> str:
     """The type of the feed-forward block, its experts, and the types of layers that differ."""
@@ -156,54 +163,22 @@ def throughput_span(run: Run) -> str:
     return ", last row" if run.series("train/tokens_per_second") else ""
 
 
-def revision(run: Run) -> tuple[str, str]:
-    """The git revision of the code, whole and short."""
-    whole = str(run.fact("git_revision") or "unknown")
-    commit, dash, rest = whole.partition("-")
-    return whole, commit[:12] + dash + rest
-
-
-def corpus_hash(run: Run) -> tuple[str, str]:
-    """The SHA-256 of the corpus, whole and short."""
-    whole = str(run.fact("corpus_sha256") or "unknown")
-    return whole, whole[:12]
-
-
 # -- alarms
 
 
-@dataclass(frozen=True)
-class Concern:
-    """A sentence on what is wrong with a run, or cannot be judged yet."""
+def concerns(run: Run) -> list[dict[str, str]]:
+    """What is wrong without an alarm, and which alarms could not have been raised yet.
 
-    run: str
-    kind: str
-    """A class of the style sheet: `bad` or `warn`."""
-    sentence: str
-
-
-@dataclass(frozen=True)
-class AlarmGroup:
-    """The alarms of one kind at one step, with the layers of all, and what the first of them says."""
-
-    run: str
-    kind: str
-    step: int
-    layers: Sequence[str]
-    message: str
-    advice: str
-
-
-def concerns(run: Run) -> Iterator[Concern]:
-    """What is wrong without an alarm, and which alarms could not have been raised yet."""
+    Each has `run`, `kind`, a class of the style sheet, and `sentence`.
+    """
+    found: list[tuple[str, str]] = []
     loss, unigram = validation_loss(run), run.summary.unigram_loss
     # What is not finite is null in a summary.
     is_null = run.summary.has("validation_loss") and run.summary.validation_loss is None
     if is_null or (loss is not None and not math.isfinite(loss)):
-        sentence = "The validation loss is not a finite number: training has diverged."
-        yield Concern(run.name, "bad", sentence)
+        found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:
-        yield Concern(run.name, "bad", f"The validation loss is {WORSE_THAN_UNIGRAM}.")
+        found.append(("bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."))
     try:
         rules = AlarmsConfig(after_steps=run.option("logging.alarms.after_steps"))
     except ValidationError:  # it is absent, or damaged
@@ -214,84 +189,51 @@ def concerns(run: Run) -> Iterator[Concern]:
         sum(map(math.isfinite, losses.values)),
         is_routed=bool(run.layers),
     )
-    for sentence in sentences:
-        yield Concern(run.name, "warn", f"Not judged yet: {sentence}.")
+    found += [("warn", f"Not judged yet: {sentence}.") for sentence in sentences]
+    return [{"run": run.name, "kind": kind, "sentence": sentence} for kind, sentence in found]
 
 
-def alarm_groups(run: Run) -> list[AlarmGroup]:
-    """Every alarm of a run; those of one kind at one step together, whichever their layers."""
+def alarm_groups(run: Run) -> list[dict[str, Any]]:
+    """Every alarm of a run; those of one kind at one step together, whichever their `layers`."""
     groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
     return [
-        AlarmGroup(
-            run.name,
-            first.kind.replace("_", " "),
-            first.step,
-            [short_name(alarm.layer) for alarm in alarms if alarm.layer],
-            first.message,
-            first.advice,
-        )
-        for alarms in groups.values()
-        for first in alarms[:1]
+        {
+            "run": run.name,
+            "kind": kind.replace("_", " "),
+            "step": step,
+            "layers": [short_name(alarm.layer) for alarm in alarms if alarm.layer],
+            "message": alarms[0].message,
+            "advice": alarms[0].advice,
+        }
+        for (step, kind), alarms in groups.items()
     ]
 
 
 # -- the experts of one run
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a layer's pairs that an expert took."""
+def expert_rows(run: Run) -> list[dict[str, Any]]:
+    """The layers whose load was measured on the validation split.
 
-    text: str
-    """Percent, with more digits where an even share is small."""
-    kind: str
-    """`high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0; otherwise empty."""
-
-
-@dataclass(frozen=True)
-class ExpertRow:
-    """The load of a layer on the validation split, and the measures beside it."""
-
-    layer: str
-    shares: Sequence[Share]
-    summary: LoadSummary | None
-    """None where no share was measured."""
-    measures: Sequence[str]
-    """One for each of `result_columns`."""
-
-    @property
-    def extremes(self) -> list[str]:
-        """How many experts there are, the busiest, median and idlest share, and how many have no pair."""
-        if self.summary is None:
-            return [str(len(self.shares)), *[NONE] * 4]
-        return [
-            str(len(self.shares)),
-            f"{percent(self.summary.highest, 2)} (expert {self.summary.busiest})",
-            percent(self.summary.median, 2),
-            percent(self.summary.lowest, 2),
-            str(len(self.summary.unused)),
-        ]
-
-
-def expert_rows(run: Run) -> list[ExpertRow]:
-    """The layers whose load was measured."""
-    rows: list[ExpertRow] = []
+    Each has `shares`, the (text, kind) of every expert; `extremes`, which sums them up; and `measures`, one
+    for each of `result_headers`.
+    """
+    rows: list[dict[str, Any]] = []
     for layer, values in run.validated.items():
         load = values.get("load")
-        if not isinstance(load, list) or not load:
-            continue
-        # None for a share that was not measured, which is not the same as no pair.
-        shares = [finite(share) for share in load]
-        rows.append(
-            ExpertRow(
-                short_name(layer),
-                [_share(share, len(shares)) for share in shares],
-                summarize_load(shares),
-                [number(values.get(metric.key), metric.form) for metric in result_columns()],
+        if isinstance(load, list) and load:
+            # None for a share that was not measured, which is not the same as no pair.
+            shares = [finite(share) for share in load]
+            rows.append(
+                {
+                    "layer": short_name(layer),
+                    "shares": [_share(share, len(shares)) for share in shares],
+                    "extremes": [str(len(shares)), *_extremes(shares)],
+                    "measures": [number(values.get(m.key), m.form) for m in result_columns()],
+                }
             )
-        )
     return rows
 
 
@@ -300,12 +242,29 @@ def result_headers() -> list[str]:
     return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
 
 
-def _share(share: float | None, num_experts: int) -> Share:
+def _share(share: float | None, num_experts: int) -> tuple[str, str]:
+    """Percent, with more digits where an even share is small; and a class of the style sheet.
+
+    `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0; otherwise empty.
+    """
     if share is None:
-        return Share(NONE, "")
+        return NONE, ""
     ratio = share * num_experts
     kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
-    return Share(percent(share, percent_digits(num_experts)), kind)
+    return percent(share, percent_digits(num_experts)), kind
+
+
+def _extremes(shares: Sequence[float | None]) -> list[str]:
+    """The busiest, median and idlest share, and how many experts have no pair."""
+    summary = summarize_load(shares)
+    if summary is None:
+        return [NONE] * 4
+    return [
+        f"{percent(summary.highest, 2)} (expert {summary.busiest})",
+        percent(summary.median, 2),
+        percent(summary.lowest, 2),
+        str(len(summary.unused)),
+    ]
 
 
 # -- the texts and options of one run
@@ -339,20 +298,18 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 # -- several runs side by side
 
 
-@dataclass(frozen=True)
-class RunRow:
-    """What a table of runs says of one."""
-
-    run: Run
-    loss: float | None
-    is_best: bool
-    """Of several, its loss is the lowest."""
-    steps: str
-    block: str
-    bits_per_byte: float | None
-    tokens_per_second: float | None
-    measures: Sequence[str]
-    """One for each of `compared_measures`, the mean of the layers."""
+RUN_COLUMNS: Mapping[str, Callable[[Run], str]] = {
+    "validation loss (nats)": lambda run: number(validation_loss(run)),
+    "state": lambda run: STATES[run.state][1],
+    "steps": progress,
+    "block": ffn_type,
+    "parameters": lambda run: compact(run.facts.num_params),
+    "active": lambda run: compact(run.facts.num_active_params),
+    "FLOPs per token": lambda run: compact(run.facts.flops_per_token),
+    "bits per byte": lambda run: number(bits_per_byte(run)),
+    "tokens per second": lambda run: number(tokens_per_second(run), ",.0f"),
+}
+"""Header -> what a table of runs says there; `compared_measures` follow."""
 
 
 def compared_measures() -> list[Metric]:
@@ -360,22 +317,22 @@ def compared_measures() -> list[Metric]:
     return [LAYER_METRICS[key] for key in COMPARED]
 
 
-def run_rows(runs: Sequence[Run]) -> list[RunRow]:
+def run_rows(runs: Sequence[Run]) -> list[list[str]]:
     """One row per run, in the order given, which is that of the colours."""
-    losses = [loss for run in runs if (loss := finite(validation_loss(run))) is not None]
     return [
-        RunRow(
-            run,
-            loss=(loss := validation_loss(run)),
-            is_best=len(losses) > 1 and loss == min(losses),
-            steps=progress(run),
-            block=ffn_type(run),
-            bits_per_byte=bits_per_byte(run),
-            tokens_per_second=tokens_per_second(run),
-            measures=[number(layer_mean(run, m.key), m.form) for m in compared_measures()],
-        )
+        [
+            *(column(run) for column in RUN_COLUMNS.values()),
+            *(number(layer_mean(run, m.key), m.form) for m in compared_measures()),
+        ]
         for run in runs
     ]
+
+
+def best_runs(runs: Sequence[Run]) -> list[bool]:
+    """Whether the loss of a run is the lowest; of one run nothing is the best."""
+    losses = [finite(validation_loss(run)) for run in runs]
+    found = [loss for loss in losses if loss is not None]
+    return [len(found) > 1 and loss == min(found) for loss in losses]
 
 
 def incomparable(runs: Sequence[Run]) -> list[str]:

@@ -87,8 +87,8 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A text on its way through a run's layers."""
+class TextTrace:
+    """A text, and what the routers of a run decided about each of its tokens."""
 
     run: str
     layers: tuple[Layer, ...]
@@ -104,8 +104,8 @@ class Way:
 
 def follow(
     folder: Path, text: bytes, layers: Sequence[int] | None = None, *, trust_code: bool = False
-) -> Way:
-    """The way of `text` through the run in `folder`, in evaluation, with its best weights.
+) -> TextTrace:
+    """Trace `text` through the run in `folder`, in evaluation, with its best weights.
 
     Args:
         layers: show these alone; None shows all that route.
@@ -132,7 +132,7 @@ def follow(
     predictions: Sequence[Prediction | None] = [None] * len(ids)
     if run.config.model.causal:
         predictions = _predictions(output.logits[0], run)
-    return Way(
+    return TextTrace(
         run=folder.resolve().name,
         layers=tuple(_layer(name, output.routings[name], infos.get(name)) for name in shown),
         tokens=tuple(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
-from moe_ffn.report.trace import Choice, Visit, Way
+from moe_ffn.report.trace import Choice, TextTrace, Visit
 
 DROPPED, PAST, NONE, ABSENT = "x", "past", "none", "-"
 
@@ -35,11 +35,11 @@ def mean_entropy(visits: Iterable[Visit]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def legend(way: Way) -> list[str]:
+def legend(trace: TextTrace) -> list[str]:
     lines: list[str] = []
-    gates = [layer for layer in way.layers if layer.is_gate]
-    routed = [layer for layer in way.layers if not layer.is_gate]
-    visits = {layer.name: way.visits(layer) for layer in way.layers}
+    gates = [layer for layer in trace.layers if layer.is_gate]
+    routed = [layer for layer in trace.layers if not layer.is_gate]
+    visits = {layer.name: trace.visits(layer) for layer in trace.layers}
     choices = [c for found in visits.values() for visit in found for c in visit.choices]
     examples = ((layer, choice) for layer in routed for choice in _choices(visits[layer.name]))
     if found := next(examples, None):
@@ -60,16 +60,16 @@ def legend(way: Way) -> list[str]:
         )
     if any(not visit.choices for gate in gates for visit in visits[gate.name]):
         lines.append(f"{PAST}: passes by the layer's block.")
-    if any(len(visits[layer.name]) < len(way.tokens) for layer in way.layers):
+    if any(len(visits[layer.name]) < len(trace.tokens) for layer in trace.layers):
         lines.append(f"{ABSENT}: never came to this router.")
-    lines += _experts_without_network(way)
+    lines += _experts_without_network(trace)
     capacities = {layer.title: layer.capacity for layer in routed}
     lines += [f"Capacity in evaluation: {text}." for text in _by_layer(capacities)]
     shared = {layer.title: layer.shared_expert for layer in routed if layer.shared_expert}
     lines += [
         f"Every token also passes through a shared expert: {text}." for text in _by_layer(shared)
     ]
-    lines += [f"Nothing is routed: {text}." for text in _by_layer(way.unrouted)]
+    lines += [f"Nothing is routed: {text}." for text in _by_layer(trace.unrouted)]
     if any(mean_entropy(found) is not None for found in visits.values()):
         most = sorted({len(layer.experts) for layer in routed})
         undecided = ", ".join(f"{math.log(size):.2f} among {size} experts" for size in most)
@@ -77,7 +77,7 @@ def legend(way: Way) -> list[str]:
             "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router is sure, "
             f"{undecided} when it is undecided."
         )
-    if any(token.prediction for token in way.tokens):
+    if any(token.prediction for token in trace.tokens):
         lines.append("next: the token held to be the most probable next one, and its probability.")
     return lines
 
@@ -86,9 +86,9 @@ def _choices(visits: Iterable[Visit]) -> list[Choice]:
     return [choice for visit in visits for choice in visit.choices]
 
 
-def _experts_without_network(way: Way) -> list[str]:
+def _experts_without_network(trace: TextTrace) -> list[str]:
     said = {"zero": "returns 0", "copy": "returns the token", "const": "mixes in a learned vector"}
-    names = {name for layer in way.layers if not layer.is_gate for name in layer.experts}
+    names = {name for layer in trace.layers if not layer.is_gate for name in layer.experts}
     words = dict.fromkeys(word for word in said if any(name.startswith(word) for name in names))
     if not words:
         return []

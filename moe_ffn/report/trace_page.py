@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ffn.report.html import render
-from moe_ffn.report.trace import Layer, TokenTrace, Visit, Way
+from moe_ffn.report.trace import Layer, TextTrace, TokenTrace, Visit
 from moe_ffn.report.trace_legend import (
     DROPPED,
     empty_cell,
@@ -22,34 +22,34 @@ _COLOURS = (
 )
 
 
-def page(way: Way) -> str:
+def page(trace: TextTrace) -> str:
     """The whole document."""
-    visits = [visit for layer in way.layers for visit in way.visits(layer)]
+    visits = [visit for layer in trace.layers for visit in trace.visits(layer)]
     used = sorted({choice.expert for visit in visits for choice in visit.choices})
-    predicts = any(token.prediction for token in way.tokens)
-    titles = [layer.title for layer in way.layers]
-    entropies = [mean_entropy(way.visits(layer)) for layer in way.layers]
+    predicts = any(token.prediction for token in trace.tokens)
+    titles = [layer.title for layer in trace.layers]
+    entropies = [mean_entropy(trace.visits(layer)) for layer in trace.layers]
     shown = ["" if entropy is None else f"{entropy:.2f}" for entropy in entropies]
-    has_colours = any(not layer.is_gate for layer in way.layers)
+    has_colours = any(not layer.is_gate for layer in trace.layers)
     return render(
         "trace.html",
-        title=f"{way.run}: one text's way",
-        run=way.run,
+        title=f"{trace.run}: one text's way",
+        run=trace.run,
         colours=[(expert, ground(expert), ink(expert)) for expert in used],
         titles=[*titles, *["next"] * predicts],
-        rows=[_row(token, way) for token in way.tokens],
+        rows=[_row(token, trace) for token in trace.tokens],
         predicts=predicts,
         entropies=[*shown, *[""] * predicts],
-        legend=[*legend(way), *[_COLOURS] * has_colours],
+        legend=[*legend(trace), *[_COLOURS] * has_colours],
         dropped=DROPPED,
     )
 
 
-def _row(token: TokenTrace, way: Way) -> dict[str, Any]:
+def _row(token: TokenTrace, trace: TextTrace) -> dict[str, Any]:
     guess = token.prediction
     return {
         "token": token.token,
-        "cells": [_cell(token, layer) for layer in way.layers],
+        "cells": [_cell(token, layer) for layer in trace.layers],
         "next": (guess.token, short(guess.probability)) if guess else None,
     }
 

@@ -1,4 +1,4 @@
-"""The way as tables: a row for each token, a column for each layer, as many as the terminal is wide."""
+"""A trace as tables: a row for each token, a column for each layer, as many as the terminal is wide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moe_ffn.report.trace import Choice, Layer, Prediction, Visit, Way
+from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, Visit
 from moe_ffn.report.trace_legend import (
     DROPPED,
     empty_cell,
@@ -35,22 +35,22 @@ class _Column:
     footer: str
 
 
-def render(way: Way, width: int) -> RenderableType:
+def render(trace: TextTrace, width: int) -> RenderableType:
     """Everything that is shown, in lines of at most `width` characters where one pair fits at all."""
-    tokens = [_clip(token.token) for token in way.tokens]
+    tokens = [_clip(token.token) for token in trace.tokens]
     room = width - len(str(len(tokens))) - _GAP - max(map(cell_len, [*tokens, "entropy"]))
-    nexts = [_prediction(token.prediction) for token in way.tokens] if _predicts(way) else None
+    nexts = [_prediction(token.prediction) for token in trace.tokens] if _predicts(trace) else None
     beside_last = _GAP + max(map(cell_len, [*nexts, "next"])) if nexts else 0
     columns = [
-        _column(way, layer, room - _GAP - (beside_last if layer is way.layers[-1] else 0))
-        for layer in way.layers
+        _column(trace, layer, room - _GAP - (beside_last if layer is trace.layers[-1] else 0))
+        for layer in trace.layers
     ]
     blocks = _blocks(columns, room, beside_last)
     parts: list[RenderableType] = []
     for number, block in enumerate(blocks):
         last = number == len(blocks) - 1
         parts += [_table(tokens, block, nexts if last else None), Text("")]
-    return Group(*parts, *map(Text, legend(way)))
+    return Group(*parts, *map(Text, legend(trace)))
 
 
 def _table(tokens: Sequence[str], columns: Sequence[_Column], nexts: Sequence[str] | None) -> Table:
@@ -85,8 +85,8 @@ def _blocks(columns: Sequence[_Column], room: int, beside_last: int) -> list[lis
     return blocks
 
 
-def _column(way: Way, layer: Layer, room: int) -> _Column:
-    visits = [token.visits[layer.name] for token in way.tokens]
+def _column(trace: TextTrace, layer: Layer, room: int) -> _Column:
+    visits = [token.visits[layer.name] for token in trace.tokens]
     chosen = [choice for visit in visits if visit for choice in visit.choices]
     name = max((len(layer.experts[choice.expert]) for choice in chosen), default=1)
     number = max((len(short(choice.weight)) for choice in chosen), default=1)
@@ -94,7 +94,7 @@ def _column(way: Way, layer: Layer, room: int) -> _Column:
     per_line = max(1, (room + 1) // (name + number + 3))
     cells = tuple(_cell(visit, layer, name, number, per_line) for visit in visits)
     widest = max(cell_len(line) for cell in cells for line in cell.plain.split("\n"))
-    entropy = mean_entropy(way.visits(layer))
+    entropy = mean_entropy(trace.visits(layer))
     return _Column(
         layer,
         cells,
@@ -122,8 +122,8 @@ def _style(choice: Choice) -> str:
     return f"#000000 on {ground(choice.expert)}"
 
 
-def _predicts(way: Way) -> bool:
-    return any(token.prediction for token in way.tokens)
+def _predicts(trace: TextTrace) -> bool:
+    return any(token.prediction for token in trace.tokens)
 
 
 def _prediction(prediction: Prediction | None) -> str:

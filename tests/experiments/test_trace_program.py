@@ -22,7 +22,7 @@ from rich.console import Console
 
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.trace import main
-from moe_ffn.report.trace import Choice, Layer, Prediction, TokenTrace, Visit, Way, follow
+from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
 from moe_ffn.report.trace_legend import ground
 from moe_ffn.report.trace_page import page
 from moe_ffn.report.trace_table import render
@@ -150,7 +150,7 @@ def choice(expert: int, weight: float, *, dropped: bool = False) -> Choice:
     return Choice(expert, weight, weight, dropped)
 
 
-def small_way() -> Way:
+def small_way() -> TextTrace:
     first, second, inner = (
         Layer("layer_00", ("0", "1", "2", "zero3"), "factor 1.0, 1 place per expert", "swiglu"),
         Layer("layer_02", ("through",), "dropless", is_gate=True),
@@ -178,10 +178,10 @@ def small_way() -> Way:
             Prediction(r"\n", 0.25),
         ),
     )
-    return Way("tiny", (first, second, inner), tokens, {"layer 1": "dense"})
+    return TextTrace("tiny", (first, second, inner), tokens, {"layer 1": "dense"})
 
 
-def shown(way: Way, width: int) -> list[str]:
+def shown(way: TextTrace, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     console.print(render(way, width))
     assert isinstance(console.file, io.StringIO)
@@ -229,13 +229,13 @@ def test_layers_that_do_not_fit_beside_each_other_stand_below() -> None:
     ]
 
 
-def wide_way(num_layers: int, k: int, first: int = 40) -> Way:
+def wide_way(num_layers: int, k: int, first: int = 40) -> TextTrace:
     layers = tuple(
         Layer(f"layer_{n:02d}", tuple(map(str, range(64))), "dropless") for n in range(num_layers)
     )
     visit = Visit(tuple(choice(first + place, 0.12) for place in range(k)), 4.0)
     visits = {layer.name: visit for layer in layers}
-    return Way("wide", layers, (TokenTrace(0, "token", visits, Prediction("next", 0.5)),), {})
+    return TextTrace("wide", layers, (TokenTrace(0, "token", visits, Prediction("next", 0.5)),), {})
 
 
 @pytest.mark.parametrize(("num_layers", "k"), [(4, 2), (12, 2), (12, 8), (3, 24)])

@@ -27,7 +27,7 @@ from moe_ffn.report.drawing import LIGHT, label
 from moe_ffn.report.figures import describe_points
 from moe_ffn.report.html import render
 from moe_ffn.report.page import pack_shares, report_html, values_of_run, values_of_runs
-from moe_ffn.report.tables import constant_measures, flatten, moving_measures, run_rows
+from moe_ffn.report.tables import best_runs, constant_measures, flatten, moving_measures
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.runs.rows import Series
 
@@ -687,8 +687,7 @@ def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
         folders.append(folder)
 
     assert re.findall(r"<b>(.*?)</b>", without_plots(*folders)) == ["1.2500"]
-    only = run_rows(read_runs(folders[:1]))
-    assert [row.is_best for row in only] == [False], "of one run nothing is the best"
+    assert best_runs(read_runs(folders[:1])) == [False], "of one run nothing is the best"
 
 
 def test_names_and_logging_are_no_difference(tmp_path: Path) -> None:
