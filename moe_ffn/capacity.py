@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MOST, Config
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, count_pairs
 from moe_ffn.sizes import ceil_of_share, share_of
@@ -22,10 +22,10 @@ from moe_ffn.sizes import ceil_of_share, share_of
 class CapacityConfig(Config, frozen=True):
     """How many (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
 
-    factor: float | None = Field(default=None, gt=0, le=MOST)
+    factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
     imbalance; null drops nothing."""
-    eval_factor: float | None = Field(default=None, gt=0, le=MOST)
+    eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
     drop: Literal["position", "probability", "random"] = "position"
     """Whom a full expert drops: the latest positions, the smallest weights, or, in training, anyone.

@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, is_near, shorten, show
 from moe_ffn.import_path import FileTag, import_class, tag_of
 
-MOST = 10**9
+MAX_COUNT = 10**9
 """No count and no width is larger: what is, is a slip of the keyboard, and would overflow far from here."""
 
 
@@ -197,13 +197,13 @@ class TaggedConfig(Config, frozen=True):
 
 
 def require_count(value: object, name: str) -> None:
-    """ConfigError unless `value`, which is called `name`, is a whole number from 1 to `MOST`."""
+    """ConfigError unless `value`, which is called `name`, is a whole number from 1 to `MAX_COUNT`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name} must be a whole number, got {show(value)}")
     if value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}")
-    if value > MOST:
-        raise ConfigError(f"{name} must be at most {MOST}, got {value}")
+    if value > MAX_COUNT:
+        raise ConfigError(f"{name} must be at most {MAX_COUNT}, got {value}")
 
 
 def describe_options(config: Config, without: Iterable[str] = ()) -> str:

@@ -8,14 +8,14 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError
 
 LARGEST_SHARE = 10**9
 """Of what `share_of` returns, and of its denominator: times a number of pairs, both fit into int64."""
 
 
-_WIDEST = 10 * MOST
+_WIDEST = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> Fraction:

@@ -25,7 +25,8 @@ from experiments.benchmark.session import (
 from experiments.benchmark.shapes import parse_shape
 from experiments.benchmark.timing import Rounds
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import MAX_COUNT, Parser, whole_number
+from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError, did_you_mean, expand_path, reason
 from moe_ffn.files import write_whole
 from moe_ffn.kernels.select import BACKENDS

@@ -13,11 +13,9 @@ from typing import Any
 
 from moe_ffn import trust
 from moe_ffn.commands import as_typed
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.files import write_whole
-
-MAX_COUNT = 1_000_000_000
-"""Of anything that is counted: what is larger was not meant."""
 
 
 def whole_number(text: str, least: int = 0, most: int = MAX_COUNT) -> int | None:

@@ -201,7 +201,7 @@ def _sources(given: str) -> Iterator[_Source]:
         raise ConfigError(f"data.corpus.paths: '{given}' is neither a file nor a folder")
     elif path.is_symlink():
         raise ConfigError(
-            f"data.corpus.paths: '{given}' is a symbolic link that leads nowhere; mend or remove it"
+            f"data.corpus.paths: '{given}' is a symbolic link that leads nowhere; fix or remove it"
         )
     elif glob.has_magic(str(path)):
         yield from _matches(path, given)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from pydantic import Field
 
-from moe_ffn.config import MOST, Config
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.batches import require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing_to
 from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig
@@ -37,17 +37,17 @@ class DataConfig(Config, frozen=True):
     tokenizer: TokenizerConfig = BytesConfig()
     """How text becomes token ids."""
 
-    seq_len: int = Field(default=256, ge=1, le=MOST)
+    seq_len: int = Field(default=256, ge=1, le=MAX_COUNT)
     """Tokens per sequence."""
 
-    batch_size: int = Field(default=16, ge=1, le=MOST)
+    batch_size: int = Field(default=16, ge=1, le=MAX_COUNT)
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
     """Percent of the documents that are kept for validation, each whole; a line says where that is
     another share of the text."""
 
-    validation_tokens: int = Field(default=131_072, ge=1, le=MOST)
+    validation_tokens: int = Field(default=131_072, ge=1, le=MAX_COUNT)
     """How many tokens each validation looks at, evenly spaced over the validation split."""
 
     cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST, TaggedConfig, describe_options
+from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.kernels.select import BACKEND_DEVICES
@@ -44,7 +44,7 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
-    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
     bias: bool = False
     """Add a bias to every matrix."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.dispatch import Plan
 from moe_ffn.experts.base import Experts, MatrixExpertsConfig, describe_experts, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
@@ -59,9 +59,9 @@ class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
     """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
-    alpha: float = Field(default=1.702, gt=0, le=MOST)
+    alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
     """Slope inside the sigmoid."""
-    limit: float = Field(default=7.0, gt=0, le=MOST)
+    limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
     """Bound of the gate from above, and of the linear part on both sides."""
 
     @property

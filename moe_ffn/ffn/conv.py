@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.activations import Activation, activation_function
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import Refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, flatten_tokens
@@ -29,11 +29,11 @@ class ConvConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["conv"] = "conv"
-    kernel_size: int = Field(default=3, ge=1, le=MOST)
+    kernel_size: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Positions each convolution sees."""
     causal: bool = True
     """Look back only. False centres the kernel, which a causal model refuses."""
-    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""

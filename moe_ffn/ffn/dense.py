@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.activations import GATE_ACTIVATIONS, Activation, GatedType, activation_function
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, without_padding
 from moe_ffn.sizes import gated_params, gated_width, linear_flops, mlp_params
@@ -33,7 +33,7 @@ class DenseConfig(FFNConfig, frozen=True):
     """Two matrices and an activation between them (Vaswani et al. 2017, section 3.3)."""
 
     type: Literal["dense"] = "dense"
-    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
@@ -63,9 +63,9 @@ class GatedConfig(FFNConfig, frozen=True):
     """
 
     type: GatedType = "swiglu"
-    d_ff: int | None = Field(default=None, ge=1, le=MOST)
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Hidden width; by default 8/3 * d_model, rounded, so that it costs what a dense block does."""
-    multiple_of: int = Field(default=8, ge=1, le=MOST)
+    multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
     """What the default width is rounded to."""
     bias: bool = False
     """Add a bias to the three matrices."""

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.capacity import CapacityConfig
-from moe_ffn.config import MOST, describe_options
+from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.dispatch import make_plan
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
@@ -29,7 +29,7 @@ class MoEConfig(FFNConfig, frozen=True):
     """A routed Mixture of Experts: a router sends each token to a few of many experts."""
 
     type: Literal["moe"] = "moe"
-    num_experts: int = Field(default=8, ge=1, le=MOST)
+    num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
     """E, the experts the router chooses from."""
     router: RouterConfig = TopKRouterConfig()
     """Who goes where."""

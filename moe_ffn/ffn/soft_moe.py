@@ -13,7 +13,7 @@ from einops import einsum, rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import ExpertsConfig
@@ -30,9 +30,9 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     """
 
     type: Literal["soft_moe"] = "soft_moe"
-    num_experts: int = Field(default=8, ge=1, le=MOST)
+    num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
     """E, the experts."""
-    slots_per_expert: int = Field(default=32, ge=1, le=MOST)
+    slots_per_expert: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Slots of each expert and sequence; as many slots as tokens cost what top-1 routing does."""
     experts: ExpertsConfig = GatedExpertsConfig()
     """What one expert is; by default as wide as the dense block."""

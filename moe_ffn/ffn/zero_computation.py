@@ -10,7 +10,7 @@ from einops import einsum, rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST, Config, describe_options
+from moe_ffn.config import MAX_COUNT, Config, describe_options
 from moe_ffn.outputs import Routing
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 
@@ -21,11 +21,11 @@ class ZeroComputationConfig(Config, frozen=True):
     MoE++ (Jin et al. 2024, arXiv:2410.07348); the copy expert is LongCat-Flash's identity expert.
     """
 
-    num_zero: int = Field(default=0, ge=0, le=MOST)
+    num_zero: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Experts that return 0: the token is left out."""
-    num_copy: int = Field(default=0, ge=0, le=MOST)
+    num_copy: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Experts that return the token as it is."""
-    num_constant: int = Field(default=0, ge=0, le=MOST)
+    num_constant: int = Field(default=0, ge=0, le=MAX_COUNT)
     """Experts that mix the token with a learned vector."""
 
     @property

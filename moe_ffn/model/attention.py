@@ -11,7 +11,7 @@ from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST, Config
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.model.positions import Positions
 from moe_ffn.sizes import linear_flops, linear_params
 
@@ -19,9 +19,9 @@ from moe_ffn.sizes import linear_flops, linear_params
 class AttentionConfig(Config, frozen=True):
     """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
 
-    num_heads: int = Field(default=4, ge=1, le=MOST)
+    num_heads: int = Field(default=4, ge=1, le=MAX_COUNT)
     """Query heads; must divide d_model."""
-    num_kv_heads: int | None = Field(default=None, ge=1, le=MOST)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Key and value heads, shared by groups of query heads; num_heads by default."""
     bias: bool = False
     """Add a bias to the four projections."""

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn.config import MOST, Config, TaggedConfig, require_count
+from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, require_count
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
@@ -76,7 +76,7 @@ def _string_keys(value: Any) -> Any:
 class DecoderConfig(Config, frozen=True):
     """A Transformer over tokens: a causal decoder, or a bidirectional encoder."""
 
-    d_model: int = Field(default=128, ge=1, le=MOST)
+    d_model: int = Field(default=128, ge=1, le=MAX_COUNT)
     """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1, le=10_000)
     """Blocks of attention and feed-forward."""

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -31,7 +31,7 @@ class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["forced"] = "forced"
-    k: int = Field(default=2, ge=1, le=MOST)
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token."""
     skew: float = Field(default=0.0, ge=0, le=1)
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MOST, describe_options
+from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import FixedKConfig, Router, RouterLinear, routing_of_pairs
 
@@ -20,7 +20,7 @@ class HashRouterConfig(FixedKConfig, frozen=True):
     """Hash: the token's id decides; nothing is learned (Roller et al. 2021, arXiv:2106.04426)."""
 
     type: Literal["hash"] = "hash"
-    k: int = Field(default=1, ge=1, le=MOST)
+    k: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Experts per token, all different, each with weight 1 / k."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Chooses the hash function."""

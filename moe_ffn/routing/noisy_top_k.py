@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -35,7 +35,7 @@ class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["noisy_top_k"] = "noisy_top_k"
-    k: int = Field(default=2, ge=1, le=MOST)
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token. At least 2: the softmax over a single one is a constant 1."""
 
     has_selection_probs: ClassVar[bool] = True

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
@@ -32,11 +32,11 @@ class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["sinkhorn"] = "sinkhorn"
-    k: int = Field(default=1, ge=1, le=MOST)
+    k: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Experts per token."""
     tolerance: float = Field(default=1e-4, gt=0)
     """Stop when no column's factor changes by more than this share of itself."""
-    max_iterations: int = Field(default=100, ge=1, le=MOST)
+    max_iterations: int = Field(default=100, ge=1, le=MAX_COUNT)
     """Stop after this many rounds at the latest; logits in the hundreds are not balanced by then."""
 
     @property

@@ -12,7 +12,7 @@ from einops import rearrange, repeat
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_ffn.config import MOST, Config
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
     FixedKConfig,
@@ -26,11 +26,11 @@ from moe_ffn.routing.base import (
 class GroupsConfig(Config, frozen=True):
     """Node-limited routing: a token's experts come from a few groups of neighbours (DeepSeek-V3)."""
 
-    num_groups: int = Field(ge=1, le=MOST)
+    num_groups: int = Field(ge=1, le=MAX_COUNT)
     """Groups of equal size that the experts are divided into."""
-    keep: int = Field(ge=1, le=MOST)
+    keep: int = Field(ge=1, le=MAX_COUNT)
     """Groups a token may go to, the ones with the highest score."""
-    score_top: int | None = Field(default=2, ge=1, le=MOST)
+    score_top: int | None = Field(default=2, ge=1, le=MAX_COUNT)
     """A group's score is the sum of its best experts' scores, this many of them: 2 in DeepSeek-V3;
     null stands for k / keep, Megatron-LM's rule."""
 
@@ -72,11 +72,11 @@ class GroupsConfig(Config, frozen=True):
 class TopKOptionsConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
-    k: int = Field(default=2, ge=1, le=MOST)
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token."""
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
-    scale: float = Field(default=1.0, gt=0, le=MOST)
+    scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
     """Multiplies the weights (DeepSeek's routed scaling factor)."""
     groups: GroupsConfig | None = None
     """Limit each token to a few groups of experts; off by default."""

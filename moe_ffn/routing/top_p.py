@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearRouterConfig, Router, routing_of_pairs
 
@@ -26,7 +26,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
     type: Literal["top_p"] = "top_p"
     p: float = Field(default=0.4, gt=0, le=1)
     """The probability that a token's experts have to reach together."""
-    max_k: int | None = Field(default=None, ge=1, le=MOST)
+    max_k: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """The most experts per token; num_experts by default."""
     renormalize: bool = False
     """Divide the weights of a token by their sum. Not for max_k = 1: it would be a constant 1."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ffn.errors import explain
 from moe_ffn.metrics.table import compute, measured_in, statistics_of
 from moe_ffn.runs.value_checks import (
-    MAX_COUNT,
+    MAX_WHOLE_NUMBER,
     describe,
     malformed,
     require_count,
@@ -29,7 +29,7 @@ from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
 from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions
 
-_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Count = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 
 
 def _require_measured(value: Any) -> Any:
@@ -64,7 +64,7 @@ class _Routing(_State):
     load: dict[str, dict[str, Tensor]]
     idle_steps: dict[str, Tensor]
     probe: dict[str, Tensor]
-    last_look: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
+    last_look: Annotated[int, Field(ge=-MAX_WHOLE_NUMBER, le=MAX_WHOLE_NUMBER)]
 
 
 _Key = tuple[AlarmKind, str | None, _Count]
@@ -88,7 +88,7 @@ class _Steps(_State):
 
 class _Validation(_State):
     last: dict[Literal["loss", "bits_per_byte"], float]
-    last_step: Annotated[int, Field(ge=-1, le=MAX_COUNT)]
+    last_step: Annotated[int, Field(ge=-1, le=MAX_WHOLE_NUMBER)]
     routing: dict[str, dict[str, Tensor]]
 
 

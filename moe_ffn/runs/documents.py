@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.files import parse_object, read_object
 from moe_ffn.training.config import Precision
 from moe_ffn.training.monitoring.json_lines import Line
@@ -69,7 +69,7 @@ class Saved(Document):
     """`saved.json`: which checkpoint is there, unless it was lost."""
 
     run_id: str = Field(default="", min_length=1)
-    last_saved_step: Annotated[int, Field(ge=0, le=MOST)] | None = None
+    last_saved_step: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Of the newest checkpoint that the disk took; None before the first."""
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_ffn.errors import printable, shorten, show
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError
 
-MAX_COUNT = 2**53
+MAX_WHOLE_NUMBER = 2**53
 """No number of steps or tokens is larger."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -74,10 +74,10 @@ def require_keys(found: Any, keys: Mapping[str, Any] | Sequence[Any], path: str)
             raise malformed(path, f"has {show(key)}, which does not belong there")
 
 
-def require_count(found: Any, path: str, least: int = 0, most: int = MAX_COUNT) -> None:
+def require_count(found: Any, path: str, least: int = 0, most: int = MAX_WHOLE_NUMBER) -> None:
     """A whole number from `least` to `most`."""
     if type(found) is not int or not least <= found <= most:
-        bound = f"from {least} to {most}" if most < MAX_COUNT else f"of at least {least}"
+        bound = f"from {least} to {most}" if most < MAX_WHOLE_NUMBER else f"of at least {least}"
         raise malformed(path, f"must be a whole number {bound}, got {describe(found)}")
 
 

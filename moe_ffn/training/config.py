@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from moe_ffn.config import MOST, Config, errors_at
+from moe_ffn.config import MAX_COUNT, Config, errors_at
 from moe_ffn.errors import show
 from moe_ffn.training.recovery.guard import GuardConfig
 
@@ -16,7 +16,7 @@ from moe_ffn.training.recovery.guard import GuardConfig
 class EarlyStoppingConfig(Config, frozen=True):
     """Stop when the validation loss no longer falls."""
 
-    patience: int = Field(default=3, ge=1, le=MOST)
+    patience: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Validations without improvement before stopping."""
     min_delta: float = Field(default=0.0, ge=0)
     """The least fall, in nats per token, that counts as improvement."""
@@ -124,9 +124,9 @@ class TrainerConfig(Config, frozen=True):
 
     model_config = ConfigDict(extra="allow")
 
-    max_steps: int = Field(default=400, ge=1, le=MOST)
+    max_steps: int = Field(default=400, ge=1, le=MAX_COUNT)
     """Optimizer steps."""
-    accumulate_grad_batches: int = Field(default=1, ge=1, le=MOST)
+    accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Batches whose gradients make up one optimizer step."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0 does not clip."""
@@ -134,7 +134,7 @@ class TrainerConfig(Config, frozen=True):
     """auto: 32-true on a CPU, bf16-mixed on a GPU that multiplies bfloat16 natively."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
-    validate_every_n_steps: int = Field(default=200, ge=1, le=MOST)
+    validate_every_n_steps: int = Field(default=200, ge=1, le=MAX_COUNT)
     """Optimizer steps between validations; there is always one at the end."""
     early_stopping: EarlyStoppingConfig | None = None
     """Stop when the validation loss no longer falls; off by default."""
@@ -189,7 +189,7 @@ ROWS_BEFORE_SPIKES = 5
 class AlarmsConfig(Config, frozen=True):
     """When a run says that something goes wrong: a line, a wandb alert, and a line of alarms.jsonl."""
 
-    after_steps: int = Field(default=50, ge=1, le=MOST)
+    after_steps: int = Field(default=50, ge=1, le=MAX_COUNT)
     """Optimizer steps that imbalance or dropping has to last, and that an expert has to be without a
     token to count as dead."""
     max_violation_share: float = Field(default=0.5, gt=0, le=1)
@@ -233,9 +233,9 @@ class CheckpointsConfig(Config, frozen=True):
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 
-    every_n_steps: int = Field(default=10, ge=1, le=MOST)
+    every_n_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
     """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
-    churn_every_n_steps: int = Field(default=20, ge=1, le=MOST)
+    churn_every_n_steps: int = Field(default=20, ge=1, le=MAX_COUNT)
     """Least optimizer steps between two looks at a fixed probe batch; churn is the share of its tokens
     whose experts changed in between."""
     alarms: AlarmsConfig = AlarmsConfig()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from moe_ffn.config import MOST, Config
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.model.decoder import Decoder
@@ -20,11 +20,11 @@ class SampleConfig(Config, frozen=True):
 
     prompt: str | None = Field(default=None, min_length=1)
     """What it starts from; by default the first words of the validation split."""
-    num_tokens: int = Field(default=256, ge=0, le=MOST)
+    num_tokens: int = Field(default=256, ge=0, le=MAX_COUNT)
     """How many tokens to write; 0 writes none."""
     temperature: float = Field(default=0.7, ge=0)
     """Divides the logits; 0 always takes the most probable token."""
-    top_k: int | None = Field(default=40, ge=1, le=MOST)
+    top_k: int | None = Field(default=40, ge=1, le=MAX_COUNT)
     """Choose among this many most probable tokens; null among all."""
 
 

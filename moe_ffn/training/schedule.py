@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from moe_ffn.config import MOST, TaggedConfig
+from moe_ffn.config import MAX_COUNT, TaggedConfig
 
 _WARMUP_FRACTION = 0.05
 
@@ -18,7 +18,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
 
     warmup_fraction: float = Field(default=_WARMUP_FRACTION, ge=0, lt=1)
     """Part of trainer.max_steps spent rising linearly to the full rate."""
-    warmup_steps: int | None = Field(default=None, ge=0, le=MOST)
+    warmup_steps: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """The same as a number of optimizer steps, in place of warmup_fraction."""
 
     @model_validator(mode="after")

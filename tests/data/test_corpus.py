@@ -147,8 +147,8 @@ class TestText:
     @pytest.mark.parametrize(
         ("target", "message"),
         [
-            ("link.txt", r"'link\.txt' is a symbolic link that leads nowhere; mend or remove it"),
-            ("no.such", r"'link\.txt' is a symbolic link that leads nowhere; mend or remove it"),
+            ("link.txt", r"'link\.txt' is a symbolic link that leads nowhere; fix or remove it"),
+            ("no.such", r"'link\.txt' is a symbolic link that leads nowhere; fix or remove it"),
             ("/dev/null", r"'link\.txt' is neither a file nor a folder"),
         ],
     )

@@ -246,7 +246,7 @@ def test_broken_weights_are_not_saved_and_that_is_said_once(
     assert steps(folder) == [2]
     name = "weight" if where == "a parameter" else "mask"
     assert capsys.readouterr().err.splitlines() == [
-        f"checkpoint: none of step 4, nor until that is mended: '{name}' holds NaN or infinity; those in "
+        f"checkpoint: none of step 4, nor until that is fixed: '{name}' holds NaN or infinity; those in "
         f"'{folder}' stay"
     ]
     assert trainer.keeper.problem == f"'{name}' holds NaN or infinity"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from moe_ffn.config import MOST
+from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import reason
 from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
 
@@ -219,7 +219,7 @@ def step_inside(path: Path) -> int | None:
         step = peek(path).get("global_step")
     except (CheckpointError, MemoryError):  # a damaged file may ask for any amount
         return None
-    return step if type(step) is int and 0 <= step <= MOST else None
+    return step if type(step) is int and 0 <= step <= MAX_COUNT else None
 
 
 def likely_step(path: Path) -> int:
@@ -297,7 +297,7 @@ def _good_step(path: Path) -> int | None:
 
 def _free_place(folder: Path) -> Path:
     """Named by a step that no run comes to, and no checkpoint has."""
-    step = MOST + 1
+    step = MAX_COUNT + 1
     while os.path.lexists(folder / step_name(step)):
         step += 1
     return folder / step_name(step)

@@ -246,7 +246,7 @@ class CheckpointKeeper(Callback):
             return
         self._said_broken = True
         print(
-            f"checkpoint: none of step {trainer.global_step}, nor until that is mended: '{name}' holds NaN "
+            f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{name}' holds NaN "
             f"or infinity; those in '{self.folder}' stay",
             file=sys.stderr,
             flush=True,
