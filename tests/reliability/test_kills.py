@@ -23,6 +23,7 @@ from same_run import require_same
 from snapshot import snapshot
 from tiny_runs import (
     REPOSITORY,
+    WITH_ALARMS,
     Finished,
     environment,
     finish,
@@ -113,7 +114,7 @@ def test_killed_in_the_middle_of_an_update_or_a_save(
 
 
 def test_a_copy_of_this_process_is_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    argv = options(tmp_path, run__name="run", logging__alarms__router_logit="0.01")
+    argv = options(tmp_path, run__name="run", **WITH_ALARMS)
 
     def train() -> None:
         with killing("save", signal.SIGKILL, 3):

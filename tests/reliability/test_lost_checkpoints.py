@@ -18,6 +18,7 @@ from snapshot import snapshot
 from tiny_runs import (
     NEWEST,
     OLDER,
+    WITH_ALARMS,
     finish,
     options,
     run_here,
@@ -146,7 +147,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
     tmp_path: Path, full: Callable[[], None]
 ) -> None:
-    done = run_here(*options(tmp_path, run__name="run"))
+    done = run_here(*options(tmp_path, run__name="run", **WITH_ALARMS))
     folder = tmp_path / "runs" / "run"
     assert done.code == 1
     assert done.stderr.splitlines()[-1] == (
@@ -221,7 +222,7 @@ def test_once_there_is_room_on_a_real_disk_the_advice_works(tmp_path: Path, room
         f'{mounting(runs, room)}; {train} "$@"; echo "ended $?"; mount -o remount,size=64m \'{runs}\'; '
         f"{train} --resume '{runs}/run'; code=$?; cp -a '{runs}' '{tmp_path}/copied'; exit $code"
     )
-    command = [*ALONE, script, "sh", *options(tmp_path, run__name="run")]
+    command = [*ALONE, script, "sh", *options(tmp_path, run__name="run", **WITH_ALARMS)]
     done = finish(start_command(command), timeout=300)
 
     assert "ended 1\n" in done.stdout, done.stderr

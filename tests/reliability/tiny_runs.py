@@ -209,6 +209,8 @@ def wait_for_row(
 # -- a finished run, made once, of which every case changes a copy
 
 OLDER, NEWEST, BEST = step_name(8), step_name(12), "best.ckpt"
+WITH_ALARMS = {"logging__alarms__router_logit": "0.01"}
+"""What the finished run has beyond the options of a tiny one."""
 
 
 @cache
@@ -219,7 +221,7 @@ def _shared_folder() -> Path:
 @cache
 def trained(**changes: str) -> Path:
     """A run with checkpoints of steps 8 and 12, and alarms; nobody writes to it."""
-    given = {"logging__alarms__router_logit": "0.01", **changes}
+    given = WITH_ALARMS | changes
     name = "-".join(["run", *(part for change in changes.items() for part in change)])
     done = run_here(*options(_shared_folder(), run__name=name, **given))
     assert done.code == 0, done.stderr
