@@ -36,6 +36,10 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(write_run(tmp_path_factory.mktemp("runs") / "dense", experts=0))
 
 
+def layout(figure: Any) -> Any:
+    return figure.layout
+
+
 def lines(figure: go.Figure) -> dict[str, Any]:
     """Name of each line -> it."""
     return {trace.name: trace for trace in figure.data}
@@ -71,7 +75,7 @@ def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
 
 
 def check_curves(figure: go.Figure, title: str, columns: dict[str, str], run: Run) -> None:
-    assert figure.layout.title.text == figure.layout.meta["title"] == title
+    assert layout(figure).title.text == layout(figure).meta["title"] == title
     drawn = lines(figure)
     for name, key in columns.items():
         check_line(drawn.pop(name), run.series(key))
@@ -96,7 +100,7 @@ def test_a_load_is_shown_as_shares_and_as_multiples_of_the_even_one(
     (trace,) = figure.data
 
     shares = [list(series.values) for series in run.loads["layer_01"]]
-    assert figure.layout.title.text == "Load, layer 1"
+    assert layout(figure).title.text == "Load, layer 1"
     assert list(trace.x) == list(run.loads["layer_01"][0].steps)
     np.testing.assert_allclose(trace.customdata, shares, rtol=1e-6)
     np.testing.assert_allclose(trace.z, 4 * np.array(shares), rtol=1e-6)
@@ -131,7 +135,7 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
 
     summary = json.loads((run.folder / "summary.json").read_text())
     expected = summary["routing"]["layer_01"]["coactivation"]
-    assert figure.layout.title.text == "Co-activation, layer 1"
+    assert layout(figure).title.text == "Co-activation, layer 1"
     np.testing.assert_allclose(figure.data[0].z, expected)
 
 
@@ -159,7 +163,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
     (trace,) = figure.data
     assert trace.name == "moe"
     assert trace.y == pytest.approx(means, rel=1e-6)
-    assert "Mean over the layers." in figure.layout.meta["note"]
+    assert "Mean over the layers." in layout(figure).meta["note"]
 
 
 @pytest.mark.parametrize(

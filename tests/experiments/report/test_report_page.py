@@ -26,7 +26,8 @@ from moe_ffn.metrics.table import layer_measures
 from moe_ffn.report.drawing import LIGHT, label
 from moe_ffn.report.figures import describe_points
 from moe_ffn.report.html import render
-from moe_ffn.report.page import pack_shares, report_html, values_of_run, values_of_runs
+from moe_ffn.report.page import report_html, values_of_run, values_of_runs
+from moe_ffn.report.plots import pack_shares
 from moe_ffn.report.tables import best_runs, constant_measures, flatten, moving_measures
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.runs.rows import Series
@@ -63,20 +64,11 @@ class Written:
 def without_plots(*folders: Path) -> str:
     """The page without its plots, which take a second or two to draw."""
     runs = read_runs(folders)
-    of_one, of_several = ("run.html", values_of_run), ("runs.html", values_of_runs)
-    template, values = of_one if len(runs) == 1 else of_several
-    nothing = {
-        "title": "",
-        "reload_every": None,
-        "light": {},
-        "dark": {},
-        "figures": {},
-        "plotly": "",
-    }
-    sections = dict.fromkeys(("curves", "loads", "measures", "coactivation"), ())
-    html = render(
-        template, **nothing, plots=sections, **(values(runs) if len(runs) > 1 else values(runs[0]))
-    )
+    is_one = len(runs) == 1
+    values = values_of_run(runs[0]) if is_one else values_of_runs(runs)
+    values |= {"title": "", "reload_every": None, "light": {}, "figures": {}, "plotly": ""}
+    values["plots"] = dict.fromkeys(("curves", "loads", "measures", "coactivation"), ())
+    html = render("run.html" if is_one else "runs.html", **values)
     return html[html.index("<body>") : html.index('<script type="application')]
 
 

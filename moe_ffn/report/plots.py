@@ -1,0 +1,191 @@
+"""The plots of a page: which figures of a run it shows, in what order, and as its script draws them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.layer_names import short_name
+from moe_ffn.metrics.table import RUN_METRICS, layer_measures
+from moe_ffn.report import figures, tables
+from moe_ffn.report.drawing import STEP, TITLE_HEIGHT
+from moe_ffn.runs.reader import Run
+
+MAX_PLACES = 6
+"""Load heat maps of more layers than this have one place, with a choice."""
+
+MAX_PAIRS = 200_000
+"""Of experts in all co-activation heat maps together; some of the layers are left out beyond it."""
+
+NOT_COMPARED = ("objective", "skipped_steps")
+"""An objective is a sum by weights that differ between runs; a skipped step is one run's own matter."""
+
+NOT_MEASURED = 65535
+"""In the packed shares of a heat map; the shares themselves end one below."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A place on the page for one figure, or for several behind one choice, such as a heat map per layer."""
+
+    name: str
+    """Of its element."""
+    title: str
+    note: str
+    """How to read it."""
+    height: int
+    choices: Sequence[str] = ("",)
+    """What is chosen, a name for each figure."""
+    choice: str = "layer"
+    """What the choices are."""
+    is_wide: bool = False
+
+
+class PlotBook:
+    """Collects the figures of a page while places for them are made."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, list[dict[str, Any]]] = {}
+        """Name of a place -> its figures, as the page's script draws them."""
+
+    def place(
+        self,
+        drawn: Mapping[str, go.Figure],
+        *,
+        title: str = "",
+        note: str = "",
+        **options: Any,
+    ) -> Plot:
+        """
+        Args:
+            drawn: what is chosen -> what is drawn.
+            title, note: instead of those of the first figure.
+            options: of `Plot`.
+        """
+        name = f"plot-{len(self.figures)}"
+        plain = [plain_figure(figure) for figure in drawn.values()]
+        about = _about(next(iter(drawn.values())))
+        self.figures[name] = plain
+        return Plot(
+            name,
+            title or about["title"],
+            note or about["note"],
+            plain[0]["layout"]["height"],
+            list(drawn),
+            **options,
+        )
+
+    def one(self, figure: go.Figure, **options: Any) -> Plot:
+        """A place for one figure."""
+        return self.place({"": figure}, **options)
+
+
+def plots_of_run(run: Run, book: PlotBook) -> dict[str, list[Plot]]:
+    """Each section of `run.html` -> its plots, each only where it was measured."""
+    curves = [
+        book.one(figures.curve(run, key), is_wide=key == "loss")
+        for key in RUN_METRICS
+        if _is_telling(run, key)
+    ]
+    if any(run.series(f"train/{name}") for name in BALANCING_LOSSES):
+        curves.append(book.one(figures.balancing_losses(run)))
+    return {
+        "curves": curves,
+        "loads": _loads(run, book),
+        "measures": [book.one(figures.measure(run, key)) for key in tables.moving_measures(run)],
+        "coactivation": _coactivations(run, book),
+    }
+
+
+def _is_telling(run: Run, key: str) -> bool:
+    """False where a metric was always 0, as the steps skipped, and of an objective that is the loss alone."""
+    found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
+    if key == "objective" and found[0].tobytes() == run.series("train/loss").values.tobytes():
+        return False
+    return any(value for values in found for value in values)
+
+
+def plots_of_runs(runs: Sequence[Run], book: PlotBook) -> dict[str, list[Plot]]:
+    """Each section of `runs.html` -> its plots; the losses over training FLOPs too where all are known."""
+    curves: list[Plot] = []
+    metrics = [metric for key, metric in RUN_METRICS.items() if key not in NOT_COMPARED]
+    for metric, row in ((m, row) for m in metrics for row in reversed(m.rows)):
+        key = f"{row}/{metric.key}"
+        if not any(run.series(key) for run in runs):
+            continue
+        knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
+        axes = [STEP, figures.FLOPS] if knows_flops else [STEP]
+        found = {axis: figures.overlay(runs, key, axis) for axis in axes}
+        note = _about(found[axes[-1]])["note"]
+        curves.append(book.place(found, note=note, choice="over"))
+    measures: list[Plot] = []
+    for metric in layer_measures():
+        means = [figures.mean_over_layers(run, metric) for run in runs]
+        if len({value for series in means for value in series.values}) > 1:
+            measures.append(book.one(figures.overlay_measure(runs, metric.key)))
+    return {"curves": curves, "measures": measures}
+
+
+def _loads(run: Run, book: PlotBook) -> list[Plot]:
+    """A heat map per sparse layer; where the layers are many, one with a choice."""
+    found = {f"layer {short_name(layer)}": figures.load(run, layer) for layer in run.loads}
+    if len(found) <= MAX_PLACES:
+        return [book.one(figure) for figure in found.values()]
+    note = max((_about(figure)["note"] for figure in found.values()), key=len)
+    return [book.place(found, title="Load of each expert", note=note, is_wide=True)]
+
+
+def _coactivations(run: Run, book: PlotBook) -> list[Plot]:
+    """One heat map with a choice of layer."""
+    found = figures.coactivations(run)
+    if not found:
+        return []
+    max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
+    chosen = tables.evenly_chosen(list(found), max_layers)
+    drawn = {f"layer {short_name(layer)}": figures.coactivation(run, layer) for layer in chosen}
+    note = _about(next(iter(drawn.values())))["note"]
+    if len(chosen) < len(found):
+        note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
+    return [book.place(drawn, title="Co-activation", note=note)]
+
+
+# -- figures as the page's script draws them
+
+
+def plain_figure(figure: go.Figure) -> dict[str, Any]:
+    """A figure as plain values: without its title and template, since the page has a heading and colours.
+
+    Shares go into the page packed, since there are by far the most of them; page.js unpacks them.
+    """
+    found = figure.to_plotly_json()
+    layout = found["layout"]
+    for key in ("title", "template", "meta"):
+        del layout[key]
+    layout["height"] -= TITLE_HEIGHT
+    layout["margin"]["t"] -= TITLE_HEIGHT
+    for trace, drawn in zip(found["data"], figure.data, strict=True):
+        if trace.get("meta", {}).pop("is_packed", False):
+            trace.pop("customdata", None)
+            shares = drawn.z if drawn.customdata is None else drawn.customdata
+            del trace["z"]
+            trace["meta"] |= {"rows": len(shares), "shares": pack_shares(shares)}
+    return found
+
+
+def _about(figure: go.Figure) -> dict[str, str]:
+    """Its `title` and `note`, as plain text."""
+    return figure["layout"]["meta"]
+
+
+def pack_shares(shares: Any) -> str:
+    """Shares of 1 as base64 of little-endian 16-bit integers, row after row; NaN is `NOT_MEASURED`."""
+    values = np.asarray(shares, dtype=float)
+    packed = np.rint(np.clip(values, 0, 1) * (NOT_MEASURED - 1))
+    packed = np.where(np.isnan(values), NOT_MEASURED, packed)
+    return base64.b64encode(packed.astype("<u2").tobytes()).decode()
