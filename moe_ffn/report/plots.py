@@ -178,9 +178,9 @@ def plain_figure(figure: go.Figure) -> dict[str, Any]:
     return found
 
 
-def _about(figure: go.Figure) -> dict[str, str]:
+def _about(figure: Any) -> dict[str, str]:
     """Its `title` and `note`, as plain text."""
-    return figure["layout"]["meta"]
+    return figure.layout.meta
 
 
 def pack_shares(shares: Any) -> str:

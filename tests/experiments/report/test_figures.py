@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 from browser import opened
 from playwright.sync_api import Browser
 from synthetic_run import MEASURES, write_run
 
 from moe_ffn.metrics.table import RUN_METRICS
-from moe_ffn.report import figures
+from moe_ffn.report import figures as functions
 from moe_ffn.report.figures import NotMeasuredError
 from moe_ffn.runs.reader import Run, read_run
 from moe_ffn.runs.rows import Series
 
 REPOSITORY = Path(__file__).parents[3]
+
+figures: Any = functions
+"""Without types: plotly's know nothing of what is in a figure."""
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +38,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(write_run(tmp_path_factory.mktemp("runs") / "dense", experts=0))
 
 
-def layout(figure: Any) -> Any:
-    return figure.layout
-
-
-def lines(figure: go.Figure) -> dict[str, Any]:
+def lines(figure: Any) -> dict[str, Any]:
     """Name of each line -> it."""
     return {trace.name: trace for trace in figure.data}
 
@@ -74,8 +72,8 @@ def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
     check_curves(figures.curve(run, key), title, columns, run)
 
 
-def check_curves(figure: go.Figure, title: str, columns: dict[str, str], run: Run) -> None:
-    assert layout(figure).title.text == layout(figure).meta["title"] == title
+def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> None:
+    assert figure.layout.title.text == figure.layout.meta["title"] == title
     drawn = lines(figure)
     for name, key in columns.items():
         check_line(drawn.pop(name), run.series(key))
@@ -100,7 +98,7 @@ def test_a_load_is_shown_as_shares_and_as_multiples_of_the_even_one(
     (trace,) = figure.data
 
     shares = [list(series.values) for series in run.loads["layer_01"]]
-    assert layout(figure).title.text == "Load, layer 1"
+    assert figure.layout.title.text == "Load, layer 1"
     assert list(trace.x) == list(run.loads["layer_01"][0].steps)
     np.testing.assert_allclose(trace.customdata, shares, rtol=1e-6)
     np.testing.assert_allclose(trace.z, 4 * np.array(shares), rtol=1e-6)
@@ -135,7 +133,7 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
 
     summary = json.loads((run.folder / "summary.json").read_text())
     expected = summary["routing"]["layer_01"]["coactivation"]
-    assert layout(figure).title.text == "Co-activation, layer 1"
+    assert figure.layout.title.text == "Co-activation, layer 1"
     np.testing.assert_allclose(figure.data[0].z, expected)
 
 
@@ -163,7 +161,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
     (trace,) = figure.data
     assert trace.name == "moe"
     assert trace.y == pytest.approx(means, rel=1e-6)
-    assert "Mean over the layers." in layout(figure).meta["note"]
+    assert "Mean over the layers." in figure.layout.meta["note"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +179,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
     ],
 )
 def test_what_was_not_measured_is_said(
-    run: Run, dense: Run, draw: Callable[[Run, Run], go.Figure], said: str
+    run: Run, dense: Run, draw: Callable[[Run, Run], Any], said: str
 ) -> None:
     with pytest.raises(NotMeasuredError, match=said):
         draw(run, dense)
