@@ -158,7 +158,7 @@ def _coactivations(run: Run, book: PlotBook) -> list[Plot]:
 # -- figures as the page's script draws them
 
 
-def plain_figure(figure: go.Figure) -> dict[str, Any]:
+def plain_figure(figure: Any) -> dict[str, Any]:
     """A figure as plain values: without its title and template, since the page has a heading and colours.
 
     Shares go into the page packed, since there are by far the most of them; page.js unpacks them.
