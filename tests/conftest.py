@@ -16,6 +16,8 @@ from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
+pytest_plugins = ["tests.helpers.programs_in_process"]
+
 # The same examples every time, however slow the machine. `--hypothesis-profile many` is what
 # `tests/reliability/test_layer_properties.py` asks for.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

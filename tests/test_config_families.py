@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from shape_family import OWN, Drawing, Named, Oval, Shape, Square, mistakes
 
 from moe_ffn.ffn import DenseConfig
+from tests.helpers.shape_family import OWN, Drawing, Named, Oval, Shape, Square, mistakes
 
 
 def test_a_name_is_short_for_a_mapping() -> None:

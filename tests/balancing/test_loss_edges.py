@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from every_loss import LOSSES, random_logits, routing_of
 from torch import Tensor
 
 from moe_ffn import build_ffn
@@ -16,6 +15,7 @@ from moe_ffn.balancing.losses import (
     pairs_per_sequence,
     pooled_load_balancing_loss,
 )
+from tests.helpers.every_loss import LOSSES, random_logits, routing_of
 
 # Sums of some ten float64 numbers in another order.
 EXACT = 1e-12

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from every_loss import LOAD_BALANCING, LOSSES, random_logits, routing_of
 from torch import Tensor
 
 from moe_ffn.balancing.losses import load_balancing_loss
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import RouterConfig
+from tests.helpers.every_loss import LOAD_BALANCING, LOSSES, random_logits, routing_of
 
 READS: dict[str, str] = {
     **dict.fromkeys(LOAD_BALANCING, "scores_TE"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from every_loss import LOAD_BALANCING, LOSSES, balanced, collapsed, random_logits, routing_of
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
@@ -28,6 +27,14 @@ from moe_ffn.balancing.losses import (
 )
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ReLURouterConfig
+from tests.helpers.every_loss import (
+    LOAD_BALANCING,
+    LOSSES,
+    balanced,
+    collapsed,
+    random_logits,
+    routing_of,
+)
 
 # Sums of a few float64 numbers of the order of 1.
 EXACT = 1e-12

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from every_loss import random_logits, routing_of
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
@@ -21,6 +20,7 @@ from moe_ffn.balancing.losses import (
     sequence_load_balancing_loss,
 )
 from moe_ffn.outputs import Routing
+from tests.helpers.every_loss import random_logits, routing_of
 
 # Sums of some hundred float64 numbers in another order.
 EXACT = 1e-12

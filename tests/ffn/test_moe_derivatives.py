@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from any_moe import FEW, SOME, AnyMoE, any_moe
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.func import functional_call
 from moe_ffn import TokenContext
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
+from tests.helpers.any_moe import FEW, SOME, AnyMoE, any_moe
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3))
 DOUBLE = (torch.float64,)

@@ -14,7 +14,16 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from any_moe import (
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_ffn import TokenContext
+from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.outputs import Routing
+from tests.helpers.any_moe import (
     D_MODEL,
     EMPTY_SHAPES,
     FEW,
@@ -26,15 +35,6 @@ from any_moe import (
     any_moe,
     assert_close,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-
-from moe_ffn import TokenContext
-from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.metrics.modular import CoactivationMetrics, LoadMetrics, TokenMetrics
-from moe_ffn.outputs import Routing
 
 # ------------------------------------------------------------------------------- what is promised
 

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from cases import cases
-from config_fields import fields_of, nested
-from tiny_runs import REPOSITORY, run_here
 
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LIGHTNING_ARGUMENTS
+from tests.helpers.cases import cases
+from tests.helpers.config_fields import fields_of, nested
+from tests.helpers.tiny_runs import REPOSITORY, run_here
 
 Wrong = tuple[bytes, str]
 """A config file that must be refused, and what the answer must name: a dotted key, or the file where it is

@@ -15,12 +15,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cases import cases
-from faults import Fault
-from fitted import Fitted
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from tiny_runs import options, run
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.data.prepare import prepare
@@ -31,6 +27,10 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE
 from moe_ffn.training import module as module_file
 from moe_ffn.training.module import LanguageModel
+from tests.helpers.cases import cases
+from tests.helpers.faults import Fault
+from tests.helpers.fitted import Fitted
+from tests.helpers.tiny_runs import options, run
 
 # -- one step is skipped
 

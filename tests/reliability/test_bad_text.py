@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nobody import nobody, open_place
-from tiny_runs import finish, start_command, write_corpus
 
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
+from tests.helpers.nobody import nobody, open_place
+from tests.helpers.tiny_runs import finish, start_command, write_corpus
 
 
 def prepared(folder: Path, *given: Path, progress: Any = False) -> Any:

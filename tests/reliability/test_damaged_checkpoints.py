@@ -14,12 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import cases
-from copied_run import Do, rewrite, start_of
-from damages import cut, garbage, holding
-from nobody import nobody, open_place
-from same_run import require_same
-from tiny_runs import BEST, NEWEST, OLDER, finished_copy, run_here, trained, unfinished_copy
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
@@ -28,6 +22,20 @@ from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,
     write_checkpoint,
+)
+from tests.helpers.cases import cases
+from tests.helpers.copied_run import Do, rewrite, start_of
+from tests.helpers.damages import cut, garbage, holding
+from tests.helpers.nobody import nobody, open_place
+from tests.helpers.same_run import require_same
+from tests.helpers.tiny_runs import (
+    BEST,
+    NEWEST,
+    OLDER,
+    finished_copy,
+    run_here,
+    trained,
+    unfinished_copy,
 )
 
 MARKER = "code-was-run"

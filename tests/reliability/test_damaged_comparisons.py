@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import cases
-from tiny_runs import Finished, run_here
 
 from moe_ffn.cli.compare import resolve
 from moe_ffn.config_files import to_yaml
 from moe_ffn.report.comparison import Result, write_markdown
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE
+from tests.helpers.cases import cases
+from tests.helpers.tiny_runs import Finished, run_here
 
 ROUTING = {"layer_00": {"max_violation": 0.25, "experts_per_token": 2.0}}
 SUMMARY = {

@@ -9,9 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from damages import Damage, cut, garbage, holding
-from same_run import differences
-from tiny_runs import NEWEST, finished_copy, options, run_here, trained, unfinished_copy
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.folder import (
@@ -25,6 +22,16 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
 )
 from moe_ffn.runs.saved_model import load_model
+from tests.helpers.damages import Damage, cut, garbage, holding
+from tests.helpers.same_run import differences
+from tests.helpers.tiny_runs import (
+    NEWEST,
+    finished_copy,
+    options,
+    run_here,
+    trained,
+    unfinished_copy,
+)
 
 
 def garbage_in_the_middle(path: Path) -> None:

@@ -11,9 +11,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from own_disk import ALONE, mounting
-from same_run import assert_same, require_same
-from tiny_runs import (
+
+from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
+from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.same_run import assert_same, require_same
+from tests.helpers.tiny_runs import (
     NEWEST,
     Finished,
     finish,
@@ -23,9 +26,6 @@ from tiny_runs import (
     start_command,
     start_script,
 )
-
-from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, FACTS_FILE, TOKENIZER_FILE
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
 pytestmark = pytest.mark.slow  # tests/training has what a disk does to each file, by itself
 
@@ -57,7 +57,11 @@ def disturb(folder: Path, disturbance: str, size: str | None = None) -> tuple[Fi
     if size is None:
         done, left = finish(start_script("disturbed.py", *words)), runs / "run"
     else:
-        python = [sys.executable, str(Path(__file__).with_name("disturbed.py")), *words]
+        python = [
+            sys.executable,
+            str(Path(__file__).parents[1] / "helpers" / "disturbed.py"),
+            *words,
+        ]
         script = f"{mounting(runs, size)} && \"$@\"; code=$?; cp -a '{runs}' '{copied}'; exit $code"
         done, left = finish(start_command([*ALONE, script, "sh", *python])), copied / "run"
     assert "Traceback" not in done.stderr, done.stderr

@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tiny_runs import losses, options, run_here
 
 from moe_ffn.training.recovery.stopping import StepTimer
+from tests.helpers.tiny_runs import losses, options, run_here
 
 NO_TIME = "00:00:00:00"
 STOPPING = "{patience: 1, min_delta: 9.0}"  # no loss falls by so much

@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tiny_runs import finish, losses, options, run_here, start, trained
 
 from moe_ffn.runs.folder import METRICS_FILE
+from tests.helpers.tiny_runs import finish, losses, options, run_here, start, trained
 
 STEPS = 20_000
 FEW_STEPS = 30

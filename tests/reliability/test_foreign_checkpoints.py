@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from copied_run import Do, expected, lose, resume, rewrite, start_of
-from same_run import differences
-from snapshot import snapshot
-from tiny_runs import NEWEST, OLDER, run_here, trained, unfinished_copy
 
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.runs.start import Start, find_start
+from tests.helpers.cases import cases
+from tests.helpers.copied_run import Do, expected, lose, resume, rewrite, start_of
+from tests.helpers.same_run import differences
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import NEWEST, OLDER, run_here, trained, unfinished_copy
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from own_disk import ALONE, mounting
-from tiny_runs import finish, start_command, write_corpus
 
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
+from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.tiny_runs import finish, start_command, write_corpus
 
 ROOMS = (0, 1, 19, 20, 21, 160, 307, 308, 309, 600, 661, 662, 1000, 2500, 4096, 5000, 5141)
 """Bytes that one file may have; of the files, `tokenizer.json` has 20, `train.bin` 5,142."""
@@ -60,7 +60,7 @@ sys.path.insert(0, str(beside))
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.config import TrainConfig
-from tiny_runs import options, run_here
+from tests.helpers.tiny_runs import options, run_here
 
 cache = folder / "cache"
 argv = options(folder, trainer__max_steps="1")

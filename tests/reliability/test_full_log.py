@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from own_disk import ALONE, mounting
-from same_run import require_same
-from tiny_runs import (
+
+from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
+from moe_ffn.training.recovery.outage import Outage
+from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.same_run import require_same
+from tests.helpers.tiny_runs import (
     finish,
     finished_copy,
     lasting_folder,
@@ -20,9 +23,6 @@ from tiny_runs import (
     run_here,
     start_command,
 )
-
-from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
-from moe_ffn.training.recovery.outage import Outage
 
 FULL = "No space left on device; not all that was printed is there"
 ALL_OF_IT = '>> "$DISK/log" 2>&1'

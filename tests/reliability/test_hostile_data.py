@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusing import refuses
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
 from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, Tokenizer, train_bpe
+from tests.helpers.refusing import refuses
 
 # -------------------------------------------------------------------------------------- tokenizers
 

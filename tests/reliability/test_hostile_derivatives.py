@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostile_blocks import build_on, tokens
 from torch import Tensor, nn
+
+from tests.helpers.hostile_blocks import build_on, tokens
 
 BY_TORCH = ("grad", "vjp", "jvp", "forward_ad")
 OWN_BACKWARD = "has a backward pass of its own, .* set experts.backend to 'loop', which they do$"

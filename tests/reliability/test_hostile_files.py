@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from hostile import LONG, MANY_DIGITS, MAX_SECONDS, as_printed, check_answer, check_sentence
-from snapshot import snapshot
-from tiny_runs import write_corpus
 
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -27,6 +23,17 @@ from moe_ffn.runs.folder import (
     SAMPLES_FILE,
     SUMMARY_FILE,
 )
+from tests.helpers.cases import cases
+from tests.helpers.hostile import (
+    LONG,
+    MANY_DIGITS,
+    MAX_SECONDS,
+    as_printed,
+    check_answer,
+    check_sentence,
+)
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import write_corpus
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_blocks import (
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+from moe_ffn import FFNBlock, FFNOutput, TokenContext
+from tests.helpers.hostile_blocks import (
     BLOCKS,
     D_MODEL,
     REAL,
@@ -27,11 +32,6 @@ from hostile_blocks import (
     run,
     tokens,
 )
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
-
-from moe_ffn import FFNBlock, FFNOutput, TokenContext
 
 # ------------------------------------------------------------------------- tokens that are broken
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from refusing import refuses
 from torch import nn
 
 from moe_ffn import (
@@ -29,6 +28,7 @@ from moe_ffn.metrics.modular import CoactivationMetrics, TokenMetrics
 from moe_ffn.model.generate import generate
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
+from tests.helpers.refusing import refuses
 
 # ---------------------------------------------------------------------------------------- configs
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import cases
-from hostile import LONG, MANY_DIGITS, check_answer
-from snapshot import snapshot
-from tiny_runs import finished_copy
+
+from tests.helpers.cases import cases
+from tests.helpers.hostile import LONG, MANY_DIGITS, check_answer
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import finished_copy
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from killed_inside import killing
-from same_run import require_same
-from snapshot import snapshot
-from tiny_runs import (
+
+from tests.helpers.killed_inside import killing
+from tests.helpers.same_run import require_same
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import (
     REPOSITORY,
     WITH_ALARMS,
     Finished,

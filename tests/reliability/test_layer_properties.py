@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from tiny_runs import REPOSITORY, finish, start_command
+
+from tests.helpers.tiny_runs import REPOSITORY, finish, start_command
 
 FILES = ("tests/ffn/test_moe_properties.py", "tests/ffn/test_moe_derivatives.py")
 """Each sentence of which the default suite tries on fewer layers."""

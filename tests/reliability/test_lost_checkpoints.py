@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copied_run import Do, lose, resume, start_of
-from own_disk import ALONE, mounting
-from same_run import differences
-from snapshot import snapshot
-from tiny_runs import (
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs import assemble as kept_files
+from moe_ffn.runs.documents import Saved
+from moe_ffn.training.recovery import checkpoint_keeper
+from tests.helpers.copied_run import Do, lose, resume, start_of
+from tests.helpers.own_disk import ALONE, mounting
+from tests.helpers.same_run import differences
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import (
     NEWEST,
     OLDER,
     WITH_ALARMS,
@@ -26,11 +31,6 @@ from tiny_runs import (
     trained,
     unfinished_copy,
 )
-
-from moe_ffn.errors import ConfigError
-from moe_ffn.runs import assemble as kept_files
-from moe_ffn.runs.documents import Saved
-from moe_ffn.training.recovery import checkpoint_keeper
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_runs import finished_copy, options, run, run_here, unfinished_copy
 
 from moe_ffn.config_files import to_yaml
 from moe_ffn.report.html import render, write_page
@@ -16,6 +15,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.wandb import wandb_logger
+from tests.helpers.tiny_runs import finished_copy, options, run, run_here, unfinished_copy
 
 NAME = os.fsdecode(b"run-\xff")
 SHOWN = r"run-\udcff"

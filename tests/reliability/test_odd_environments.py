@@ -17,7 +17,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_runs import (
+
+from moe_ffn import ranks
+from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
+from moe_ffn.errors import ConfigError, printable
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.tiny_runs import (
     REPOSITORY,
     Finished,
     environment,
@@ -29,11 +34,6 @@ from tiny_runs import (
     run_here,
     start_command,
 )
-
-from moe_ffn import ranks
-from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
-from moe_ffn.errors import ConfigError, printable
-from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 JOB = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NAME": "train"}

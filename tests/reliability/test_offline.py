@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tiny_runs import Finished, environment, options
+
+from tests.helpers.tiny_runs import Finished, environment, options
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,6 @@ from threading import Thread
 
 import pytest
 import yaml
-from snapshot import snapshot
-from tiny_runs import run_here, trained, write_corpus
 
 from moe_ffn.config_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -47,6 +45,8 @@ from moe_ffn.training.recovery.checkpoint_file import (
     step_checkpoints,
     write_checkpoint,
 )
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import run_here, trained, write_corpus
 
 # -- what is planted
 

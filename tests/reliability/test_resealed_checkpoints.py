@@ -14,12 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import cases
-from resealed import BEST, OPTIONS, Scene, places, put, train, unfinished
-from same_run import differences
-from snapshot import snapshot
-from tiny_runs import options, run_here
-from tiny_runs import run as in_a_process
 from torch import Tensor
 
 from moe_ffn.errors import ConfigError
@@ -27,6 +21,12 @@ from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints
 from moe_ffn.training.schedule import ScheduleConfig
+from tests.helpers.cases import cases
+from tests.helpers.resealed import BEST, OPTIONS, Scene, places, put, train, unfinished
+from tests.helpers.same_run import differences
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import options, run_here
+from tests.helpers.tiny_runs import run as in_a_process
 
 INF, NAN = math.inf, math.nan
 OF_CPU = ("bf16-mixed", "bf16-true", "64-true")

@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from cases import cases
-from cut import Crash, Cut, cutting
-from same_run import require_same
-from tiny_runs import (
+
+from tests.helpers.cases import cases
+from tests.helpers.cut import Crash, Cut, cutting
+from tests.helpers.same_run import require_same
+from tests.helpers.tiny_runs import (
     finish,
     lasting_folder,
     losses,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from copied_run import rewrite
-from same_run import differences, differing, require_same
-from tiny_runs import NEWEST, finished_copy, trained
 
 from moe_ffn.runs.folder import METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE
+from tests.helpers.copied_run import rewrite
+from tests.helpers.same_run import differences, differing, require_same
+from tests.helpers.tiny_runs import NEWEST, finished_copy, trained
 
 
 @pytest.fixture

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut import Cut, cutting
-from rank_group import CRASHED, RankGroup, rank_group
-from same_run import differences
-from tiny_runs import (
+
+from moe_ffn.runs.saved_model import load_model
+from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
+from tests.helpers.cut import Cut, cutting
+from tests.helpers.rank_group import CRASHED, RankGroup, rank_group
+from tests.helpers.same_run import differences
+from tests.helpers.tiny_runs import (
     Finished,
     finish,
     losses,
@@ -24,10 +28,6 @@ from tiny_runs import (
     start,
     wait_for_row,
 )
-
-from moe_ffn.runs.saved_model import load_model
-from moe_ffn.training.config import PRECISIONS
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 
 BLOCKS = {
     "dense": "{type: dense, dropout: 0.1}",

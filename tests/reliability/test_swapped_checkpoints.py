@@ -6,10 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import cases
-from copied_run import Do, resume, start_of
-from same_run import differences
-from tiny_runs import NEWEST, OLDER, finish, options, start, trained, unfinished_copy
 
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
@@ -20,6 +16,10 @@ from moe_ffn.training.recovery.checkpoint_file import (
     step_name,
     write_checkpoint,
 )
+from tests.helpers.cases import cases
+from tests.helpers.copied_run import Do, resume, start_of
+from tests.helpers.same_run import differences
+from tests.helpers.tiny_runs import NEWEST, OLDER, finish, options, start, trained, unfinished_copy
 
 FAR = step_name(99_999_999)
 LONGEST = f"step_{'9' * 245}.ckpt"

@@ -11,9 +11,16 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
-from same_run import differences, require_same
-from snapshot import snapshot
-from tiny_runs import (
+
+from moe_ffn.data.prepare import DataConfig, prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.page import write_report
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import CONFIG_FILE, make_run_folder
+from moe_ffn.runs.reader import read_run
+from tests.helpers.same_run import differences, require_same
+from tests.helpers.snapshot import snapshot
+from tests.helpers.tiny_runs import (
     Finished,
     finish,
     fork,
@@ -24,13 +31,6 @@ from tiny_runs import (
     start,
     write_corpus,
 )
-
-from moe_ffn.data.prepare import DataConfig, prepare
-from moe_ffn.errors import ConfigError
-from moe_ffn.report.page import write_report
-from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import CONFIG_FILE, make_run_folder
-from moe_ffn.runs.reader import read_run
 
 Record = Callable[[str, object], None]
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from nobody import nobody, open_place
-from tiny_runs import options, run_here
 
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
@@ -22,6 +20,8 @@ from moe_ffn.runs.folder import (
     METRICS_FILE,
     TOKENIZER_FILE,
 )
+from tests.helpers.nobody import nobody, open_place
+from tests.helpers.tiny_runs import options, run_here
 
 PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "train": lambda run: ("--resume", str(run)),

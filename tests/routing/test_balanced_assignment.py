@@ -7,12 +7,19 @@ import math
 
 import pytest
 import torch
-from identity_router import experts_of, identity_router, load_of, random_logits, real_pairs, route
 from torch import Tensor
 
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import BalancedAssignmentRouterConfig
 from moe_ffn.routing.balanced_assignment import assign
+from tests.helpers.identity_router import (
+    experts_of,
+    identity_router,
+    load_of,
+    random_logits,
+    real_pairs,
+    route,
+)
 
 CONFIG = BalancedAssignmentRouterConfig()
 PRECISION = 0.02

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from every_router import (
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ffn.routing import RouterConfig
+from tests.helpers.every_router import (
     BATCH,
     D_MODEL,
     LENGTH,
@@ -22,9 +25,6 @@ from every_router import (
     pairs_by_token,
     route_batch,
 )
-from torch.utils.flop_counter import FlopCounterMode
-
-from moe_ffn.routing import RouterConfig
 
 NUM_TOKENS = BATCH * LENGTH
 

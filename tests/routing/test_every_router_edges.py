@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from every_router import (
+
+from moe_ffn.metrics.functional import nonfinite_tokens
+from moe_ffn.routing import RouterConfig
+from moe_ffn.routing.base import Router
+from tests.helpers.every_router import (
     BATCH,
     D_MODEL,
     LENGTH,
@@ -25,10 +29,6 @@ from every_router import (
     pairs_by_token,
     route_batch,
 )
-
-from moe_ffn.metrics.functional import nonfinite_tokens
-from moe_ffn.routing import RouterConfig
-from moe_ffn.routing.base import Router
 
 NUM_TOKENS = BATCH * LENGTH
 

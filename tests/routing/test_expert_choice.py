@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-from identity_router import identity_router, load_of, random_logits, real_pairs, route
 from torch import Tensor
 
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ExpertChoiceRouterConfig
+from tests.helpers.identity_router import identity_router, load_of, random_logits, real_pairs, route
 
 
 def scores_of(row: list[float], score: str) -> list[float]:

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from identity_router import experts_of, load_of, random_logits, real_pairs, route
 
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.routing import ForcedRouterConfig, TopKRouterConfig
+from tests.helpers.identity_router import experts_of, load_of, random_logits, real_pairs, route
 
 
 @pytest.mark.parametrize(

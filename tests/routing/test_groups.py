@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from identity_router import experts_of, random_logits, real_pairs, route
 
 from moe_ffn.routing import GroupsConfig, SigmoidTopKRouterConfig, TopKRouterConfig
+from tests.helpers.identity_router import experts_of, random_logits, real_pairs, route
 
 NUM_EXPERTS = 12
 

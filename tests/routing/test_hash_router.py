@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from identity_router import load_of, real_pairs
 from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import HashRouterConfig
 from moe_ffn.routing.hash import hash_of
+from tests.helpers.identity_router import load_of, real_pairs
 
 MASK = 0xFFFFFFFF
 

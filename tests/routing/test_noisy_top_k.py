@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from identity_router import identity_router, random_logits, real_pairs, route
 from torch import Tensor
 
 from moe_ffn import build_ffn
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import NoisyTopKRouterConfig
 from moe_ffn.routing.noisy_top_k import MIN_NOISE, selection_probabilities
+from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
 
 # The noise's projection starts at zero: softplus(0) = ln 2, plus the least noise.
 FIRST_SCALE = math.log(2) + MIN_NOISE

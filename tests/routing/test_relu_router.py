@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from identity_router import identity_router, random_logits, real_pairs, route
 
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import ReLURouterConfig
+from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
 
 
 def test_the_pairs_equal_those_worked_by_hand() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from identity_router import identity_router, random_logits, real_pairs, route
 from torch import nn
 
 from moe_ffn import build_ffn
 from moe_ffn.routing import RouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
+from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
 
 # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25
 LOGITS = torch.tensor([[1.0, 3.0, 1 / 3]]).log()

@@ -6,7 +6,12 @@ import math
 
 import pytest
 import torch
-from identity_router import (
+from torch import Tensor
+
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing import SinkhornRouterConfig
+from moe_ffn.routing.sinkhorn import sinkhorn
+from tests.helpers.identity_router import (
     experts_of,
     identity_router,
     load_of,
@@ -14,11 +19,6 @@ from identity_router import (
     real_pairs,
     route,
 )
-from torch import Tensor
-
-from moe_ffn.outputs import TokenContext
-from moe_ffn.routing import SinkhornRouterConfig
-from moe_ffn.routing.sinkhorn import sinkhorn
 
 NUM_TOKENS, NUM_EXPERTS = 24, 4
 

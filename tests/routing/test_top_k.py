@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from identity_router import experts_of, identity_router, random_logits, real_pairs, route
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -16,6 +15,13 @@ from moe_ffn import ConfigError, TokenContext, build_ffn
 from moe_ffn.errors import explain
 from moe_ffn.routing import TopKRouterConfig
 from moe_ffn.routing.base import RouterLinear
+from tests.helpers.identity_router import (
+    experts_of,
+    identity_router,
+    random_logits,
+    real_pairs,
+    route,
+)
 
 
 def test_scores_and_choice_equal_those_worked_by_hand(route_logits: Any) -> None:

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from identity_router import experts_of, identity_router, random_logits, real_pairs, route
 
 from moe_ffn.outputs import TokenContext
 from moe_ffn.routing import TopPRouterConfig
+from tests.helpers.identity_router import (
+    experts_of,
+    identity_router,
+    random_logits,
+    real_pairs,
+    route,
+)
 
 PROBABILITIES = [0.15, 0.5, 0.05, 0.3]
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fitted import Fitted
 from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.config import TrainConfig
+from tests.helpers.fitted import Fitted
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import Fitted
 from pydantic import ValidationError
-from resumed import Killed, Recorder, run
-from same_run import assert_same
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -32,6 +29,9 @@ from moe_ffn.training.optimizer import (
     split_by_decay,
 )
 from moe_ffn.training.schedule import ScheduleConfig
+from tests.helpers.fitted import Fitted
+from tests.helpers.resumed import Killed, Recorder, run
+from tests.helpers.same_run import assert_same
 
 MAX_STEPS = 40
 TYPES = list(OptimizerConfig.members)

@@ -23,7 +23,7 @@ from moe_ffn.config_files import to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
 
-PROGRAM = Path(__file__).with_name("first_gradient.py")
+PROGRAM = Path(__file__).parents[1] / "helpers" / "first_gradient.py"
 REPOSITORY = Path(__file__).parents[2]
 
 # A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
@@ -92,11 +92,8 @@ def gradient_of(tmp_path: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
 @pytest.fixture
 def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
     """The same in this process, for a run of one rank."""
-    sys.path.insert(0, str(PROGRAM.parent))
-    try:
-        from first_gradient import first_gradient
-    finally:
-        sys.path.pop(0)
+    from tests.helpers.first_gradient import first_gradient
+
     return lambda config: first_gradient(config, run_folder)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning import Trainer
-from resumed import VALIDATE_EVERY, Killed, Recorder, run
-from same_run import assert_same
 
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_name
+from tests.helpers.resumed import VALIDATE_EVERY, Killed, Recorder, run
+from tests.helpers.same_run import assert_same
 
 MODELS = {
     "dense with dropout": {"ffn": {"type": "dense", "dropout": 0.1}, "dropout": 0.1},

@@ -1,0 +1,344 @@
+"""The program: its JSON, its refusals in one sentence, and what a server is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.cli.dashboard import parse_options
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, build_workspace, to_json
+from tests.helpers.wandb_server import WandbServer, wandb_server
+
+REPOSITORY = Path(__file__).parents[2]
+WHERE = ("--entity", "team", "--project", "project")
+NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def refusal(self) -> str:
+        """The one line of a refusal, without `error: `."""
+        assert self.code == 2, self.stderr
+        assert self.stdout == ""
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+
+@pytest.fixture
+def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Run the program in a process and a home folder of its own, warnings being errors."""
+
+    def run(*argv: str, **environment: str) -> Answer:
+        start = time.monotonic()
+        finished = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "experiments.dashboard", *argv],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(home), **environment},
+            timeout=60,
+            check=False,
+        )
+        seconds = time.monotonic() - start
+        return Answer(finished.returncode, finished.stdout, finished.stderr, seconds)
+
+    home = tmp_path / "a-home"  # wandb's own log goes there
+    home.mkdir()
+    return run
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with wandb_server() as started:
+        yield started
+
+
+# -------------------------------------------------------------------------------------- the JSON
+
+
+def test_json_goes_to_standard_output_without_a_key(
+    dashboard: Callable[..., Answer],
+) -> None:
+    answer = dashboard(*WHERE, "--json", "-", "--name", "Ours", "--layers", "7")
+
+    assert (answer.code, answer.stderr) == (0, "")
+    view = json.loads(answer.stdout)
+    assert (view["entity"], view["project"], view["displayName"]) == ("team", "project", "Ours")
+    assert "routing/layer_07/load" in answer.stdout
+    assert "routing/layer_00/load" not in answer.stdout
+
+
+def test_json_goes_to_a_file(dashboard: Callable[..., Answer], tmp_path: Path) -> None:
+    answer = dashboard(*WHERE, "--json", "view.json", WANDB_MODE="")
+
+    assert (answer.code, answer.stdout, answer.stderr) == (0, "", "")
+    view = json.loads((tmp_path / "view.json").read_text())
+    assert view["displayName"] == "Feed-forward blocks"
+
+
+def test_a_reader_that_stops_early_is_no_mistake() -> None:
+    read, write = os.pipe()
+    os.close(read)
+
+    finished = subprocess.run(
+        [sys.executable, "-m", "experiments.dashboard", *WHERE, "--json", "-"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_help_says_what_becomes_of_a_view_that_exists(dashboard: Callable[..., Answer]) -> None:
+    answer = dashboard("--help")
+
+    said = " ".join(answer.stdout.split())
+    assert f"default: {DEFAULT_NAME} " in said
+    assert f"default: {' '.join(map(str, DEFAULT_LAYERS))}. " in said
+    assert answer.code == 0
+    assert (
+        "Each call saves a new view in the project's list of saved views and prints its URL. What is "
+        "there is never changed, a view of the same name neither, unless --replace names it."
+    ) in said
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+VIEW_URL = "https://wandb.ai/team/project?nw=abc"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--project", "p"],
+            "--entity is missing: the user or team that owns the project, "
+            "as in https://wandb.ai/ENTITY/PROJECT",
+        ),
+        (
+            ["--entity", "e"],
+            "--project is missing: the project that the runs are in, "
+            "as in https://wandb.ai/ENTITY/PROJECT",
+        ),
+        (
+            ["--entity", "", "--project", "p"],
+            "--entity is empty: it must be the user or team that owns the project",
+        ),
+        (
+            ["--entity", "e", "--project", "e/p"],
+            "--project ('e/p') must not hold '/'; ENTITY/PROJECT is given as "
+            "--entity ENTITY --project PROJECT",
+        ),
+        (["--entity", "e", "--project", "a?b"], "--project ('a?b') must not hold '?'"),
+        (["--entity", "e\n", "--project", "p"], "--entity ('e\\n') must not hold '\\n'"),
+        (
+            ["--entity", "e ", "--project", "p"],
+            "--entity ('e ') must not begin or end with a space",
+        ),
+        (
+            [*WHERE, "--name", " "],
+            "--name is empty: it must be the name that the saved view will have",
+        ),
+        (
+            [*WHERE, "--name", "a + b"],
+            "--name ('a + b') must not hold '+': wandb takes no symbols",
+        ),
+        ([*WHERE, "--layers", "-1"], "--layers '-1' is not the number of a layer, such as 0"),
+        (
+            [*WHERE, "--layers", "layer_03"],
+            "--layers 'layer_03' is not the number of a layer, such as 0",
+        ),
+        ([*WHERE, "--json", ""], "--json is empty: it must be a file, or - for standard output"),
+        (
+            [*WHERE, "--json", "."],
+            "--json: '.' cannot be written (Is a directory); choose another file",
+        ),
+        (
+            [*WHERE, "--json", "no/v.json"],
+            "--json: 'no/v.json' cannot be written (No such file or directory); choose another file",
+        ),
+        (
+            [*WHERE, "--json", "-", "--replace", VIEW_URL],
+            "--replace and --json exclude each other: --json sends nothing",
+        ),
+        (
+            [*WHERE, "--replace", "Ours"],
+            "--replace 'Ours' is not the URL of a saved view, "
+            "such as https://wandb.ai/ENTITY/PROJECT?nw=a0b1c2d3",
+        ),
+        (
+            [*WHERE, "--replace", "https://wandb.ai/team/other?nw=abc"],
+            "--replace 'https://wandb.ai/team/other?nw=abc' is not a view of team/project",
+        ),
+        (
+            [*WHERE, "--replace", "https://wandb.ai/team/project?nw=nwuserme"],
+            "--replace 'https://wandb.ai/team/project?nw=nwuserme' is somebody's personal workspace; "
+            "only saved views can be replaced",
+        ),
+        ([*WHERE, "--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_a_mistake_is_one_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options(argv)
+
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "suffix", ["?nw=abc", "/workspace?nw=abc", "?nw=abc&panelDisplayName=Loss"]
+)
+def test_a_view_is_named_by_any_form_of_its_url(suffix: str) -> None:
+    options = parse_options([*WHERE, "--replace", f"https://wandb.ai/team/project{suffix}"])
+
+    assert options.replace == "https://wandb.ai/team/project?nw=abc"
+
+
+def test_without_the_library_the_program_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError) as caught:
+        parse_options([*WHERE, "--json", "-"])
+
+    assert str(caught.value) == (
+        "the dashboard needs wandb-workspaces; install with: pip install '.[dashboard]'"
+    )
+
+
+def test_without_a_key_the_program_says_how_to_get_one(dashboard: Callable[..., Answer]) -> None:
+    assert dashboard(*WHERE).refusal == NO_KEY
+
+
+@pytest.mark.slow
+def test_a_malformed_key_is_named(dashboard: Callable[..., Answer]) -> None:
+    answer = dashboard(*WHERE, WANDB_API_KEY="abc")
+
+    assert "WANDB_API_KEY invalid: API key must have 40+ characters, has 3" in answer.refusal
+
+
+@pytest.mark.slow
+def test_a_setting_that_wandb_refuses_is_named(dashboard: Callable[..., Answer]) -> None:
+    answer = dashboard(*WHERE, WANDB_SILENT="maybe")
+
+    assert answer.refusal.startswith("wandb's settings: silent: ")
+
+
+# ------------------------------------------------------------------------------------ a server
+
+
+def test_a_new_view_is_saved_and_its_address_printed(
+    dashboard: Callable[..., Answer], server: WandbServer
+) -> None:
+    answer = dashboard(*WHERE, **server.environment)
+
+    assert (answer.code, answer.stderr) == (0, "")
+    assert answer.stdout == f"{server.url}/team/project?nw=abc\n"
+    (sent,) = server.upserts
+    assert sent["entityName"] == "team"
+    assert sent["projectName"] == "project"
+    assert sent["displayName"] == "Feed-forward blocks"
+    assert sent["type"] == "project-view"
+    assert "id" not in sent
+    built = json.loads(to_json(build_workspace("team", "project")))["spec"]
+    assert without_ids(json.loads(sent["spec"])) == without_ids(built)
+
+
+def without_ids(spec: dict[str, Any]) -> dict[str, Any]:
+    """A view's specification without the random ids of its panels and of its list of runs."""
+    spec["section"].pop("customRunColors")
+    spec["section"]["runSets"][0].pop("id")
+    for section in spec["section"]["panelBankConfig"]["sections"]:
+        for panel in section["panels"]:
+            panel.pop("__id__")
+    return spec
+
+
+@pytest.mark.slow
+def test_a_view_is_replaced_where_it_stands(
+    dashboard: Callable[..., Answer], server: WandbServer
+) -> None:
+    other = json.loads(dashboard(*WHERE, "--json", "-", "--layers").stdout)["spec"]
+    del other["section"]["panelBankConfig"]["sections"][1:]
+    server.spec = json.dumps(other)
+
+    answer = dashboard(
+        *WHERE,
+        "--name",
+        "New",
+        "--replace",
+        f"{server.url}/team/project?nw=abc",
+        **server.environment,
+    )
+
+    assert (answer.code, answer.stderr) == (0, "")
+    assert answer.stdout == f"{server.url}/team/project?nw=abc\n"
+    (sent,) = server.upserts
+    assert (sent["id"], sent["name"], sent["displayName"]) == ("ID1", "nw-abc-v", "New")
+    section = json.loads(sent["spec"])["section"]
+    names = [part["name"] for part in section["panelBankConfig"]["sections"]]
+    assert names == ["Training", "Efficiency", "Routing"]
+    assert len(section["customRunColors"]) == len(other["section"]["customRunColors"])
+
+
+def test_a_refusal_of_the_server_is_passed_on(
+    dashboard: Callable[..., Answer], server: WandbServer
+) -> None:
+    server.refusal = "project not found"
+
+    answer = dashboard(*WHERE, **server.environment)
+
+    assert answer.refusal == (
+        "wandb did not save the workspace: input: project not found; check the network, the key and "
+        "team/project, or use --json FILE"
+    )
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_is_given_up(
+    dashboard: Callable[..., Answer], server: WandbServer
+) -> None:
+    server.speaks.clear()
+
+    answer = dashboard(*WHERE, **server.environment)
+
+    assert answer.refusal.startswith("wandb did not save the workspace: Failed to verify")
+    assert answer.refusal.endswith(
+        "did not respond in time; check the network, the key and team/project, or use --json FILE"
+    )
+    assert 4 < answer.seconds < 20
+
+
+@pytest.mark.slow
+def test_where_nobody_listens_the_program_gives_up(
+    dashboard: Callable[..., Answer], server: WandbServer
+) -> None:
+    nobody = server.environment | {"WANDB_BASE_URL": "http://127.0.0.1:9"}
+
+    answer = dashboard(*WHERE, **nobody)
+
+    assert answer.refusal.startswith("wandb did not save the workspace: ")
+    assert answer.seconds < 20

@@ -1,0 +1,199 @@
+"""`--help` of a page, a section or an option, and `--version`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+
+from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.parser import wrap
+from moe_ffn.cli.train import FLAGS
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.option_tree import ALSO_CALLED, option_tree
+from moe_ffn.routing import RouterConfig
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.config import LIGHTNING_ARGUMENTS
+from tests.helpers.programs import PROGRAMS
+
+Show = Callable[..., str]
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Show:
+    """What the training program prints, on one line, and exits with code 0."""
+
+    def printed(*argv: str, columns: int = 80) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit) as stopped:
+            parse_config(argv, TrainConfig, "train", FLAGS)
+        assert stopped.value.code == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        return " ".join(out.split())
+
+    return printed
+
+
+def test_the_short_page_has_every_section_and_what_is_set_most_often(show: Show) -> None:
+    printed = show("--help")
+
+    for name, field in TrainConfig.model_fields.items():
+        assert f" {name} {' '.join(str(field.description).split())}" in printed
+    for path in COMMON_OPTIONS:
+        assert f"--{path} " in printed
+    for flag in ("--config FILE", "--resume [RUN]", "--help [SECTION]", "--version", "--help all"):
+        assert flag in printed
+    assert "--optimizer.eps" not in printed
+    assert len(printed) < 3500, "it has to stay short"
+
+
+def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
+    printed = show("--help", "--model.ffn", "swiglu", "--trainer.max_steps", "7")
+
+    assert "--model.ffn.type swiglu A gated linear unit" in printed
+    assert "--trainer.max_steps 7 Optimizer steps." in printed
+    assert "--model.ffn.router.k" not in printed, "a block without a router"
+
+
+def test_a_section_has_its_own_options_alone(show: Show) -> None:
+    printed = show("--help", "optimizer")
+
+    assert printed.startswith("optimizer: How it is minimised. --optimizer.type adamw ")
+    assert "--optimizer.learning_rate 0.003 The full rate" in printed
+    assert "--optimizer.schedule.type cosine Half a cosine" in printed
+    assert "--trainer" not in printed
+    assert printed.endswith("Types to choose from, and what each takes --help optimizer.schedule")
+
+
+@pytest.mark.parametrize(
+    ("path", "family"), [("model.ffn", FFNConfig), ("model.ffn.router", RouterConfig)]
+)
+def test_a_family_has_all_its_types_with_what_they_take(
+    show: Show, path: str, family: type[FFNConfig | RouterConfig]
+) -> None:
+    printed = show("--help", path)
+
+    _, _, types = printed.partition(f"Types, and what each takes; --{path}.type NAME chooses one")
+    for member in set(family.members.values()):
+        names = [name for name, named in family.members.items() if named is member]
+        _, found, of_type = types.partition(f" {', '.join(names)} ")
+        assert found
+        takes = of_type.partition(" Takes: ")[2]
+        keys = [key for key in member.known_keys() if key != "type"]
+        for key in keys:
+            assert f"{key} " in takes.partition(". ")[0] + takes, (names, key)
+
+
+def test_a_section_that_is_off_shows_what_it_would_take(show: Show) -> None:
+    assert "--trainer.early_stopping.patience 3 Validations" in show(
+        "--help", "trainer.early_stopping"
+    )
+    assert " swiglu, geglu, " in show("--help", "model.ffn.shared_expert")
+
+
+def test_one_option(show: Show) -> None:
+    assert show("--help", "trainer.max_steps") == (
+        "trainer.max_steps: Optimizer steps. --trainer.max_steps 400"
+    )
+
+
+def test_what_is_passed_on_to_lightning_is_explained(show: Show) -> None:
+    _, _, further = show("--help=trainer").partition(" Further names a")
+
+    for name, (_, _, meaning) in LIGHTNING_ARGUMENTS.items():
+        assert meaning
+        assert f"{name} {meaning}" in f"a{further}"
+    assert LIGHTNING_ARGUMENTS["profiler"][2] in show("--help", "trainer.profiler")
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [
+        ("optimzer", "; did you mean 'optimizer'?"),
+        ("router", "; did you mean 'model.ffn.router'?"),
+        ("lr", "; did you mean 'optimizer.learning_rate'?"),
+        ("zzz", f"; known: {', '.join(TrainConfig.model_fields)}, all"),
+    ],
+)
+def test_an_unknown_section_is_answered_with_the_nearest(section: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(["--help", section], TrainConfig, "train")
+
+    assert str(refused.value) == f"--help {section}: unknown{hint}"
+
+
+def test_what_others_call_an_option_is_an_option() -> None:
+    tree = option_tree(TrainConfig, TrainConfig().to_dict())
+
+    assert set(ALSO_CALLED.values()) <= {option.name for option in tree.everything()}
+    # `top_k` of a sample is an option, and still another name for the `k` of a router.
+    paths = {option.path for option in tree.leaves()}
+    for path in paths:
+        section, _, name = path.rpartition(".")
+        assert f"{section}.{ALSO_CALLED.get(name)}" not in paths, f"{path} is an option itself"
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_splits_no_word_and_fits(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def words(width: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setattr(sys, "argv", ["program", "--help"])
+        with contextlib.suppress(SystemExit):
+            exit_on_bad_input(import_module(f"experiments.{name}").main)
+        # How argparse breaks the usage is its own.
+        _, _, after_usage = capsys.readouterr().out.partition("\n\n")
+        assert max(map(len, after_usage.splitlines())) <= width
+        return after_usage.split()
+
+    assert words(columns) == words(1000)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_says_its_version(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "--version"])
+    try:
+        code = exit_on_bad_input(import_module(f"experiments.{name}").main)
+    except SystemExit as end:
+        code = end.code
+
+    assert not code
+    assert capsys.readouterr().out == (
+        f"moe_ffn {importlib.metadata.version('moe_ffn')}, torch "
+        f"{importlib.metadata.version('torch')}, Python {platform.python_version()}\n"
+    )
+
+
+WRAPPED = {
+    "short": ("a line", "a line"),
+    "prose is joined": ("one two three four five six\nseven", "one two three four five six\nseven"),
+    "indented": ("    one two three four five six", "    one two three four five\n    six"),
+    "two columns": (
+        "  -x   one two three four five six seven",
+        "  -x   one two three four five six\n       seven",
+    ),
+    "no room for two columns": (
+        "  --a-name   one two three four five six",
+        "  --a-name\n      one two three four five six",
+    ),
+    "no word is split": ("one " + 40 * "x" + " two", "one\n" + 40 * "x" + "\ntwo"),
+    "nor at a hyphen": ("one two three four five six-seven", "one two three four five\nsix-seven"),
+    "an empty line": ("one\n\ntwo", "one\n\ntwo"),
+}
+
+
+@pytest.mark.parametrize(("text", "wrapped"), WRAPPED.values(), ids=WRAPPED)
+def test_wrapping(text: str, wrapped: str) -> None:
+    assert wrap(text, 37 if "-" in text.split()[0] else 30) == wrapped

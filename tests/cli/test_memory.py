@@ -1,0 +1,134 @@
+"""Memory that the machine does not give is a sentence that says what was needed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_ffn.cli import memory
+from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
+from moe_ffn.cli.memory import check_fits, gigabytes, memory_limit, out_of_memory
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from tests.helpers.own_block import OWN_BLOCK
+
+RunTrain = Callable[..., Any]
+
+
+def _error(ask: Callable[[], object]) -> BaseException:
+    with pytest.raises((MemoryError, RuntimeError)) as raised:
+        ask()
+    return raised.value
+
+
+NOT_HAD = {
+    "torch": (
+        lambda: _error(lambda: torch.empty(2**58)),
+        "1,152,921,505 GB more, and this process ",
+    ),
+    "python": (lambda: _error(lambda: bytearray(2**62)), "what it asked for, and this process "),
+    "numpy": (lambda: _error(lambda: np.empty(2**58)), "what it asked for, and this process "),
+    "the system": (lambda: OSError(errno.ENOMEM, "Cannot allocate memory"), "what it asked for, "),
+    "a GPU": (
+        lambda: torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of "
+            "which 1.00 GiB is free."
+        ),
+        "what it asked for, and the GPU has 139.81 GiB",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), NOT_HAD.values(), ids=NOT_HAD)
+def test_an_error_about_memory_is_known(make: Callable[[], BaseException], said: str) -> None:
+    assert out_of_memory(make()).startswith(f"out of memory: the program did not get {said}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes differ"), OSError(errno.ENOSPC, "No space"), ValueError("out of memory")],
+    ids=repr,
+)
+def test_other_errors_are_not(error: Exception) -> None:
+    assert out_of_memory(error) == ""
+
+    def fails(argv: Sequence[str]) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        exit_on_bad_input(fails)
+
+
+@pytest.mark.parametrize(
+    "asks", ["torch.empty(2**58)", "bytearray(2**62)"], ids=["torch", "python"]
+)
+def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path, asks: str) -> None:
+    in_training = f"if x.shape[0] == 4: {asks}"  # not where it is tried before
+    (tmp_path / "own.py").write_text(OWN_BLOCK % in_training)
+
+    run = run_train(tmp_path, "--model.ffn.type", "own.py:Config")
+
+    assert run.code == EXIT_FAILED
+    assert "Traceback" not in run.stderr
+    # 257 x 16 embeddings, 2 layers of 4 x 16 x 16, 5 norms of 16; twice, of four bytes.
+    assert re.fullmatch(
+        r"error: out of memory: the program did not get .+, and this process may have [\d.,]+ GB; the "
+        r"weights of 6,240 parameters and their gradients take 0\.05 MB, and the optimizer "
+        r"states and a batch's activations come on top: lower data\.batch_size \(4\), data\.seq_len \(16\), "
+        r"model\.num_layers \(2\) or model\.d_model \(16\)",
+        run.stderr.splitlines()[-1],
+    )
+    assert (run.folder / "config.yaml").exists()
+
+
+def test_every_program_ends_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def asks_too_much(argv: Sequence[str]) -> int:
+        return len(bytearray(2**62))
+
+    assert exit_on_bad_input(asks_too_much) == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("error: out of memory: the program did not get ")
+
+
+def test_a_limit_of_the_process_is_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = memory_limit()
+    assert everything is not None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (everything // 2, resource.RLIM_INFINITY))
+
+    assert memory_limit() == everything // 2
+
+
+def test_a_machine_without_containers_has_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
+    assert memory_limit() == machine
+
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit() == machine
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory_limit() == 1000
+
+
+def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig()
+    num_bytes = 4 * config.model.num_params(257, config.data.seq_len)
+    monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes)
+    check_fits(config)
+    monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes - 1)
+
+    with pytest.raises(
+        ConfigError, match=rf"^model: [\d,]+ parameters take {gigabytes(num_bytes)}"
+    ):
+        check_fits(config)

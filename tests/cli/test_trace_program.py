@@ -1,0 +1,508 @@
+"""`python -m experiments.trace`: what it says of a real run, on the screen and as a page."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from playwright.sync_api import Browser
+from rich.console import Console
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.trace import main
+from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
+from moe_ffn.report.trace_legend import ground
+from moe_ffn.report.trace_page import page
+from moe_ffn.report.trace_table import render
+from moe_ffn.runs.saved_model import load_model
+from tests.helpers.browser import PHONE, opened
+
+RunTrain = Callable[..., Any]
+Trace = Callable[..., tuple[int, str, str]]
+TEXT = "def f(x):\n"
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trace:
+    """The program as from a command line: its exit code, output and errors."""
+
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["trace", *map(str, argv)])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def dense_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("dense")
+    return run_train(where, "--model.ffn", "swiglu", "--trainer.max_steps", "1").folder
+
+
+@pytest.fixture(scope="session")
+def depths_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees both sides, with half of the tokens past its second block."""
+    where = tmp_path_factory.mktemp("depths")
+    ffn = "{'1': {type: mixture_of_depths, ffn: {type: moe, num_experts: 4}}}"
+    options = ["--model.causal", "false", "--model.ffn_at", ffn, "--trainer.max_steps", "1"]
+    return run_train(where, *options).folder
+
+
+# -- the values
+
+
+def test_the_way_is_that_of_the_run_s_own_scores(moe_run: Any) -> None:
+    """Top-2 and a capacity, reckoned anew from the scores alone, token by token."""
+    way = follow(moe_run.folder, TEXT.encode())
+    run = load_model(moe_run.folder)
+    ids = list(TEXT.encode())
+    with torch.no_grad():
+        output = run.decoder(torch.tensor([ids]))
+
+    assert [token.token for token in way.tokens] == [*"def", "␣", *"f(x):", r"\n"]
+    assert [layer.name for layer in way.layers] == ["layer_00", "layer_01"]
+    places = len(ids) * 2 // 4  # factor 1.0: 10 tokens, 2 pairs each, 4 experts
+    num_dropped = 0
+    for layer in way.layers:
+        taken: Counter[int] = Counter()
+        scores = output.routings[layer.name].scores_TE.tolist()
+        for token, row in zip(way.tokens, scores, strict=True):
+            best = sorted(range(4), key=lambda expert: -row[expert])[:2]
+            expected = []
+            for expert in best:
+                expected.append(Choice(expert, row[expert], row[expert], taken[expert] >= places))
+                taken[expert] += 1
+            visit = token.visits[layer.name]
+            assert visit is not None
+            assert visit.choices == tuple(expected)
+            num_dropped += sum(choice.dropped for choice in expected)
+        assert layer.capacity == "factor 1.0, 5 places per expert"
+        assert layer.experts == ("0", "1", "2", "3")
+    assert num_dropped > 0, "a text in which nothing is dropped shows nothing of dropping"
+
+
+def test_the_next_token_is_the_most_probable_one(moe_run: Any) -> None:
+    way = follow(moe_run.folder, TEXT.encode())
+    run = load_model(moe_run.folder)
+    with torch.no_grad():
+        logits = run.decoder(torch.tensor([list(TEXT.encode())])).logits[0]
+
+    for token, row in zip(way.tokens, logits.double(), strict=True):
+        assert token.prediction is not None
+        probability = row.exp() / row.exp().sum()
+        assert token.prediction.probability == pytest.approx(probability.max().item(), rel=1e-5)
+    assert way.tokens[0].prediction is not None
+    best = logits[0].argmax().item()
+    assert way.tokens[0].prediction.token == chr(int(best)).replace(" ", "␣")
+
+
+def test_a_token_comes_inside_a_mixture_of_depths_if_it_is_let_through(depths_run: Path) -> None:
+    text = "abcdefghij"
+    way = follow(depths_run, text.encode())
+    run = load_model(depths_run)
+    seen: list[Any] = []
+    inside = cast("Any", run.decoder.layers[1]).ffn.ffn
+    inside.register_forward_hook(lambda module, args, output: seen.append((args[1], output)))
+    with torch.no_grad():
+        run.decoder(torch.tensor([list(text.encode())]))
+
+    gate, inner = way.layers[1:]
+    assert (gate.name, gate.is_gate, gate.experts) == ("layer_01", True, ("through",))
+    assert (inner.name, inner.is_gate, inner.experts) == (
+        "layer_01/inner",
+        False,
+        ("0", "1", "2", "3"),
+    )
+    ((context, output),) = seen
+    # By the letters that the block inside was given; it sees no positions.
+    experts_of = {
+        chr(letter): sorted(row.topk(2).indices.tolist())
+        for letter, row in zip(context.token_ids[0], output.routing.scores_TE, strict=True)
+    }
+    assert len(experts_of) == 5
+    for token in way.tokens:
+        passed, visit = token.visits["layer_01"], token.visits["layer_01/inner"]
+        assert passed is not None
+        assert bool(passed.choices) == (token.token in experts_of)
+        found = None if visit is None else sorted(choice.expert for choice in visit.choices)
+        assert found == experts_of.get(token.token)
+        assert token.prediction is None, "a model that sees both sides predicts no next token"
+
+
+# -- the terminal
+
+
+def choice(expert: int, weight: float, *, dropped: bool = False) -> Choice:
+    return Choice(expert, weight, weight, dropped)
+
+
+def small_way() -> TextTrace:
+    first, second, inner = (
+        Layer("layer_00", ("0", "1", "2", "zero3"), "factor 1.0, 1 place per expert", "swiglu"),
+        Layer("layer_02", ("through",), "dropless", is_gate=True),
+        Layer("layer_02/inner", ("0", "1"), "dropless"),
+    )
+    tokens = (
+        TokenTrace(
+            0,
+            "a",
+            {
+                first.name: Visit((choice(2, 0.62), choice(3, 0.38)), 0.5),
+                second.name: Visit((choice(0, 0.7),), None),
+                inner.name: Visit((choice(1, 1.25),), 0.25),
+            },
+            Prediction("␣", 0.3),
+        ),
+        TokenTrace(
+            1,
+            "<b>",
+            {
+                first.name: Visit((choice(2, 0.5, dropped=True),), 0.6),
+                second.name: Visit((), None),
+                inner.name: None,
+            },
+            Prediction(r"\n", 0.25),
+        ),
+    )
+    return TextTrace("tiny", (first, second, inner), tokens, {"layer 1": "dense"})
+
+
+def shown(way: TextTrace, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(way, width))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_the_table_and_its_legend() -> None:
+    assert shown(small_way(), 80) == [
+        "   token    layer 0                layer 2       layer 2 inner  next",
+        "0  a            2 .62  zero3 .38   through .70   1 1.2          ␣ .30",
+        "1  <b>          2 .50x             past          -              \\n .25",
+        "   entropy  0.55                                 0.25",
+        "",
+        "2 .62: sent to expert 2, whose output is multiplied by 0.62; the heaviest first.",
+        "Expert 2 of another layer is another one.",
+        "x: dropped; the expert was full and never saw the token.",
+        "through .70: passes through the layer's block, whose output is multiplied by",
+        "0.70.",
+        "past: passes by the layer's block.",
+        "-: never came to this router.",
+        "Experts without a network: zero returns 0.",
+        "Capacity in evaluation: factor 1.0, 1 place per expert (layer 0).",
+        "Capacity in evaluation: dropless (layer 2 inner).",
+        "Every token also passes through a shared expert: swiglu (layer 0).",
+        "Nothing is routed: dense (layer 1).",
+        "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router",
+        "is sure, 0.69 among 2 experts, 1.39 among 4 experts when it is undecided.",
+        "next: the token held to be the most probable next one, and its probability.",
+    ]
+
+
+def test_layers_that_do_not_fit_beside_each_other_stand_below() -> None:
+    table = shown(small_way(), 50)[:9]
+
+    assert table == [
+        "   token    layer 0                layer 2",
+        "0  a            2 .62  zero3 .38   through .70",
+        "1  <b>          2 .50x             past",
+        "   entropy  0.55",
+        "",
+        "   token    layer 2 inner  next",
+        "0  a        1 1.2          ␣ .30",
+        "1  <b>      -              \\n .25",
+        "   entropy  0.25",
+    ]
+
+
+def wide_way(num_layers: int, k: int, first: int = 40) -> TextTrace:
+    layers = tuple(
+        Layer(f"layer_{n:02d}", tuple(map(str, range(64))), "dropless") for n in range(num_layers)
+    )
+    visit = Visit(tuple(choice(first + place, 0.12) for place in range(k)), 4.0)
+    visits = {layer.name: visit for layer in layers}
+    return TextTrace("wide", layers, (TokenTrace(0, "token", visits, Prediction("next", 0.5)),), {})
+
+
+@pytest.mark.parametrize(("num_layers", "k"), [(4, 2), (12, 2), (12, 8), (3, 24)])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_many_layers_and_many_experts_fit_any_terminal(num_layers: int, k: int, width: int) -> None:
+    lines = shown(wide_way(num_layers, k), width)
+
+    assert max(map(len, lines)) <= width
+    pairs = [pair for line in lines for pair in re.findall(r"\b\d\d \.12", line)]
+    assert len(pairs) == num_layers * k + 1  # and one in the legend
+    assert sum(line.count("layer ") for line in lines if "token  " in line) == num_layers
+
+
+def test_neighbouring_layers_are_named_by_the_first_and_the_last() -> None:
+    assert "Capacity in evaluation: dropless (layers 0-11)." in shown(wide_way(12, 2), 80)
+
+
+def test_four_layers_of_two_experts_stand_in_one_table_of_80_columns() -> None:
+    assert (
+        sum("layer 0" in line and "layer 3" in line for line in shown(wide_way(4, 2, first=7), 80))
+        == 1
+    )
+
+
+def test_an_expert_has_one_colour_and_a_dropped_one_none() -> None:
+    console = Console(
+        width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False
+    )
+    console.print(render(small_way(), 80))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+
+    red, green, blue = (int(ground(2)[at : at + 2], 16) for at in (1, 3, 5))
+    assert re.findall(rf"48;2;{red};{green};{blue}m *(\S+ \S+)\x1b", text) == ["2 .62"]
+    assert re.findall(r"\x1b\[9;38;2;[0-9;]+m *(\S+ \S+)\x1b\[0mx", text) == ["2 .50"]
+
+
+def test_a_pipe_gets_plain_text(trace: Trace, moe_run: Any) -> None:
+    code, out, err = trace(moe_run.folder, "--text", TEXT)
+
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert re.search(r"^ *token +layer 0 +layer 1 +next *$", out, re.MULTILINE)
+    assert "Capacity in evaluation: factor 1.0, 5 places per expert (layers 0, 1)." in out
+
+
+def test_one_layer_alone(trace: Trace, moe_run: Any) -> None:
+    _, out, _ = trace(moe_run.folder, "--text", TEXT, "--layers", "1")
+
+    assert "layer 1" in out
+    assert "layer 0" not in out
+
+
+def test_the_text_may_come_through_a_pipe(
+    trace: Trace, moe_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+
+    code, out, _ = trace(moe_run.folder, "--text", "-")
+
+    assert code == 0
+    assert re.findall(r"^(\d  \S+)", out, re.MULTILINE) == ["0  a", r"1  \xff"]
+
+
+def test_a_screen_without_unicode_gets_escapes(
+    trace: Trace, moe_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "screen").open("w", encoding="ascii") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "__stdout__", screen)
+
+        code, _, err = trace(moe_run.folder, "--text", "a b")
+
+    assert (code, err) == (0, "")
+    assert re.search(r"^1  \\u2423 ", (tmp_path / "screen").read_text(), re.MULTILINE)
+
+
+# -- the page
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, 1280])
+def test_the_page_opens_and_scrolls_in_itself(
+    browser: Browser, moe_run: Any, trace: Trace, tmp_path: Path, width: int, dark: bool
+) -> None:
+    code, out, _ = trace(moe_run.folder, "--text", TEXT, "--html", "way.html")
+
+    assert code == 0
+    assert out.endswith("\nwritten: way.html\n")
+    with opened(browser, tmp_path / "way.html", width=width, dark=dark) as found:
+        assert (found.errors, found.overflow) == ([], 0)
+        assert found.page.locator("tbody tr").count() == len(TEXT)
+        if dark or width != PHONE:
+            return
+        found.keep("trace")
+        # The tokens stay in sight while the layers scroll past them.
+        left = found.page.locator("tbody th").first
+        before = left.bounding_box()
+        found.page.evaluate("document.querySelector('.scroll').scrollLeft = 90")
+        assert found.page.evaluate("document.querySelector('.scroll').scrollLeft") > 0
+        assert left.bounding_box() == before
+
+
+def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "way.html"
+    path.write_text(page(small_way()), encoding="utf-8")
+
+    with opened(browser, path) as found:
+        first, second = (found.page.locator("tbody tr").nth(row) for row in (0, 1))
+        assert second.locator("th").inner_text() == "1<b>"
+        assert first.locator("td").all_inner_texts() == [
+            "2.62zero3.38",
+            "through.70",
+            "11.2",
+            "␣ .30",
+        ]
+        assert second.locator("td").all_inner_texts() == ["2.50x", "past", "-", "\\n .25"]
+        assert second.locator("td").first.get_attribute("title") == (
+            "token 1 <b>, layer 0\nexpert 2: weight 0.5000, score 0.5000, dropped\nentropy 0.600 nats"
+        )
+        pairs = first.locator(".pair")
+        red, green, blue = (int(ground(2)[at : at + 2], 16) for at in (1, 3, 5))
+        colour = "e => getComputedStyle(e).backgroundColor"
+        assert pairs.first.evaluate(colour) == f"rgb({red}, {green}, {blue})"
+        assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_only_a_reader_with_a_pointer_is_told_to_rest_it(
+    browser: Browser, tmp_path: Path, touch: bool
+) -> None:
+    path = tmp_path / "way.html"
+    path.write_text(page(small_way()), encoding="utf-8")
+
+    with opened(browser, path, touch=touch) as found:
+        assert found.page.locator("h1 + p").inner_text() == "Run tiny, 2 tokens." + (
+            "" if touch else " Rest the pointer on a cell for the scores behind it."
+        )
+
+
+def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
+    colours = (
+        "<li>A colour stands for an expert&#39;s number within its layer: the same colour in "
+        "another layer is another expert.</li>"
+    )
+    way = small_way()
+    gates = tuple(layer for layer in way.layers if layer.is_gate)
+
+    assert colours in page(way)
+    assert colours not in page(replace(way, layers=gates)), "a gate has none"
+
+
+def test_a_long_token_leaves_room_for_its_way(browser: Browser, tmp_path: Path) -> None:
+    way = wide_way(4, 8)
+    path = tmp_path / "way.html"
+    path.write_text(page(replace(way, tokens=(replace(way.tokens[0], token="␣" * 60),))), "utf-8")
+
+    with opened(browser, path, width=PHONE) as found:
+        assert found.overflow == 0
+        box = found.page.locator("tbody th").bounding_box()
+        assert box is not None
+        assert box["width"] < PHONE / 2
+        assert found.page.locator("tbody td").first.get_attribute("title", timeout=1000)
+
+
+# -- mistakes
+
+
+def refused(trace: Trace, *argv: str | Path) -> str:
+    code, out, err = trace(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("error: ").removesuffix("\n")
+
+
+def test_what_is_no_run_is_refused(trace: Trace, moe_run: Any) -> None:
+    absent = "'runs/no' does not exist; give the folder of a run, such as runs/my-run"
+    assert refused(trace, "runs/no", "--text", "a") == absent
+
+    parent, run = moe_run.folder.parent, moe_run.folder
+    assert refused(trace, parent, "--text", "a") == (
+        f"'{parent}' is no run: it has no config.yaml; it holds runs; give one of them, such as {run}"
+    )
+
+
+def test_a_run_without_a_checkpoint_is_refused(trace: Trace, moe_run: Any) -> None:
+    unfinished = Path("unfinished")
+    unfinished.mkdir()
+    for name in ("config.yaml", "tokenizer.json"):
+        (unfinished / name).write_bytes((moe_run.folder / name).read_bytes())
+
+    assert refused(trace, "unfinished", "--text", "a") == (
+        "'unfinished' has no checkpoints, so no model to load; give a run that has come to "
+        "its first validation"
+    )
+
+
+def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
+    shutil.copytree(moe_run.folder, "interrupted", ignore=shutil.ignore_patterns("summary.json"))
+
+    code, out, err = trace("interrupted", "--text", TEXT)
+
+    assert (code, err) == (0, "")
+    assert "layer 0" in out
+
+
+@pytest.mark.parametrize("program", ["trace", "generate"])
+def test_what_is_no_run_is_refused_without_waiting_for_lightning(program: str) -> None:
+    code = f"""
+import sys
+from experiments.{program} import main
+from moe_ffn.errors import ConfigError
+try:
+    main(["runs/no", *sys.argv[1:]])
+except ConfigError as error:
+    print(error)
+print("lightning" in sys.modules)
+"""
+    options = ["--text", "a"] if program == "trace" else []
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.stderr, done.stdout) == (
+        "",
+        "'runs/no' does not exist; give the folder of a run, such as runs/my-run\nFalse\n",
+    )
+
+
+def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: Path) -> None:
+    said = refused(trace, dense_run, "--text", "a", "--html", "way.html")
+
+    assert said == (
+        f"'{dense_run}' routes no token: its feed-forward blocks are of type 'swiglu'; give a run "
+        "with model.ffn.type 'moe' or 'mixture_of_depths'"
+    )
+    assert not Path("way.html").exists()
+
+
+def test_a_text_that_is_too_long_or_empty_is_refused(trace: Trace, moe_run: Any) -> None:
+    assert refused(trace, moe_run.folder, "--text", "a" * 17) == (
+        f"--text: has 17 tokens, but '{moe_run.folder}' was trained on sequences of 16 "
+        "(data.seq_len); give a shorter text"
+    )
+    assert refused(trace, moe_run.folder, "--text", "") == (
+        "--text: is empty; give some text, as in --text 'import os'"
+    )
+
+
+def test_layers_that_route_nothing_are_refused(trace: Trace, moe_run: Any) -> None:
+    assert refused(trace, moe_run.folder, "--text", "a", "--layers", "1,7") == (
+        f"--layers: '{moe_run.folder}' routes nothing in layer 7; it routes in 0, 1"
+    )
+    assert refused(trace, moe_run.folder, "--text", "a", "--layers", "1;2") == (
+        "--layers: must be numbers of layers with commas between them, as in 0,3, got '1;2'"
+    )
+
+
+def test_a_page_that_cannot_be_written_is_refused(trace: Trace, moe_run: Any) -> None:
+    Path("folder").mkdir()
+    for path, why in (("no/way.html", "No such file or directory"), ("folder", "Is a directory")):
+        assert refused(trace, moe_run.folder, "--text", "a", "--html", path) == (
+            f"--html: '{path}' cannot be written ({why}); choose another file"
+        )
+    assert list(Path("folder").iterdir()) == []

@@ -1,0 +1,294 @@
+"""What an option of the program changes in a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import check_run_folder, make_run_folder
+
+RunTrain = Callable[..., Any]
+ConfigOf = Callable[[list[str]], TrainConfig]
+
+
+@pytest.fixture(scope="module")
+def dense_run(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_train(tmp_path_factory.mktemp("dense"), "--model.ffn", "dense")
+
+
+def test_a_dense_run_has_nothing_of_routing(dense_run: Any) -> None:
+    assert dense_run.code == 0
+    assert not [n for n in dense_run.columns if "rout" in n or "balance" in n or "expert" in n]
+    assert json.loads((dense_run.folder / "summary.json").read_text())["routing"] == {}
+    assert "expert" not in dense_run.stdout
+
+
+def test_a_dropless_run_has_no_capacity_used(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--trainer.max_steps", "1")
+
+    assert not [name for name in run.columns if "capacity" in name]
+    text = (run.folder / "summary.json").read_text()
+    assert json.loads(text)["routing"]["layer_00"]["capacity_used"] is None
+    assert "NaN" not in text
+
+
+def test_balancing_losses_are_logged_also_at_weight_zero(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    run = run_train(
+        tmp_path, "--objective", "{load_balance: 0.0, router_z: 0.0}", "--trainer.max_steps", "2"
+    )
+
+    row = next(row for row in run.rows if "train/loss" in row)
+    assert float(row["train/load_balance"]) >= 1
+    assert float(row["train/router_z"]) > 0
+    assert float(row["train/objective"]) == float(row["train/loss"])
+
+
+@pytest.mark.parametrize("block", sorted(FFNConfig.members))
+def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
+    swap = ["--model.ffn.type", block, "--trainer.max_steps", "2"]
+    if not FFNConfig.model_validate(block).is_causal:
+        swap += ["--model.causal", "false"]
+    run = run_train(tmp_path, *swap)
+
+    assert run.code == 0, run.stderr
+    assert run.folder.name.startswith(f"{block}-")
+    losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
+    assert 4 < losses[0] < 7  # log 257 = 5.55 at random
+    is_sparse = FFNConfig.model_validate(block).is_sparse
+    assert any("routing/" in name for name in run.columns) == is_sparse
+
+
+def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--model.ffn_at", "{0: swiglu}", "--trainer.max_steps", "2")
+
+    layers = {found[0] for name in run.columns if (found := re.findall(r"layer_\d\d", name))}
+    assert layers == {"layer_01"}
+    assert re.search(r"^ffn 0 +swiglu ", run.stdout, re.MULTILINE)
+    assert re.search(r"^ffn 1 +moe, 8 experts", run.stdout, re.MULTILINE)
+
+
+def test_accumulation_counts_optimizer_steps(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--trainer.accumulate_grad_batches", "3")
+
+    assert [(row["step"], "train/loss" in row) for row in run.rows] == [
+        (2, True),
+        (4, True),
+        (4, False),
+        (6, True),
+        (6, False),
+    ]
+    # 4 sequences x 16 tokens x 3 batches.
+    assert "192 tokens per step" in run.stdout
+
+
+def test_early_stopping_stops_and_writes_the_steps_since_the_last_row(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    # No validation improves by 100 nats: the first is the best, and the second is one too many.
+    run = run_train(
+        tmp_path,
+        "--trainer.early_stopping", "{patience: 1, min_delta: 100}",
+        "--trainer.max_steps", "50",
+        "--trainer.validate_every_n_steps", "3",
+        "--logging.every_n_steps", "4",
+    )  # fmt: skip
+
+    assert run.code == 0
+    assert [int(row["step"]) for row in run.rows if "validation/loss" in row] == [3, 6]
+    assert [int(row["step"]) for row in run.rows if "train/loss" in row] == [4, 6]
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradient_norm_is_logged_however_gradients_are_clipped(
+    run_train: RunTrain, tiny_moe: str, tmp_path: Path, algorithm: str
+) -> None:
+    run = run_train(
+        tmp_path,
+        "--model.ffn", tiny_moe,
+        "--trainer.gradient_clip_algorithm", algorithm,
+        "--trainer.gradient_clip_val", "1e-4",
+        "--logging.every_n_steps", "1",
+        "--trainer.max_steps", "1",
+    )  # fmt: skip
+
+    assert float(run.rows[0]["train/gradient_norm"]) > 0.1, "the norm before clipping"
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
+def test_a_run_trains_in_every_precision(
+    run_train: RunTrain, tiny_moe: str, tmp_path: Path, precision: str
+) -> None:
+    run = run_train(
+        tmp_path,
+        "--trainer.precision",
+        precision,
+        "--trainer.max_steps",
+        "2",
+        "--model.ffn",
+        tiny_moe,
+    )
+
+    assert run.code == 0
+    assert f"precision {precision}\n" in run.stdout
+    assert 4 < float(run.rows[0]["train/loss"]) < 7
+
+
+def test_two_runs_of_one_seed_are_equal_and_two_seeds_are_not(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    runs = []
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        (tmp_path / name).mkdir()
+        runs.append(
+            run_train(tmp_path / name, "--seed", seed, "--model.dropout", "0.1", "--trainer.max_steps", "2")
+        )  # fmt: skip
+    rows = [
+        [{k: v for k, v in row.items() if "second" not in k} for row in run.rows] for run in runs
+    ]
+
+    assert rows[0] == rows[1]
+    assert rows[0] != rows[2]
+    texts = [(run.folder / "sample.txt").read_text() for run in runs]
+    assert texts[0] == texts[1]
+
+
+def test_a_run_that_diverges_ends_with_what_happened_and_what_to_try(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    run = run_train(
+        tmp_path,
+        "--optimizer", "{learning_rate: 1e+9, schedule: {warmup_fraction: 0.0}}",
+        "--trainer.gradient_clip_val", "0",
+        "--trainer.guard.max_skipped_in_a_row", "5",
+        "--trainer.max_steps", "40",
+        "--model.norm_placement", "post",
+    )  # fmt: skip
+
+    assert run.code == 3, run.stderr
+    lines = [line for line in run.stderr.splitlines() if not line.startswith("validation at ")]
+    alarm, happened, left = lines[-3:]
+    cause = r"its (loss|gradient norm) is (nan|inf), which began in (the gradient of )?decoder\.\S+"
+    assert re.match(
+        rf"alarm: step \d+: skipped \(1 in a row, 5 end the run\): {cause}; if it", alarm
+    )
+    assert re.fullmatch(
+        rf"diverged: step \d+: 5 steps in a row were skipped; the last because {cause}", happened
+    )
+    assert re.fullmatch(
+        rf"diverged: the last good checkpoint is runs/{run.folder.name}/checkpoints/\w+\.ckpt; lower "
+        r"optimizer\.learning_rate \(now 1e\+09\) or set trainer\.gradient_clip_val, or raise "
+        r"optimizer\.schedule\.warmup_fraction \(now 0\)",
+        left,
+    )
+    assert sum(float(row.get("train/skipped_steps", 0)) for row in run.rows) == 5
+    assert (run.folder / "report.html").exists()
+    for path in (run.folder / "checkpoints").glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(
+        "import torch\n"
+        "from moe_ffn import FFNBlock, FFNConfig, FFNOutput\n"
+        "class Once(FFNConfig, frozen=True):\n"
+        "    def build(self, d_model): return Breaks()\n"
+        "    def num_params(self, d_model): return 0\n"
+        "    def flops_per_token(self, d_model, seq_len): return 0\n"
+        "class Breaks(FFNBlock):\n"
+        "    calls = 0\n"
+        "    def forward(self, x, context=None):\n"
+        "        self.calls += self.training\n"
+        "        return FFNOutput(x * float('nan') if self.calls == 3 else x)\n"
+    )
+
+    run = run_train(tmp_path, "--model.ffn.type", "once.py:Once")
+
+    assert run.code == 0, run.stderr
+    assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
+    assert "skipped steps   1\n" in run.stdout
+    assert "its loss is nan, but not when the step was repeated; if it comes again" in run.stderr
+    losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_automatic_names_never_collide(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path)}})
+
+    folders = [make_run_folder(config, {}) for _ in range(5)]
+
+    assert len(set(folders)) == 5
+    assert all(folder.is_dir() and folder.name.startswith("moe-") for folder in folders)
+
+
+def test_a_name_that_another_run_took_meanwhile_is_refused_by_that_name(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"run": {"output_dir": str(tmp_path), "name": "mine"}})
+    check_run_folder(config)
+    make_run_folder(config, {"config.yaml": "seed: 1"})
+    with pytest.raises(ConfigError, match=r"run\.name: '.*mine' exists and is never overwritten"):
+        make_run_folder(config, {"config.yaml": "seed: 2"})
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "seed: 1"
+
+
+def test_an_own_block_names_its_run(
+    run_train: RunTrain, config_of: ConfigOf, tmp_path: Path
+) -> None:
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "own.py").write_text(
+        "from moe_ffn.ffn import DenseConfig, FFNConfig\n"
+        "class LowRank(FFNConfig, frozen=True):\n"
+        "    rank: int = 4\n"
+        "    def build(self, d_model): return DenseConfig(d_ff=self.rank).build(d_model)\n"
+        "    def num_params(self, d_model): return DenseConfig(d_ff=self.rank).num_params(d_model)\n"
+        "    def flops_per_token(self, d_model, seq_len): return 2 * self.num_params(d_model)\n"
+    )
+
+    run = run_train(
+        tmp_path,
+        "--model.ffn.type", "blocks/own.py:LowRank",
+        "--model.ffn.rank", "3",
+        "--trainer.max_steps", "1",
+    )  # fmt: skip
+
+    assert run.code == 0, run.stderr
+    assert run.folder.name.startswith("LowRank-")
+    assert config_of(["--config", str(run.folder / "config.yaml")]).model.ffn.to_dict()["rank"] == 3
+
+
+# torch's tracer looks at `.grad` of what it traces and is warned by torch.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("ffn", ["moe", "swiglu"])
+def test_compiled_training_is_the_same_training(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ffn: str
+) -> None:
+    # The eager backend traces as the real one does, and generates no code, which takes minutes.
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self: compile_module(self, backend="eager")
+    )
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "compiled").mkdir()
+    options = ["--model.ffn", ffn, "--trainer.max_steps", "3"]
+
+    plain = run_train(tmp_path / "plain", *options)
+    compiled = run_train(tmp_path / "compiled", *options, "--trainer.compile", "true")
+
+    assert compiled.code == 0, compiled.stderr
+    assert float(compiled.rows[0]["train/loss"]) == pytest.approx(
+        float(plain.rows[0]["train/loss"]), rel=1e-6
+    )
+    weights = torch.load(compiled.folder / "checkpoints/best.ckpt", weights_only=True)["state_dict"]
+    assert not any("_orig_mod" in name for name in weights)

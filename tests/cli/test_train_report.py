@@ -1,0 +1,119 @@
+"""The page that a run leaves behind, however the run ends; and a run that can have no page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.cli import training_run
+from moe_ffn.training.module import LanguageModel
+from tests.helpers.without_plotly import WITHOUT_PLOTLY
+
+RunTrain = Callable[..., Any]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def stop_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """`stop_with(error)` raises it in the fourth step of training."""
+    step = LanguageModel.training_step
+
+    def prepare(error: BaseException) -> None:
+        def fail(module: LanguageModel, *args: Any, **options: Any) -> Any:
+            if module.global_step == 3:
+                raise error
+            return step(module, *args, **options)
+
+        monkeypatch.setattr(LanguageModel, "training_step", fail)
+
+    return prepare
+
+
+def head_of_page(where: Path) -> str:
+    """The text at the top of the page of the only run in `where`."""
+    (page,) = where.glob("runs/*/report.html")
+    html = page.read_text()
+    head = html[html.index("<header>") : html.index("</header>")]
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", head)))
+
+
+def test_the_page_of_a_finished_run(moe_run: Any) -> None:
+    assert "finished , step 6 of 6" in head_of_page(moe_run.where)
+    assert "report.html: " not in moe_run.stderr
+
+
+def test_the_page_of_an_interrupted_run_says_so_at_once(
+    run_train: RunTrain, tmp_path: Path, stop_with: Callable[[BaseException], None]
+) -> None:
+    stop_with(KeyboardInterrupt())
+
+    assert run_train(tmp_path).code == 130
+    assert "interrupted , step 2 of 6" in head_of_page(tmp_path)
+
+
+def test_the_page_of_a_run_that_failed_says_that_it_was_interrupted(
+    run_train: RunTrain, tmp_path: Path, stop_with: Callable[[BaseException], None]
+) -> None:
+    stop_with(ArithmeticError("no such number"))
+    with pytest.raises(ArithmeticError, match="no such number"):
+        run_train(tmp_path)
+
+    assert "interrupted , step 2 of 6" in head_of_page(tmp_path)
+
+
+def test_a_finished_run_is_not_lost_to_a_page_that_cannot_be_made(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise ZeroDivisionError("in the page\nand more")
+
+    monkeypatch.setattr(training_run, "write_report", fail)
+    run = run_train(tmp_path, "--trainer.max_steps", "2")
+
+    assert run.code == 0
+    assert "report.html: in the page" in run.stderr.splitlines()
+    assert (run.folder / "summary.json").exists()
+    assert "Results in" in run.stdout
+
+
+def test_a_run_ends_well_where_plotly_cannot_be_imported(
+    run_train: RunTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("plotly", "plotly.graph_objects"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run = run_train(tmp_path, "--trainer.max_steps", "2")
+
+    assert run.code == 0
+    said = "report.html: the report needs plotly; install it with: pip install plotly"
+    assert said in run.stderr.splitlines()
+    assert (run.folder / "summary.json").exists()
+    assert "report.html" not in run.stdout
+
+
+@pytest.mark.slow
+def test_a_whole_program_without_plotly_trains(tiny_yaml: Path, tmp_path: Path) -> None:
+    """In a process of its own, where no module was imported before."""
+    code = WITHOUT_PLOTLY + "from experiments.train import main; sys.exit(exit_on_bad_input(main))"
+    where = ["--run.output_dir", str(tmp_path / "runs"), "--data.cache_dir", str(tmp_path / "c")]
+    options = ["--config", str(tiny_yaml), "--trainer.max_steps", "2", *where]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *options],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    said = "report.html: the report needs plotly; install it with: pip install plotly"
+    assert done.stderr.splitlines().count(said) == 1
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.glob("runs/*/summary.json"))
+    assert not list(tmp_path.glob("runs/*/report.html"))

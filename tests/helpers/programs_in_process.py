@@ -1,0 +1,170 @@
+"""A corpus of a few kilobytes, the smallest model, and the program run on them in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.train import main
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.rows import flat
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.browser import chromium
+from tests.helpers.snapshot import snapshot
+
+TINY = """
+model: {d_model: 16, num_layers: 2, attention: {num_heads: 2}}
+data: {corpus: {type: text, paths: [%(corpus)s]}, seq_len: 16, batch_size: 4, validation_tokens: 160}
+run: {output_dir: runs}
+logging: {every_n_steps: 2, wandb: {mode: disabled}}
+trainer: {max_steps: 6, precision: 32-true, validate_every_n_steps: 4, accelerator: cpu}
+sample: {num_tokens: 8}
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run of the program left behind; `folder` is that of its only run."""
+
+    code: int
+    stdout: str
+    stderr: str
+    args: list[str]
+    where: Path
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = (self.where / "runs").iterdir()
+        return folder
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """`metrics.jsonl`, with a key for each entry of a list."""
+        lines = read_lines(self.folder / "metrics.jsonl", Row)
+        return [{"step": line.step, **flat(line.values)} for line in lines]
+
+    @property
+    def columns(self) -> set[str]:
+        return {name for row in self.rows for name in row}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["the cat ", "sat on ", "a mat.\n", "def f(x):\n", "    return x\n"]
+    for number in range(12):
+        picked = [words[(number * place + place * place // 3) % 5] for place in range(60)]
+        (folder / f"{number}.txt").write_text("".join(picked))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_yaml(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY % {"corpus": corpus})
+    return path
+
+
+@pytest.fixture(scope="session")
+def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """`run_train(folder, "--seed", "1")` runs the program in `folder`, as a command line would."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def run(where: Path, *options: str) -> Result:
+        args = ["--config", str(tiny_yaml), "--data.cache_dir", str(cache), *options]
+        stdout, stderr = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            patch.chdir(where)
+            patch.setenv("COLUMNS", "200")
+            patch.setattr(sys, "argv", ["train.py", *args])
+            try:
+                code = exit_on_bad_input(main)
+            except SystemExit as ended:
+                code = int(str(ended.code))
+        return Result(code, stdout.getvalue(), stderr.getvalue(), args, where)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def config_of() -> Callable[[list[str]], TrainConfig]:
+    """The config that the program makes of a command line."""
+    return lambda args: parse_config(args, TrainConfig, command="train")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe() -> str:
+    """The option of a Mixture of Experts with a capacity."""
+    return "{type: moe, num_experts: 4, capacity: {factor: 1.0, eval_factor: 1.0}}"
+
+
+@pytest.fixture(scope="session")
+def moe_run(
+    run_train: Callable[..., Result], tiny_moe: str, tmp_path_factory: pytest.TempPathFactory
+) -> Result:
+    """Six steps of a Mixture of Experts with a capacity; validations at 4 and at the end."""
+    return run_train(tmp_path_factory.mktemp("moe"), "--model.ffn", tiny_moe)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, started once."""
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def refuse(
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """Run the program with a mistake, which writes nothing; returns its one line without `error: `."""
+
+    def run(*argv: str, lines: int = 1) -> str:
+        before = snapshot(tmp_path)
+        args = ["--config", str(tiny_yaml), "--data.cache_dir", str(tmp_path / "cache"), *argv]
+        monkeypatch.setattr(sys, "argv", ["train.py", *args])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        lines_of_stderr = printed.err.splitlines()
+        errors = [s for s in lines_of_stderr if not s.startswith(("data: ", "importing "))]
+        assert code == 2
+        assert len(errors) == lines <= 3, printed.err
+        assert all(line.startswith("error: ") for line in errors), printed.err
+        assert "Traceback" not in printed.err + printed.out
+        assert printed.out == "", "a run was announced that does not happen"
+        assert snapshot(tmp_path) == before, "something was written"
+        return "\n".join(line.removeprefix("error: ") for line in errors)
+
+    return run
+
+
+@pytest.fixture
+def stay_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test writes to the home folder, to the checkout, or under somebody's wandb account."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC":
+            monkeypatch.delenv(name)
+    yield
+    assert not list(home.iterdir()), "a test wrote to the home folder"

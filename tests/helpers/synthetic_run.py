@@ -1,0 +1,222 @@
+"""Folders as a run leaves them, made of formulas in milliseconds: every key that a run can write."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.layer_measures import MEASURES
+
+
+def write_run(
+    folder: Path,
+    *,
+    layers: int = 4,
+    experts: int = 8,
+    rows: int = 60,
+    seed: int = 0,
+    is_finished: bool = True,
+    learning_rate: float = 0.003,
+) -> Path:
+    """A run of `rows` training rows, ten steps apart; `experts` 0 is a dense one."""
+    folder.mkdir(parents=True)
+    rng = random.Random(seed)
+    every, validate_every = 10, 100
+    max_steps = every * rows
+    done = max_steps if is_finished else max_steps // 2
+    config = _config(folder.name, layers, experts, max_steps, learning_rate)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    facts = {
+        **config,
+        "git_revision": "146dbad7166a4465e5030191ba5465daa6b2c61b-dirty",
+        "corpus_sha256": "66b795b1a032a35aab3821d737f2147293b46d817f5cfa10d23ac864eed29115",
+        "precision": "bf16-mixed",
+        "num_params": 2_450_000,
+        "num_active_params": 870_000,
+        "flops_per_token": 1_740_000,
+        "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
+    }
+    (folder / "facts.json").write_text(json.dumps(facts))
+    table = [
+        _row(step, max_steps, layers, experts, rng, prefix="")
+        for step in range(every, done + 1, every)
+    ]
+    table += [
+        _row(step, max_steps, layers, experts, rng, prefix="validation/")
+        for step in range(validate_every, done + 1, validate_every)
+    ]
+    table.sort(key=lambda row: row["step"])
+    write_metrics(folder / "metrics.jsonl", table)
+    samples = [
+        {"step": step, "prompt": "def ", "text": _text(step / max_steps, rng)}
+        for step in range(validate_every, done + 1, validate_every)
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    if is_finished:
+        (folder / "summary.json").write_text(json.dumps(_summary(table, layers, experts, rng)))
+    return folder
+
+
+def write_metrics(path: Path, table: list[dict[str, Any]]) -> None:
+    """A log of rows, in which a load may stand as a list or entry by entry."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def raise_alarms(folder: Path) -> None:
+    alarms = [
+        {
+            "step": 300,
+            "kind": "collapse",
+            "layer": "layer_01",
+            "message": "2 of 8 experts take 81% of the pairs.",
+            "advice": "Raise objective.load_balance (0.01), or use router.type sigmoid_top_k.",
+        },
+        {
+            "step": 420,
+            "kind": "loss_spike",
+            "layer": None,
+            "message": "The loss rose from 1.61 to 2.90 within 10 steps.",
+            "advice": "Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
+        },
+    ]
+    (folder / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
+
+
+def age(folder: Path, seconds: float) -> None:
+    """As if the run had last written so long ago."""
+    then = time.time() - seconds
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+
+
+def _config(
+    name: str, layers: int, experts: int, max_steps: int, learning_rate: float
+) -> dict[str, Any]:
+    ffn: dict[str, Any] = {"type": "swiglu", "d_ff": None}
+    if experts:
+        router = {"type": "top_k", "k": 2, "renormalize": False}
+        ffn = {
+            "type": "moe",
+            "num_experts": experts,
+            "router": router,
+            "capacity": {"factor": 1.25},
+        }
+    return {
+        "seed": 0,
+        "run": {"name": name, "output_dir": "runs"},
+        "model": {"d_model": 128, "num_layers": layers, "causal": True, "ffn": ffn},
+        "data": {"corpus": {"type": "stdlib"}, "seq_len": 256, "batch_size": 16},
+        "objective": {"load_balance": 0.01, "router_z": 0.001},
+        "optimizer": {"learning_rate": learning_rate, "weight_decay": 0.1},
+        "trainer": {"max_steps": max_steps, "accumulate_grad_batches": 1},
+        "logging": {"every_n_steps": 10},
+    }
+
+
+def _row(
+    step: int, max_steps: int, layers: int, experts: int, rng: random.Random, prefix: str
+) -> dict[str, Any]:
+    part = step / max_steps
+    loss = 1.5 + 4.0 * math.exp(-7 * part) + rng.gauss(0, 0.03 if not prefix else 0.005)
+    row: dict[str, Any] = {"step": step}
+    if prefix:
+        row |= {"validation/loss": loss + 0.05, "validation/bits_per_byte": (loss + 0.05) / 0.6931}
+    else:
+        row |= {
+            "train/loss": loss,
+            "train/objective": loss + (0.012 if experts else 0),
+            "train/learning_rate": 0.003 * math.cos(1.45 * part),
+            "train/gradient_norm": 0.4 + 2 * math.exp(-5 * part) + abs(rng.gauss(0, 0.1)),
+            "train/tokens_per_second": 41_000 + rng.gauss(0, 900),
+        }
+        if experts:
+            row |= {"train/load_balance": 1 + 0.3 * (1 - part), "train/router_z": 2.5 - part}
+    for layer in range(layers if experts else 0):
+        for key, value in _routing(part, layer, experts, rng).items():
+            if (prefix or step % 50) and key == "churn":
+                continue
+            if not prefix and key == "coactivation_max":
+                continue
+            row[f"{prefix}routing/layer_{layer:02d}/{key}"] = value
+    return row
+
+
+def _routing(part: float, layer: int, experts: int, rng: random.Random) -> Mapping[str, float]:
+    """Uneven at first and evener later, more so in deeper layers; expert 1 of layer 1 dies."""
+    uneven = 0.2 + 1.6 * math.exp(-5 * part) / (1 + 0.3 * layer)
+    weights = [
+        math.exp(uneven * math.sin(2.4 * expert + layer) + rng.gauss(0, 0.05))
+        for expert in range(experts)
+    ]
+    if layer == 1 and part > 0.6:
+        weights[1] = 0.0
+    load = [weight / sum(weights) for weight in weights]
+    busiest = max(load) * experts - 1
+    values = {f"load/expert_{expert:02d}": share for expert, share in enumerate(load)}
+    entropy = -sum(share * math.log(share) for share in load if share)
+    measures = {
+        "max_violation": busiest,
+        "load_cv": busiest / 2,
+        "dead_experts": float(load.count(0)),
+        "dropped_fraction": 0.12 * busiest / (1 + busiest),
+        "capacity_used": 0.8 - 0.1 * busiest / 3,
+        "experts_per_token": 2.0,
+        "nonfinite_tokens": 0.0,
+        "entropy": entropy * (0.95 - 0.4 * part),
+        "entropy_of_mean": entropy,
+        "top1_margin": 0.1 + 0.3 * part + 0.01 * layer,
+        "logit_max": 3 + 5 * part + layer,
+        "router_z": 2.5 - part,
+        "load_balance": 1 + busiest / 3,
+        "coactivation_max": 0.4 + 0.1 * busiest,
+        "sequence_max_violation": busiest * 1.7,
+        "shared_share": 0.5 - 0.1 * part,
+        "rank_max_violation": busiest / 5,
+        "bias_spread": 0.3 * part,
+        "churn": 0.5 * math.exp(-4 * part) + 0.02,
+    }
+    assert measures.keys() == set(MEASURES)
+    return values | measures
+
+
+def _summary(
+    table: list[dict[str, Any]], layers: int, experts: int, rng: random.Random
+) -> dict[str, Any]:
+    last = [row for row in table if "validation/loss" in row][-1]
+    routing: dict[str, Any] = {}
+    for layer in range(layers if experts else 0):
+        prefix = f"validation/routing/layer_{layer:02d}/"
+        values = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+        load = [values.pop(f"load/expert_{expert:02d}") for expert in range(experts)]
+        pairs = [[0.0] * experts for _ in range(experts)]
+        for i in range(experts):
+            row = [0.0 if i == j else rng.random() + 2 * (j == i ^ 1) for j in range(experts)]
+            pairs[i] = [value / sum(row) for value in row]
+        routing[f"layer_{layer:02d}"] = {**values, "load": load, "coactivation": pairs}
+    return {
+        "validation_loss": last["validation/loss"],
+        "validation_bits_per_byte": last["validation/bits_per_byte"],
+        "unigram_loss": 3.08,
+        "tokens_per_second": 41_207.3,
+        "routing": routing,
+    }
+
+
+def _text(part: float, rng: random.Random) -> str:
+    """Letters at first, words later."""
+    words = ["return", "self", "value", "for", "name", "in", "if", "not", "None:\n    ", "raise"]
+    letters = "etaoin shrdlu\n_(.:)"
+    return " ".join(
+        rng.choice(words)
+        if rng.random() < part
+        else "".join(rng.choice(letters) for _ in range(rng.randint(2, 7)))
+        for _ in range(24)
+    )

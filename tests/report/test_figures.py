@@ -1,0 +1,212 @@
+"""Figures of a run, as a notebook asks for them; test_report_page.py holds the page's to their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser
+
+from moe_ffn.metrics.table import RUN_METRICS
+from moe_ffn.report import figures as functions
+from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.runs.reader import Run, read_run
+from moe_ffn.runs.rows import Series
+from tests.helpers.browser import opened
+from tests.helpers.synthetic_run import MEASURES, write_run
+
+REPOSITORY = Path(__file__).parents[2]
+
+figures: Any = functions
+"""Without types: plotly's know nothing of what is in a figure."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read_run(write_run(tmp_path_factory.mktemp("runs") / "moe", layers=2, experts=4))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return read_run(write_run(tmp_path_factory.mktemp("runs") / "dense", experts=0))
+
+
+def lines(figure: Any) -> dict[str, Any]:
+    """Name of each line -> it."""
+    return {trace.name: trace for trace in figure.data}
+
+
+def check_line(trace: Any, series: Series) -> None:
+    assert list(trace.x) == list(series.steps)
+    assert trace.y == pytest.approx(list(series.values), rel=1e-6)
+
+
+CURVES = {
+    "loss": ("Loss", {"training": "train/loss", "validation": "validation/loss"}),
+    "bits_per_byte": ("Bits per byte", {"validation": "validation/bits_per_byte"}),
+    "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
+    "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
+    "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
+    "objective": (
+        "Objective",
+        {"objective": "train/objective", "training loss": "train/loss"},
+    ),
+    "skipped_steps": ("Skipped steps", {"optimizer steps": "train/skipped_steps"}),
+}
+
+
+@pytest.mark.parametrize("key", RUN_METRICS)
+def test_a_curve_has_the_rows_of_its_columns(run: Run, key: str) -> None:
+    title, columns = CURVES[key]
+    if key == "skipped_steps":
+        with pytest.raises(NotMeasuredError, match="run 'moe' has no train/skipped_steps"):
+            figures.curve(run, key)
+        return
+    check_curves(figures.curve(run, key), title, columns, run)
+
+
+def check_curves(figure: Any, title: str, columns: dict[str, str], run: Run) -> None:
+    assert figure.layout.title.text == figure.layout.meta["title"] == title
+    drawn = lines(figure)
+    for name, key in columns.items():
+        check_line(drawn.pop(name), run.series(key))
+    assert list(drawn) == (["unigram model"] if title == "Loss" else [])
+
+
+def test_the_loss_stands_beside_that_of_the_unigram_model(run: Run) -> None:
+    check_curves(figures.loss(run), *CURVES["loss"], run)
+    assert lines(figures.loss(run))["unigram model"].y == (3.08, 3.08)
+
+
+def test_the_balancing_losses_are_in_one_figure(run: Run) -> None:
+    columns = {"load balance": "train/load_balance", "router z": "train/router_z"}
+    check_curves(figures.balancing_losses(run), "Balancing losses", columns, run)
+
+
+@pytest.mark.parametrize("layer", [1, "layer_01"])
+def test_a_load_is_shown_as_shares_and_as_multiples_of_the_even_one(
+    run: Run, layer: int | str
+) -> None:
+    figure = figures.load(run, layer)
+    (trace,) = figure.data
+
+    shares = [list(series.values) for series in run.loads["layer_01"]]
+    assert figure.layout.title.text == "Load, layer 1"
+    assert list(trace.x) == list(run.loads["layer_01"][0].steps)
+    np.testing.assert_allclose(trace.customdata, shares, rtol=1e-6)
+    np.testing.assert_allclose(trace.z, 4 * np.array(shares), rtol=1e-6)
+    assert dict(trace.colorscale)[1 / 4] == "#f7f7f5", "even is the middle of the colours"
+
+
+@pytest.mark.parametrize("key", MEASURES)
+def test_a_measure_has_a_line_for_each_layer(run: Run, key: str) -> None:
+    figure = figures.measure(run, key)
+
+    layers = run.validated_layers if key == "coactivation_max" else run.layers
+    drawn = lines(figure)
+    for number in (0, 1):
+        check_line(drawn.pop(f"layer {number}"), layers[f"layer_{number:02d}"][key])
+    assert list(drawn) == (["log 4"] if key.startswith("entropy") else [])
+    if drawn:
+        assert drawn["log 4"].y == pytest.approx([math.log(4)] * 2)
+
+
+def test_a_measure_of_many_layers_has_a_row_for_each(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "deep", layers=7, experts=2, rows=20))
+
+    (trace,) = figures.measure(run, "max_violation").data
+
+    assert list(trace.y) == list("0123456")
+    values = [list(layer["max_violation"].values) for layer in run.layers.values()]
+    np.testing.assert_allclose(np.array(trace.z, dtype=float), values, rtol=1e-6)
+
+
+def test_co_activation_is_that_of_the_summary(run: Run) -> None:
+    figure = figures.coactivation(run, 1)
+
+    summary = json.loads((run.folder / "summary.json").read_text())
+    expected = summary["routing"]["layer_01"]["coactivation"]
+    assert figure.layout.title.text == "Co-activation, layer 1"
+    np.testing.assert_allclose(figure.data[0].z, expected)
+
+
+@pytest.mark.parametrize(
+    "key", ["train/loss", "validation/loss", "validation/bits_per_byte", "train/gradient_norm"]
+)
+def test_a_curve_of_several_runs_has_a_line_for_each(run: Run, dense: Run, key: str) -> None:
+    drawn = lines(figures.overlay([run, dense], key))
+
+    check_line(drawn["moe"], run.series(key))
+    check_line(drawn["dense"], dense.series(key))
+
+
+def test_a_loss_of_several_runs_over_what_they_cost(run: Run, dense: Run) -> None:
+    flops = 3 * 1_740_000 * 16 * 256
+    drawn = lines(figures.overlay([run, dense], "train/loss", figures.FLOPS))
+
+    assert list(drawn["dense"].x) == [flops * step for step in dense.series("train/loss").steps]
+
+
+def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: Run) -> None:
+    figure = figures.overlay_measure([run, dense], "max_violation")
+
+    means = np.mean([layer["max_violation"].values for layer in run.layers.values()], axis=0)
+    (trace,) = figure.data
+    assert trace.name == "moe"
+    assert trace.y == pytest.approx(means, rel=1e-6)
+    assert "Mean over the layers." in figure.layout.meta["note"]
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda run, dense: figures.load(run, 7), "run 'moe' has this of layer_00, layer_01, not"),
+        (lambda run, dense: figures.load(dense, 0), "run 'dense' has this of no layer, not of"),
+        (lambda run, dense: figures.coactivation(dense, 0), "run 'dense' has this of no layer"),
+        (lambda run, dense: figures.measure(run, "none"), "there is no metric 'none'; there are "),
+        (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn of any"),
+        (lambda run, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
+        (lambda run, dense: figures.overlay_measure([dense], "churn"), "no run has 'Churn'"),
+        (lambda run, dense: figures.overlay([run], "x/loss"), "loss is of train and validation"),
+        (lambda run, dense: figures.overlay([run], "train/x"), "there is no metric 'x'; there are"),
+    ],
+)
+def test_what_was_not_measured_is_said(
+    run: Run, dense: Run, draw: Callable[[Run, Run], Any], said: str
+) -> None:
+    with pytest.raises(NotMeasuredError, match=said):
+        draw(run, dense)
+
+
+def test_figures_are_imported_without_lightning_and_wandb() -> None:
+    code = (
+        "import sys; import moe_ffn.report.figures;"
+        "print({'lightning', 'pytorch_lightning', 'wandb'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_a_figure_alone_has_its_title_above_its_legend(
+    browser: Browser, tmp_path: Path, run: Run
+) -> None:
+    for figure in (figures.loss(run), figures.load(run, 0)):
+        figure.write_html(tmp_path / "figure.html", include_plotlyjs=True)
+        with opened(browser, tmp_path / "figure.html") as found:
+            found.keep(f"figure-{figure.data[0].type}")
+            boxes = [
+                found.page.locator(selector).first.bounding_box()
+                for selector in (".gtitle", ".legend, .infolayer .colorbar")
+            ]
+            title, below = (box for box in boxes if box is not None)
+            assert title["y"] >= 0
+            assert title["y"] + title["height"] <= below["y"] + 1

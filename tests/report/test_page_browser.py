@@ -1,0 +1,309 @@
+"""The page in a real browser: drawn, without a word on the console, on a phone and in print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from moe_ffn.report.page import write_report
+from tests.helpers.browser import DESKTOP, PHONE, Opened, opened
+from tests.helpers.synthetic_run import age, raise_alarms, write_run
+
+Pages = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def page_of(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    """The page of a kind of run, written when it is first asked for."""
+    where = tmp_path_factory.mktemp("runs")
+
+    def make_run(name: str) -> Path:
+        if (where / name).exists():
+            return where / name
+        if name == "deep":
+            return write_run(where / name, layers=12, experts=64, rows=20)
+        if name == "dense":
+            return write_run(where / name, experts=0)
+        if name == "interrupted":
+            folder = write_run(where / name, layers=2, experts=4, is_finished=False)
+            age(folder, 5000)
+            return folder
+        folder = write_run(where / name)
+        raise_alarms(folder)
+        long_word = '{"step": 100, "prompt": "def ", "text": "' + 300 * "x" + '"}\n'
+        (folder / "samples.jsonl").write_text(long_word)
+        return folder
+
+    @cache
+    def written(name: str) -> Path:
+        names = ["moe", "dense", "interrupted"] if name == "overlay" else [name]
+        write_report([make_run(run) for run in names], where / f"{name}.html")
+        return where / f"{name}.html"
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def moe(browser: Browser, page_of: Pages) -> Iterator[Opened]:
+    """The page of a routed run on a desktop, opened once: to open five megabytes takes a while."""
+    with drawn(browser, page_of("moe")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def overlay(browser: Browser, page_of: Pages) -> Iterator[Opened]:
+    """The page of three runs, on a phone in the dark."""
+    with drawn(browser, page_of("overlay"), width=PHONE, dark=True) as found:
+        yield found
+
+
+@contextmanager
+def drawn(browser: Browser, path: Path, **options: Any) -> Iterator[Opened]:
+    with opened(browser, path, **options) as found:
+        found.page.wait_for_selector("html[data-drawn]")
+        yield found
+
+
+PLOTS = """() => [...document.querySelectorAll('.plot')].map(plot => ({
+    width: plot.getBoundingClientRect().width,
+    svg: plot.querySelector('svg.main-svg')?.getBoundingClientRect().width ?? 0,
+    traces: plot.querySelectorAll('.scatterlayer .trace path, .heatmaplayer image').length,
+    titles: plot.querySelectorAll('.xtitle, .ytitle').length,
+    legends: plot.querySelectorAll('.legend .traces, .infolayer .colorbar').length,
+}))"""
+
+
+def check_drawn(found: Opened) -> None:
+    plots = found.page.evaluate(PLOTS)
+    assert found.errors == []
+    assert found.overflow == 0
+    assert len(plots) >= 5
+    for plot in plots:
+        assert plot["traces"] >= 1
+        assert plot["titles"] == 2
+        assert plot["legends"] >= 1
+        assert 0 < plot["svg"] <= plot["width"] + 1
+
+
+def test_every_plot_is_drawn_on_a_desktop(moe: Opened) -> None:
+    moe.keep("report-desktop")
+    check_drawn(moe)
+
+
+def test_every_plot_is_drawn_on_a_phone(overlay: Opened) -> None:
+    overlay.keep("report-overlay-phone")
+    check_drawn(overlay)
+
+
+IN_SIGHT = """table => [...table.rows].map(row => [...row.cells].slice(0, 2).map(cell => {
+    const [box, frame] = [cell, table.parentElement].map(e => e.getBoundingClientRect());
+    const there = document.elementFromPoint(box.left + 3, box.top + 3);
+    return box.left >= frame.left - 1 && box.right <= frame.right + 1 && cell.contains(there);
+}))"""
+
+
+def test_a_phone_shows_the_losses_first_and_keeps_the_names_of_the_runs(overlay: Opened) -> None:
+    table = overlay.page.locator("table.runs")
+    table.scroll_into_view_if_needed()
+    heads = table.locator("thead th").all_text_contents()
+    assert heads[:2] == ["run", "validation loss (nats)"]
+    assert table.evaluate(IN_SIGHT) == [[True, True]] * 4
+    table.evaluate("table => { table.parentElement.scrollLeft = 300 }")
+    assert table.evaluate(IN_SIGHT) == [[True, False]] * 4
+    table.evaluate("table => { table.parentElement.scrollLeft = 0 }")
+
+
+def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: Opened) -> None:
+    moe.page.set_viewport_size({"width": PHONE, "height": 900})
+    moe.page.wait_for_function(
+        f"[...document.querySelectorAll('.main-svg')].every(s => s.clientWidth < {PHONE})"
+    )
+    moe.keep("report-phone")
+    check_drawn(moe)
+    check_texts(moe.page)
+    moe.page.set_viewport_size({"width": DESKTOP, "height": 900})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+@pytest.mark.parametrize("name", ["moe", "deep", "dense", "interrupted", "overlay"])
+def test_pages_of_every_kind(browser: Browser, page_of: Pages, name: str, width: int) -> None:
+    with drawn(browser, page_of(name), width=width, dark=width == PHONE) as found:
+        found.keep(f"report-{name}-{width}")
+        check_drawn(found)
+        check_texts(found.page)
+
+
+def check_texts(page: Page) -> None:
+    """No two texts of a plot lie over each other, and none is cut off, by their boxes."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll('.plot')].flatMap(plot => {
+            const texts = [...plot.querySelectorAll('svg text')]
+                .map(t => [t.textContent, t.getBoundingClientRect()])
+                .filter(([text, box]) => text && box.width);
+            const frame = plot.getBoundingClientRect();
+            const cut = texts.filter(([, box]) =>
+                box.left < frame.left - 2 || box.right > frame.right + 2 ||
+                box.top < frame.top - 2 || box.bottom > frame.bottom + 2);
+            const over = texts.flatMap(([a, p], i) => texts.slice(i + 1).flatMap(([b, q]) => {
+                const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+                const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+                return wide > 1 && high > 1 ? [`${plot.ariaLabel}: ${a} / ${b}`] : [];
+            }));
+            return [...cut.map(([text]) => `${plot.ariaLabel}: ${text} is cut`), ...over];
+        })"""
+    )
+    assert found == []
+
+
+def test_no_text_of_a_plot_lies_over_another(overlay: Opened) -> None:
+    check_texts(overlay.page)
+
+
+CONTRAST = """() => {
+    const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
+    const light = css => rgb(css)
+        .map(v => v / 255).map(v => v <= .04 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+    const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    const ground = light(getComputedStyle(document.body).backgroundColor);
+    const of = (selector, key) => [...document.querySelectorAll(selector)]
+        .map(e => ratio(light(getComputedStyle(e)[key]), ground));
+    return {
+        texts: Math.min(...of('.plot svg text', 'fill')),
+        lines: Math.min(...of('.scatterlayer .js-line', 'stroke')),
+        ground: getComputedStyle(document.body).backgroundColor,
+    };
+}"""
+
+
+IS_DRAWN = """() => {
+    const style = getComputedStyle(document.documentElement);
+    const [paper, ink] = ["--paper", "--ink"].map(role => style.getPropertyValue(role).trim());
+    return document.documentElement.dataset.drawn === `${paper} ${ink}`;
+}"""
+
+
+def legible(page: Page) -> str:
+    """The ground, once texts and lines stand out from it as WCAG asks for (AA)."""
+    page.wait_for_function(IS_DRAWN)
+    found = page.evaluate(CONTRAST)
+    assert found["texts"] >= 4.5
+    assert found["lines"] >= 3
+    return found["ground"]
+
+
+LIGHT, DARK = "rgb(255, 255, 255)", "rgb(20, 23, 27)"
+
+
+def test_the_plots_are_legible_in_every_light_and_on_paper(overlay: Opened) -> None:
+    page = overlay.page
+    assert legible(page) == DARK
+    page.emulate_media(color_scheme="light")
+    assert legible(page) == LIGHT
+    page.emulate_media(color_scheme="dark", media="print")
+    page.set_viewport_size({"width": 720, "height": 1000})  # A4 within its margins
+    assert legible(page) == LIGHT
+    assert overlay.overflow == 0
+    overlay.keep("report-overlay-print")
+    page.emulate_media(color_scheme="dark", media="screen")
+    page.set_viewport_size({"width": PHONE, "height": 900})
+    assert legible(page) == DARK
+    assert overlay.errors == []
+
+
+def test_paper_shows_the_config_and_the_screen_hides_it_again(moe: Opened) -> None:
+    moe.page.evaluate(
+        "addEventListener('beforeprint', () => {"
+        "  window.shown = [...document.querySelectorAll('details')].every(d => d.open) })"
+    )
+    moe.page.pdf()
+    assert moe.page.evaluate("window.shown") is True
+    assert moe.page.locator("details:not([open])").count() > 0
+    assert moe.page.evaluate(PLOTS)[0]["svg"] > 1000, "as wide as the screen again"
+
+
+def hover(page: Page, title: str) -> str:
+    plot = page.locator(f'.plot[aria-label="{title}"]')
+    plot.scroll_into_view_if_needed()
+    plot.locator(".nsewdrag").first.hover()
+    page.wait_for_selector(f'.plot[aria-label="{title}"] .hoverlayer text')
+    return plot.locator(".hoverlayer").text_content() or ""
+
+
+def test_a_plot_says_its_values_to_who_points_at_it(moe: Opened) -> None:
+    loss = hover(moe.page, "Loss")
+    assert loss.startswith("step 3")
+    assert "training : 1." in loss
+    load = hover(moe.page, "Load, layer 0")
+    assert load.startswith("step 310, expert 3"), "expert 0 is at the top"
+    assert "% of the pairs, " in load
+    assert load.endswith(" times the even share")
+    assert "layer 3 : " in hover(moe.page, "Dropped")
+
+
+def test_the_even_share_is_the_middle_of_the_colours(moe: Opened) -> None:
+    trace = moe.page.evaluate(
+        """() => {
+            const trace = document.querySelector('[aria-label="Load, layer 1"]').data[0];
+            const cell = [trace.z[1].at(-1), trace.customdata[1].at(-1)];
+            const mean = trace.z.reduce((sum, row) => sum + row[0], 0) / 8;
+            return {scale: trace.colorscale, top: trace.zmax, cell, mean};
+        }"""
+    )
+    even = moe.page.evaluate(
+        "getComputedStyle(document.documentElement).getPropertyValue('--load-even').trim()"
+    )
+    assert [stop for stop, colour in trace["scale"] if colour == even] == [1 / trace["top"]]
+    assert trace["cell"] == [0, 0], "the dead expert"
+    assert trace["mean"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_layer_is_chosen_from_many(browser: Browser, page_of: Pages) -> None:
+    with drawn(browser, page_of("deep")) as found:
+        plot = found.page.locator('.plot[aria-label="Load of each expert"]')
+        shares = "plot => plot.data[0].customdata[1].at(-1)"
+        assert plot.evaluate(shares) > 0
+        found.page.select_option('select[data-plot="plot-7"]', label="layer 1")
+        assert plot.evaluate(shares) == 0, "expert 1 of layer 1 is dead"
+        assert found.errors == []
+
+
+def test_losses_are_looked_at_over_flops(overlay: Opened) -> None:
+    plot = overlay.page.locator('.plot[aria-label="Validation loss"]')
+    assert plot.locator(".xtitle").text_content() == "optimizer step"
+    overlay.page.select_option("select[data-plot='plot-0']", label="training FLOPs")
+    assert plot.locator(".xtitle").text_content() == "training FLOPs"
+    assert plot.locator(".legendtext").all_text_contents() == ["moe", "dense", "interrupted"]
+
+
+@pytest.mark.slow
+def test_a_page_that_is_followed_stays_where_the_reader_was(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", layers=8, experts=4, rows=40, is_finished=False)
+    output = tmp_path / "report.html"
+    write_report([run], output, reload_every=1)
+    with drawn(browser, output) as found:
+        page = found.page
+        page.select_option("select", label="layer 3")
+        page.locator("summary", has_text="config.yaml").click()
+        page.evaluate("scrollTo(0, 1234); window.first = true")
+        page.wait_for_function("!window.first", timeout=10_000)
+        page.wait_for_selector("html[data-drawn]")
+        assert page.evaluate("scrollY") == 1234
+        assert page.locator("select").first.input_value() == "3"
+        assert page.locator("details", has_text="config.yaml").get_attribute("open") is not None
+
+        page.uncheck("#reload")
+        page.evaluate("window.held = true")
+        page.wait_for_timeout(1_300)
+        assert page.evaluate("window.held") is True
+        assert found.errors == []

@@ -1,0 +1,333 @@
+"""`python -m experiments.report`: where it writes, what it says, and how it follows a run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.report import main
+from moe_ffn.report import page
+from moe_ffn.report.watch import stamp_of, watch
+from tests.helpers.synthetic_run import age, write_run
+from tests.helpers.without_plotly import WITHOUT_PLOTLY
+
+Program = Callable[..., tuple[int, str, str]]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Program:
+    """Runs it in `tmp_path`; returns the exit code, and what was printed."""
+    # Its text is megabytes, and no matter here.
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["report", *argv])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def dense(folder: Path, *, is_finished: bool = True) -> Path:
+    return write_run(folder, experts=0, rows=20, is_finished=is_finished)
+
+
+def test_one_run_has_its_page_in_its_folder(program: Program) -> None:
+    dense(Path("runs/a"))
+
+    assert program("runs/a") == (0, "runs/a/report.html\n", "")
+    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
+
+
+def test_several_runs_have_it_beside_them(program: Program, tmp_path: Path) -> None:
+    dense(Path("runs/a"))
+    dense(Path("more/b"))
+
+    assert program("runs/a", "more/b") == (0, f"{tmp_path}/runs/report.html\n", "")
+    assert "<title>a, b</title>" in Path("runs/report.html").read_text()
+
+
+def test_one_run_given_twice_is_one_run(program: Program) -> None:
+    dense(Path("runs/a"))
+
+    assert program("runs/a", "runs/b/../a/", "./runs/a")[0] == 0
+    assert "<title>a</title>" in Path("runs/a/report.html").read_text()
+
+
+def test_the_page_may_go_elsewhere(program: Program) -> None:
+    dense(Path("a"))
+
+    assert program("a", "--output", "page.html") == (0, "page.html\n", "")
+    assert Path("page.html").is_file()
+    assert not Path("a/report.html").exists()
+
+
+def test_the_rows_of_a_run_as_csv(program: Program) -> None:
+    dense(Path("a"))
+
+    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
+    assert program("a", "--csv", "rows.csv") == (0, "rows.csv\n", "")
+    with Path("rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(10, 201, 10)]
+    assert float(rows[0]["train/loss"]) > float(rows[-1]["train/loss"])
+    assert rows[0]["validation/loss"] == ""
+    assert not Path("a/report.html").exists()
+
+
+def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> None:
+    runs = [dense(Path(name)) for name in "ab"]
+    kept = Path("a/config.yaml").read_text()
+
+    for argv, message in {
+        ("a", "b", "--csv", "rows.csv"): "--csv: takes the rows of one run, got 2 runs",
+        (
+            "a",
+            "--csv",
+            "a/config.yaml",
+        ): "--csv: 'a/config.yaml' exists and was not made by this program; "
+        "choose another file, or remove it",
+    }.items():
+        assert program(*argv) == (2, "", f"error: {message}\n")
+    assert Path(runs[0] / "config.yaml").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["absent"],
+            "'absent' does not exist; give the folder of a run, such as runs/my-run",
+        ),
+        (
+            ["runs"],
+            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
+        ),
+        (
+            ["runs/a", "--output", "absent/page.html"],
+            "--output: 'absent/page.html' cannot be written (No such file or directory); choose another "
+            "file",
+        ),
+        (
+            ["runs/a", "--output", "runs"],
+            "--output: 'runs' cannot be written (Is a directory); choose another file",
+        ),
+        (
+            ["--watch", "runs"],
+            "'runs' is no run: it has no config.yaml; it holds runs; give one of them, such as runs/a",
+        ),
+        (
+            ["runs/a", "--watch", "--every", "0"],
+            "--every: must be seconds, from 0.1 to 86400, got '0'",
+        ),
+        (
+            ["runs/a", "--watch", "--every", "soon"],
+            "--every: must be seconds, from 0.1 to 86400, got 'soon'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: str) -> None:
+    dense(Path("runs/a"))
+    before = sorted(Path.cwd().rglob("*"))
+
+    assert program(*argv) == (2, "", f"error: {message}\n")
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own, where no module was imported before."""
+    run = dense(tmp_path / "a")
+    code = WITHOUT_PLOTLY + (
+        "from moe_ffn.cli.report import main; sys.exit(exit_on_bad_input(main))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+
+    message = "error: the report needs plotly; install it with: pip install plotly\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert not (run / "report.html").exists()
+
+
+def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        program("--help")
+
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert "moe-ffn report --watch runs/NAME" in printed
+    assert "--every SECONDS" in printed
+
+
+def reloads(path: Path) -> bool:
+    return 'id="reload"' in path.read_text()
+
+
+def test_a_page_follows_its_run_until_the_end(program: Program) -> None:
+    """Each look of the watcher finds the run further on."""
+    run = Path("run")
+    run.mkdir()
+    (run / "config.yaml").write_text("trainer: {max_steps: 20}\n")
+    output, said, seen = run / "report.html", [], []
+
+    def go_on(_seconds: float) -> None:
+        text = output.read_text()
+        seen.append((reloads(output), "waiting for" in text, "step 10 of 20" in text))
+        if len(seen) == 1:
+            (run / "metrics.jsonl").write_text('{"step": 10, "train/loss": 2.5}\n')
+        if len(seen) == 3:
+            (run / "summary.json").write_text('{"validation_loss": 2.0}')
+
+    watch([run], output, 7, said.append, go_on)
+
+    assert seen == [(True, True, False), (True, False, True), (True, False, True)]
+    assert said == ["run/report.html is kept current; Ctrl-C ends it", "finished: run/report.html"]
+    assert not reloads(output)
+    assert "2.0000" in output.read_text()
+
+
+def test_who_follows_a_run_that_has_not_begun_waits_for_it(program: Program) -> None:
+    run, said, looks = Path("runs/x"), [], []
+
+    def begin(_seconds: float) -> None:
+        looks.append(run.exists())
+        if len(looks) == 2:
+            run.mkdir(parents=True)
+        if len(looks) == 4:
+            write_run(Path("made"), experts=0, rows=20)
+            Path("made").rename(run)
+
+    watch([run], Path("page.html"), 7, said.append, begin)
+
+    assert looks == [False, False, True, True]
+    assert said == [
+        "waiting for runs/x",
+        "page.html is kept current; Ctrl-C ends it",
+        "finished: page.html",
+    ]
+
+
+def test_ctrl_c_while_nothing_has_begun(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+
+    said = "waiting for x\nno longer waited for; x/report.html was not written\n"
+    assert program("--watch", "x") == (0, said, "")
+
+
+def test_who_follows_an_interrupted_run_is_told_so(program: Program) -> None:
+    run, said = dense(Path("run"), is_finished=False), []
+
+    def fall_silent(_seconds: float) -> None:
+        age(run, 5000)
+
+    watch([run], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "interrupted: page.html"
+    assert not reloads(Path("page.html"))
+
+    watch([run, dense(Path("whole"))], Path("page.html"), 7, said.append, fall_silent)
+    assert said[-1] == "finished, but run was interrupted: page.html"
+
+
+def test_a_page_is_followed_through_a_moment_in_which_it_cannot_be_made(program: Program) -> None:
+    run, said, looks = dense(Path("run"), is_finished=False), [], []
+
+    def go_on(_seconds: float) -> None:
+        looks.append(None)
+        if len(looks) == 1:
+            run.rename("away")
+        if len(looks) == 4:
+            Path("away").rename(run)
+            (run / "summary.json").write_text('{"validation_loss": 2.0}')
+
+    watch([run], Path("page.html"), 7, said.append, go_on)
+
+    assert said == [
+        "page.html is kept current; Ctrl-C ends it",
+        "'run' does not exist; give the folder of a run, such as runs/my-run; looking again every 7 s",
+        "finished: page.html",
+    ]
+    assert "2.0000" in Path("page.html").read_text()
+
+
+def test_an_unchanged_run_is_not_written_again(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    times = []
+
+    def look(_seconds: float) -> None:
+        times.append((run / "report.html").stat().st_mtime_ns)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+
+    watch([run], run / "report.html", 7, lambda _: None, look)
+
+    assert len(set(times)) == 1
+
+
+def test_ctrl_c_leaves_a_page_that_stays(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense(Path("run"), is_finished=False)
+
+    def interrupt(_seconds: float) -> None:
+        assert reloads(Path("run/report.html"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+
+    said = "run/report.html is kept current; Ctrl-C ends it\nno longer followed: run/report.html\n"
+    assert program("--watch", "run") == (0, said, "")
+    assert not reloads(Path("run/report.html"))
+
+
+@pytest.mark.parametrize("what", ["its size alone", "its time alone", "it is gone"])
+def test_a_change_of_any_file_of_the_page_is_seen(tmp_path: Path, what: str) -> None:
+    """Two rows may be written within one tick of a coarse clock."""
+    runs = [write_run(tmp_path / name, experts=0) for name in ("a", "b")]
+    before, path = stamp_of(runs), runs[1] / "metrics.jsonl"
+    assert stamp_of(runs) == before
+    written = path.stat().st_mtime_ns
+    if what == "it is gone":
+        path.unlink()
+    elif what == "its size alone":
+        path.write_text(f"{path.read_text()}[")
+        os.utime(path, ns=(written, written))
+    else:
+        os.utime(path, ns=(written, written + 10**9))
+
+    assert stamp_of(runs) != before
+
+
+def test_a_run_that_was_interrupted_does_not_reload(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    page.write_report([run], run / "report.html", reload_every=5)
+    assert reloads(run / "report.html")
+    age(run, 5000)
+    page.write_report([run], run / "report.html", reload_every=5)
+    assert not reloads(run / "report.html")
+
+
+def test_who_knows_that_a_run_has_ended_need_not_wait_for_its_silence(program: Program) -> None:
+    run = dense(Path("run"), is_finished=False)
+    (shown,) = page.write_report([run], run / "report.html", reload_every=5, has_ended=True)
+    assert shown.state == "interrupted"
+    assert not reloads(run / "report.html")
+    whole = dense(Path("whole"))
+    (shown,) = page.write_report([whole], whole / "report.html", has_ended=True)
+    assert shown.state == "finished"

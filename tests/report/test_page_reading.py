@@ -1,0 +1,221 @@
+"""A run read back from its folder, whole, half written, or written by an older program."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn import files
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs import reader as record
+from moe_ffn.runs.documents import Alarm, Facts
+from moe_ffn.runs.lock import locked
+from moe_ffn.runs.reader import Sample, read_run, read_runs
+from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", layers=2, experts=4))
+
+    assert (run.name, run.state, run.step) == ("a", "finished", 600)
+    assert run.option("model.ffn.router.k") == 2
+    assert run.option("model.ffn.router.k.deeper") is None
+    assert list(run.layers) == ["layer_00", "layer_01"]
+    assert len(run.loads["layer_00"]) == 4
+    assert len(run.loads["layer_00"][0]) == 60
+    assert len(run.validated["layer_01"]["load"]) == 4
+    assert run.validated["layer_01"]["coactivation"][0][0] == 0
+    assert run.samples[0].prompt == "def "
+    assert run.alarms == []
+
+
+def test_experts_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    load = [expert / 1000 for expert in range(101)]
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "routing/layer_00/load": load}])
+
+    assert [series.last for series in read_run(tmp_path).loads["layer_00"]] == load
+
+
+def test_a_block_inside_a_block_is_a_layer_of_its_own(tmp_path: Path) -> None:
+    values = {"routing/layer_00/max_violation": 0.5, "routing/layer_00/inner/load": [1.0]}
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, **values}])
+
+    run = read_run(tmp_path)
+
+    assert list(run.layers) == ["layer_00", "layer_00/inner"]
+    assert list(run.loads) == ["layer_00/inner"]
+
+
+def test_a_dense_run_routes_nothing(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "dense", experts=0))
+
+    assert run.layers == run.loads == run.validated == {}
+    assert run.series("train/loss")
+
+
+def test_a_run_may_have_a_config_and_a_few_columns(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}])
+
+    run = read_run(tmp_path)
+
+    assert not run.facts
+    assert not run.summary
+    assert run.samples == run.alarms == []
+    assert run.series("train/loss").last == 2.0
+    assert len(run.series("train/gradient_norm")) == 0
+
+
+def test_until_the_summary_the_experts_are_those_of_the_last_validation(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", layers=2, experts=4, is_finished=False))
+
+    key = "validation/routing/layer_01/"
+    value = [row for row in run.rows if f"{key}max_violation" in row][-1]
+    assert value["step"] == 300
+    loads = [value[f"{key}load/expert_{expert:02d}"] for expert in range(4)]
+    assert run.validated["layer_01"]["load"] == loads
+    assert sum(loads) == pytest.approx(1)
+    assert run.validated["layer_01"]["max_violation"] == value[f"{key}max_violation"]
+
+
+def test_half_written_files_are_as_good_as_absent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "summary.json").write_text('{"validation_loss": 1.')
+    (folder / "config.yaml").write_text("model: {ffn: [")
+    (folder / "facts.json").write_text("[1, 2]")
+    lines = [{"step": 1, "prompt": "a", "text": "b"}, {"step": 2}, {"step": math.nan}]
+    text = "\n".join(["not json", *map(json.dumps, lines), '{"step": 3, "te'])
+    (folder / "samples.jsonl").write_text(text)
+
+    run = read_run(folder)
+
+    assert run.state == "training"
+    assert run.options == {}
+    assert not run.facts
+    assert not run.summary
+    assert run.samples == [Sample(step=1, prompt="a", text="b"), Sample(step=2)]
+
+
+def test_what_cannot_be_read_is_as_good_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "a", experts=0)
+    requiring = files._require_file
+
+    def refuse(path: Path, *rest: Any) -> None:
+        if path.name in ("samples.jsonl", "alarms.jsonl", "facts.json"):
+            raise PermissionError(13, "Permission denied")
+        requiring(path, *rest)
+
+    monkeypatch.setattr(files, "_require_file", refuse)
+    run = read_run(folder)
+
+    assert (run.samples, run.alarms, run.facts, run.state) == ([], [], Facts(), "finished")
+
+
+def test_metrics_that_cannot_be_read_are_a_mistake_to_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "a", experts=0)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(record, "read_lines", refuse)
+    with pytest.raises(ConfigError) as raised:
+        read_run(folder)
+    said = f"'{folder}/metrics.jsonl' cannot be read (Permission denied); fix its permissions"
+    assert str(raised.value) == said
+
+
+def test_a_run_that_is_given_twice_is_taken_once(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
+    again = tmp_path / "b" / ".." / "a"
+
+    assert [(run.name, run.folder) for run in read_runs([a, b, again])] == [("a", a), ("b", b)]
+
+
+def test_alarms(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    raise_alarms(folder)
+
+    first, second = read_run(folder).alarms
+
+    assert (first.step, first.kind, first.layer) == (300, "collapse", "layer_01")
+    assert second == Alarm(
+        step=420,
+        kind="loss_spike",
+        layer=None,
+        message="The loss rose from 1.61 to 2.90 within 10 steps.",
+        advice="Lower optimizer.learning_rate (0.003) or gradient_clip_val (1.0).",
+    )
+
+
+def test_a_run_without_an_end_is_training_until_it_has_been_silent_for_long(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    assert read_run(folder).state == "training"
+    age(folder, 100)
+    assert read_run(folder).state == "training"
+    age(folder, 130)
+    assert read_run(folder).state == "interrupted"
+
+
+def test_the_process_that_trains_it_is_believed_more_than_the_clock(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    with locked(folder):
+        age(folder, 5_000)
+        assert read_run(folder).state == "training"
+    age(folder, 0)
+    assert read_run(folder).state == "interrupted"
+
+
+def test_a_slow_run_is_given_the_time_of_ten_rows(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)  # 30 rows
+    age(folder, 3_000 + 600)
+    then = time.time() - 600
+    os.utime(folder / "metrics.jsonl", (then, then))  # a row took 100 s
+    assert read_run(folder).state == "training"
+    age(folder, 3_000 + 1_100)
+    then = time.time() - 1_100
+    os.utime(folder / "metrics.jsonl", (then, then))
+    assert read_run(folder).state == "interrupted"
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
+
+    run = read_run(tmp_path)
+
+    assert (run.state, run.step) == ("waiting", None)
+
+
+def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
+    folders = [tmp_path / "x" / "a", tmp_path / "y" / "a", tmp_path / "y" / "b"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+
+    assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "b"]
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "runs" / "a")
+    give = "give the folder of a run, such as runs/my-run"
+    for name, message in {
+        "absent": f"'{tmp_path}/absent' does not exist; {give}",
+        "file": f"'{tmp_path}/file' is a file, not the folder of a run; {give}",
+        "empty": f"'{tmp_path}/empty' is no run: it has no config.yaml; {give}",
+        "runs": f"'{tmp_path}/runs' is no run: it has no config.yaml; it holds runs; give one of "
+        f"them, such as {tmp_path}/runs/a",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            read_run(tmp_path / name)
+        assert str(raised.value) == message

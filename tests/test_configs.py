@@ -1,0 +1,82 @@
+"""Every YAML in configs/ resolves, builds, and learns from two short sequences."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("**/*.yaml"))
+SEQ_LEN = 16
+
+pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
+
+
+def resolve(path: Path) -> TrainConfig:
+    return parse_config(["--config", str(path)], TrainConfig, command="train")
+
+
+def test_there_are_configs() -> None:
+    assert {"moe.yaml", "dense.yaml", "swiglu.yaml", "vanilla_2017.yaml"} <= {
+        p.name for p in CONFIGS
+    }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_config_makes_a_training_step(path: Path) -> None:
+    config = resolve(path)
+    # The tokenizer says how large the vocabulary is; bytes and an end of document where it does not.
+    vocab_size = config.data.tokenizer.to_dict().get("vocab_size", 257)
+    torch.manual_seed(0)
+    module = LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        config.trainer.guard,
+        byte_lengths=torch.ones(vocab_size),
+        max_seq_len=SEQ_LEN,
+        max_steps=config.trainer.max_steps,
+        seed=config.seed,
+    )
+    assert sum(p.numel() for p in module.parameters()) == config.model.num_params(
+        vocab_size, SEQ_LEN
+    )
+    token_ids = torch.randint(vocab_size, (2, SEQ_LEN + 1))
+    batch = LoadedBatch(index=0, input_ids=token_ids[:, :-1], target_ids=token_ids[:, 1:])
+    configured = module.configure_optimizers()
+    assert isinstance(configured, dict)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    module.on_train_batch_start(batch, 0)
+    output = module.training_step(batch, 0)
+    output["loss"].backward()
+    configured["optimizer"].step()
+
+    # A fresh model knows nothing: log(vocabulary), more or less.
+    assert output["objective"].cross_entropy.item() == pytest.approx(math.log(vocab_size), abs=1.5)
+    assert output["loss"].isfinite()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+    moved = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
+    assert "decoder.embedding.weight" in moved
+    ffns = enumerate(config.model.layer_ffns())
+    sparse = [f"layer_{layer:02d}" for layer, ffn in ffns if ffn.is_sparse]
+    assert [name for name in output["routings"] if not name.endswith("/inner")] == sparse
+
+
+def test_moe_yaml_is_the_default_written_out() -> None:
+    (path,) = [path for path in CONFIGS if path.name == "moe.yaml"]
+
+    assert resolve(path) == TrainConfig()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_config_starts_with_a_comment_that_says_what_it_is(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").startswith("# ")

@@ -1,0 +1,345 @@
+"""Each alarm, caused: by the figures of a row, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.training.config import TrainerConfig
+from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmBell, AlarmRules
+from moe_ffn.training.objective import ObjectiveConfig
+from moe_ffn.training.optimizer import AdamWConfig
+from tests.helpers.alarm_rules import RATE, make_rules
+
+
+@pytest.fixture
+def rules() -> AlarmRules:
+    return make_rules()
+
+
+def values(**replaced: Any) -> dict[str, Tensor]:
+    """What is measured of a healthy layer of four experts, two of them for each token."""
+    healthy: dict[str, Any] = {
+        "load": [0.25] * 4,
+        "max_violation": 0.0,
+        "experts_per_token": 2.0,
+        "dropped_fraction": 0.0,
+        "nonfinite_tokens": 0,
+        "logit_max": 3.0,
+        "dead_experts": 0,
+    }
+    return {name: torch.tensor(value) for name, value in (healthy | replaced).items()}
+
+
+def watch(rules: AlarmRules, *rows: dict[str, Tensor] | float, first: int = 10) -> list[Alarm]:
+    """The alarms of rows of ten steps each; a number is a loss, a mapping the routing of layer 3."""
+    alarms: list[Alarm] = []
+    for number, row in enumerate(rows):
+        step = first + 10 * number
+        if isinstance(row, dict):
+            alarms += rules.check(step, 10, 2.0, {"layer_03": row})
+        else:
+            alarms += rules.check(step, 10, row, {})
+    return alarms
+
+
+COLLAPSED = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92)
+BALANCE = (
+    "raise objective.load_balance (now 0.01), or take model.ffn.router.type 'sigmoid_top_k', whose bias a "
+    "rule balances"
+)
+
+SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
+    "nonfinite_logits": (
+        values(nonfinite_tokens=7),
+        f"step 10: layer_03: 7 tokens reached the router with NaN or infinity; something before it broke: "
+        f"{RATE}",
+    ),
+    "exploding_logits": (
+        values(logit_max=83.25),
+        f"step 10: layer_03: a router logit of 83.2 (limit 50); raise objective.router_z (now 0.001), or "
+        f"{RATE}",
+    ),
+    "dead_experts": (
+        values(dead_experts=2),
+        f"step 10: layer_03: 2 of 4 experts had no token in 20 steps; {BALANCE}, or take fewer experts "
+        "or a larger batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+def test_what_need_not_last_rings_at_once(rules: AlarmRules, kind: str) -> None:
+    row, text = SINGLE[kind]
+    (alarm,) = watch(rules, row)
+    assert (alarm.kind, alarm.layer, alarm.step) == (kind, "layer_03", 10)
+    assert str(alarm) == text
+
+
+def test_collapse_rings_when_it_lasts(rules: AlarmRules) -> None:
+    # At worst an expert of four has half of the pairs of k = 2: MaxVio 1; half of that is the limit.
+    assert watch(rules, COLLAPSED) == []
+    (alarm,) = watch(rules, COLLAPSED, first=20)
+    assert alarm.kind == "collapse"
+    assert str(alarm) == (
+        "step 20: layer_03: expert 0 takes 48% of the pairs, MaxVio 0.92 (limit 0.50), for 20 steps; "
+        f"{BALANCE}"
+    )
+
+
+def test_dropping_rings_when_it_lasts(rules: AlarmRules) -> None:
+    dropping = values(dropped_fraction=0.31)
+    (alarm,) = watch(rules, dropping, dropping)
+    assert alarm.kind == "dropped"
+    assert str(alarm) == (
+        "step 20: layer_03: 31% of the pairs are dropped (limit 20%), for 20 steps; "
+        f"raise model.ffn.capacity.factor, or balance better: {BALANCE}"
+    )
+
+
+def test_what_passes_by_itself_is_no_alarm(rules: AlarmRules) -> None:
+    assert watch(rules, COLLAPSED, values(), COLLAPSED, values(), COLLAPSED) == []
+
+
+def test_a_row_that_covers_enough_steps_suffices(rules: AlarmRules) -> None:
+    (alarm,) = rules.check(100, 100, 2.0, {"layer_00": COLLAPSED})
+    assert alarm.message.endswith("for 100 steps")
+
+
+def test_balance_of_one_expert_or_of_all_for_every_token_is_no_collapse(rules: AlarmRules) -> None:
+    single = values(load=[1.0], experts_per_token=0.5)
+    everybody = values(experts_per_token=4.0)
+    assert watch(rules, single, single, everybody, everybody, everybody) == []
+
+
+def test_a_loss_spike_is_measured_against_the_median_of_the_rows_before(rules: AlarmRules) -> None:
+    (alarm,) = watch(rules, 3.0, 2.0, 2.2, 2.1, 2.0, 4.2)
+    assert (alarm.kind, alarm.layer, alarm.step) == ("loss_spike", None, 60)
+    assert str(alarm) == (
+        "step 60: train/loss 4.200 is 2.00 times the median of the rows before, 2.100 (limit 1.3); "
+        f"{RATE}, or raise optimizer.schedule.warmup_fraction (now 0.05)"
+    )
+
+
+def test_a_loss_that_falls_or_wavers_is_none(rules: AlarmRules) -> None:
+    assert watch(rules, 5.5, 4.0, 3.0, 2.5, 2.2, 2.4, 2.1, 2.6, 2.0) == []
+
+
+def test_a_row_without_a_loss_is_passed_over(rules: AlarmRules) -> None:
+    # None of its steps was taken, which is an alarm of its own: test_guard.py.
+    assert watch(rules, float("nan"), 2.0, 2.0, float("nan"), 2.0, 2.0, 2.0, 2.5) == []
+    assert len(watch(rules, float("nan"), 4.2)) == 1
+
+
+def test_a_trouble_rings_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
+    broken = values(nonfinite_tokens=1)
+    assert len(watch(rules, *[broken] * 50)) == 1
+    # It comes and goes: one alarm. It was gone for longer than `after_steps`: another.
+    assert watch(rules, values(), broken, first=510) == []
+    assert len(watch(rules, values(), values(), values(), broken, first=530)) == 1
+
+
+def test_a_trouble_that_lasts_rings_once_however_many_steps_a_row_covers(rules: AlarmRules) -> None:
+    dead = values(dead_experts=1)
+    rung = [rules.check(step, 100, 2.0, {"layer_00": dead}) for step in range(100, 700, 100)]
+    assert [len(alarms) for alarms in rung] == [1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ([COLLAPSED], [COLLAPSED]),
+        ([values(dead_experts=1)], [values(dead_experts=1)]),
+        ([2.0] * 5, [4.0]),
+    ],
+    ids=["it lasted", "it was seen", "losses"],
+)
+def test_rules_that_were_resumed_ring_as_if_nothing_had_been(
+    before: list[Any], then: list[Any]
+) -> None:
+    unbroken, resumed = make_rules(), make_rules()
+    watch(unbroken, *before)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+
+    first = 10 + 10 * len(before)
+    found, expected = (watch(rules, *then, first=first) for rules in (resumed, unbroken))
+
+    assert found == expected
+    assert found != watch(make_rules(), *then, first=first), "it remembered nothing"
+
+
+def test_a_loss_of_zero_has_no_spikes(rules: AlarmRules) -> None:
+    assert watch(rules, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1) == []
+
+
+def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
+    rules: AlarmRules,
+) -> None:
+    # 7.5 of 8 experts per token: MaxVio is 0.07 at worst.
+    row = values(load=[0.12, 0.13] * 4, max_violation=0.06, experts_per_token=7.5)
+    assert watch(rules, row, row, row) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (
+            {"ffn": {"type": "moe", "router": "sigmoid_top_k"}},
+            "raise objective.bias_rule.rate (now 0.001)",
+        ),
+        (
+            {"ffn": {"type": "moe", "router": "forced"}},
+            "take another model.ffn.router.type than 'forced', which learns nothing",
+        ),
+        ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at.3")),
+    ],
+    ids=["bias", "forced", "one layer"],
+)
+def test_advice_names_what_the_layer_has(model: dict[str, Any], advice: str) -> None:
+    assert watch(make_rules(model), COLLAPSED, COLLAPSED)[0].advice == advice
+
+
+def test_advice_on_dropping_names_the_factor() -> None:
+    rules = make_rules({"ffn": {"type": "moe", "capacity": {"factor": 1.25}}})
+    row = values(dropped_fraction=0.5)
+    (alarm,) = watch(rules, row, row)
+    assert alarm.advice.startswith("raise model.ffn.capacity.factor (now 1.25), or ")
+
+
+def test_advice_on_a_router_that_its_block_does_not_name(rules: AlarmRules) -> None:
+    row = values(load=[0.48, 0.44, 0.04, 0.04], max_violation=0.92, dropped_fraction=0.5)
+    alarms = rules.check(100, 100, 2.0, {"layer_03/step_2": row})
+    assert {alarm.kind: alarm.advice for alarm in alarms} == {
+        "collapse": "raise objective.load_balance (now 0.01)",
+        "dropped": "raise the block's capacity, or balance better: raise objective.load_balance (now 0.01)",
+    }
+
+
+def test_advice_inside_a_mixture_of_depths_names_the_block_inside() -> None:
+    inside = {"type": "moe", "capacity": {"factor": 1.25}, "router": "hash"}
+    depths = {"type": "mixture_of_depths", "ffn": inside}
+    rules = make_rules({"ffn": depths, "causal": False})
+    row = values(dropped_fraction=0.5)
+    (alarm,) = rules.check(100, 100, 2.0, {"layer_03/inner": row})
+    assert alarm.advice == (
+        "raise model.ffn.ffn.capacity.factor (now 1.25), or balance better: take another "
+        "model.ffn.ffn.router.type than 'hash', which learns nothing"
+    )
+
+
+def test_advice_with_a_rule_that_has_no_rate_is_the_loss() -> None:
+    model = DecoderConfig.model_validate({"ffn": {"type": "moe", "router": "sigmoid_top_k"}})
+    objective = ObjectiveConfig.model_validate({"bias_rule": "quantile"})
+    advice = Advice(model, objective, AdamWConfig(), TrainerConfig())
+    assert advice.against("collapse", "layer_00") == "raise objective.load_balance (now 0.01)"
+
+
+def test_advice_where_nothing_is_clipped() -> None:
+    (alarm,) = watch(make_rules(gradient_clip_val=0.0), *[2.0] * 5, 9.0)
+    assert "or set trainer.gradient_clip_val, or" in alarm.advice
+
+
+def test_layers_ring_each_for_itself(rules: AlarmRules) -> None:
+    broken = values(logit_max=99.0)
+    alarms = rules.check(10, 10, 2.0, {"layer_00": broken, "layer_01/inner": broken})
+    assert [alarm.layer for alarm in alarms] == ["layer_00", "layer_01/inner"]
+
+
+# -- the bell
+
+
+@pytest.fixture
+def alarm() -> Alarm:
+    return Alarm(30, "loss_spike", None, "train/loss is nan", "lower it")
+
+
+def test_the_bell_prints_keeps_and_tells_wandb(
+    alarm: Alarm,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[object, str, str]] = []
+    monkeypatch.setattr(
+        "moe_ffn.training.monitoring.alarms.alert",
+        lambda loggers, title, text: told.append((loggers, title, text)),
+    )
+    bell = AlarmBell(tmp_path / "alarms.jsonl")
+
+    bell.ring([], loggers=[])
+    assert not bell.file.path.exists()
+    bell.ring([alarm], loggers=[])
+    bell.ring([alarm], loggers=[])
+
+    text = "step 30: train/loss is nan; lower it"
+    assert capsys.readouterr().err == f"alarm: {text}\n" * 2
+    assert told == [([], "loss spike", text)] * 2
+    lines = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
+    assert lines == [alarm.to_dict()] * 2
+    assert lines[0] == {
+        "step": 30,
+        "kind": "loss_spike",
+        "layer": None,
+        "message": "train/loss is nan",
+        "advice": "lower it",
+    }
+    assert bell.num_alarms == 2
+
+
+def test_many_layers_are_one_line_and_one_alert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(
+        "moe_ffn.training.monitoring.alarms.alert",
+        lambda loggers, title, text: told.append(title),
+    )
+    layers = [f"layer_0{number}" for number in range(3)]
+    alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]
+    bell = AlarmBell(tmp_path / "alarms.jsonl")
+
+    bell.ring(alarms, loggers=[])
+
+    text = "alarm: step 9: layer_00: too much; raise it (and layer_01, layer_02)\n"
+    assert capsys.readouterr().err == text
+    assert told == ["collapse, layer_00"]
+    assert [json.loads(line)["layer"] for line in bell.file.path.read_text().splitlines()] == layers
+    assert bell.num_alarms == 3
+
+
+def test_a_bell_that_cannot_write_still_prints(
+    alarm: Alarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "alarms.jsonl"
+
+    AlarmBell(path).ring([alarm], loggers=[])
+
+    assert capsys.readouterr().err.splitlines() == [
+        "alarm: step 30: train/loss is nan; lower it",
+        f"disk: '{path}' cannot be written (Not a directory); training goes on and tries again",
+    ]
+
+
+def test_what_could_not_ring_yet_is_said(rules: AlarmRules) -> None:
+    # These rules want 20 steps; rows are ten steps apart.
+    watch(rules, values())
+    assert rules.not_judged(10, is_routed=True) == [
+        "imbalance, drops and dead experts need 20 steps, this run has 10",
+        "jumps of the loss need 6 rows, this run has 1",
+    ]
+    assert rules.not_judged(10, is_routed=False) == [
+        "jumps of the loss need 6 rows, this run has 1"
+    ]
+    watch(rules, *[values()] * 4, first=20)
+    assert rules.not_judged(50, is_routed=True) == ["jumps of the loss need 6 rows, this run has 5"]
+    watch(rules, values(), first=60)
+    assert rules.not_judged(60, is_routed=True) == []
+    assert rules.not_judged(20, is_routed=True) == []
+    assert rules.not_judged(19, is_routed=True) != []

@@ -1,0 +1,115 @@
+"""Each alarm, caused in a real run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from moe_ffn.training.module import LanguageModel
+from tests.helpers.faults import Fault
+from tests.helpers.fitted import Fitted
+
+EARLY = {"every_n_steps": 1, "alarms": {"after_steps": 3}}
+# Sixty-four tokens never spread evenly over a router that has seen six steps.
+UNLESS_ALL_GO_ONE_WAY = {
+    "every_n_steps": 1,
+    "alarms": {"after_steps": 3, "max_violation_share": 1.0},
+}
+
+
+class Saboteur(Callback):
+    """Multiplies a weight before a batch."""
+
+    def __init__(self, weight: str, factor: float, at: int) -> None:
+        self.weight, self.factor, self.at = weight, factor, at
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        if trainer.global_step == self.at:
+            with torch.no_grad():
+                pl_module.decoder.get_parameter(self.weight).mul_(self.factor)
+
+
+def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int, Any]]:
+    """(kind, step, layer) of what the run's record holds, which is what the console said too."""
+    bell = fitted.watchers.steps.bell
+    kept = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("alarm: ")]
+    assert len(said) == len(kept) == bell.num_alarms
+    for alarm in kept:
+        place = "" if alarm["layer"] is None else f"{alarm['layer']}: "
+        line = f"alarm: step {alarm['step']}: {place}{alarm['message']}; {alarm['advice']}"
+        assert line in said
+    return [(alarm["kind"], alarm["step"], alarm["layer"]) for alarm in kept]
+
+
+def test_a_healthy_run_rings_nothing(fit: Callable[..., Fitted]) -> None:
+    moe = {"type": "moe", "num_experts": 4}
+
+    fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY)
+
+    assert fitted.watchers.steps.bell.num_alarms == 0
+    assert not fitted.watchers.steps.bell.file.path.exists()
+
+
+def test_collapse_dead_experts_and_dropping(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = {"type": "forced", "k": 1, "skew": 1.0}
+    moe = {"type": "moe", "num_experts": 4, "router": router, "capacity": {"factor": 1.0}}
+
+    fitted = fit(model={"ffn": "dense", "ffn_at": {"1": moe}}, logging=EARLY)
+
+    assert alarms_of(fitted, capsys) == [
+        ("dead_experts", 3, "layer_01"),
+        ("collapse", 3, "layer_01"),
+        ("dropped", 3, "layer_01"),
+    ]
+    row = fitted.logger.named("train")[-1][1]
+    assert row["routing/layer_01/dead_experts"] == 3
+    assert row["routing/layer_01/load"] == [1, 0, 0, 0]
+
+
+def test_exploding_router_logits(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sabotage = Saboteur("layers.1.ffn.router.projection.weight", 1e4, at=2)
+
+    fitted = fit(sabotage, model={"ffn": {"type": "moe", "num_experts": 4}}, logging=EARLY)
+
+    assert ("exploding_logits", 3, "layer_01") in alarms_of(fitted, capsys)
+
+
+def test_router_logits_that_are_no_numbers(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sabotage = Fault("layers.1.attention_norm", float("nan"), range(2, 3))
+    moe = {"type": "moe", "num_experts": 4}
+
+    fitted = fit(
+        sabotage, model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY, trainer={"max_steps": 3}
+    )
+
+    # What stands before the sabotage is whole; the loss is not, so the step is skipped.
+    assert alarms_of(fitted, capsys) == [
+        ("skipped_step", 3, None),
+        ("nonfinite_logits", 3, "layer_01"),
+    ]
+
+
+def test_a_loss_spike(fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]) -> None:
+    sabotage = Saboteur("embedding.weight", 300.0, at=7)
+
+    # A loss that many times too high would be skipped.
+    trainer = {"max_steps": 9, "guard": {"max_loss_ratio": None}}
+    fitted = fit(sabotage, model={"ffn": "dense"}, logging=EARLY, trainer=trainer)
+
+    assert alarms_of(fitted, capsys) == [("loss_spike", 8, None)]

@@ -1,0 +1,348 @@
+"""What the loggers are handed, in a real fit of a few steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.data_module import validation_batches
+from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
+from moe_ffn.training.monitoring import callbacks
+from moe_ffn.training.monitoring import routing_window as routing_by_layer
+from moe_ffn.training.monitoring.routing_window import RoutingWindow
+from moe_ffn.training.monitoring.sample_log import SampleLog
+from moe_ffn.training.objective import Objective
+from tests.helpers.faults import Fault
+from tests.helpers.fitted import Fitted
+
+MOE = {"ffn": {"type": "moe", "num_experts": 4}}
+
+
+# -- rows of training
+
+
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["plain", "accumulating 2"])
+def test_a_row_is_the_mean_of_all_steps_since_the_last(
+    fit: Callable[..., Fitted], accumulate: int
+) -> None:
+    fitted = fit(
+        model=MOE,
+        logging={"every_n_steps": 4},
+        trainer={"accumulate_grad_batches": accumulate},
+    )
+
+    rows = fitted.logger.named("train")
+    assert [step for step, _ in rows] == [4, 6]
+    assert len(fitted.spy.outputs) == 6 * accumulate
+    parts = fitted.spy.outputs[: 4 * accumulate], fitted.spy.outputs[4 * accumulate :]
+    for (_, row), part in zip(rows, parts, strict=True):
+        losses = [output["objective"] for output in part]
+        seen = {
+            "loss": [loss.cross_entropy for loss in losses],
+            "objective": [loss.total for loss in losses],
+            "load_balance": [loss.balancing["load_balance"] for loss in losses],
+            "router_z": [loss.balancing["router_z"] for loss in losses],
+        }
+        for name, values in seen.items():
+            mean = torch.stack(values).mean().item()
+            assert row[f"train/{name}"] == pytest.approx(mean, rel=1e-6), name
+
+
+def test_the_load_of_a_row_covers_the_same_steps(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 4})
+
+    (_, first), (_, second) = fitted.logger.named("train")
+    for row, outputs in ((first, fitted.spy.outputs[:4]), (second, fitted.spy.outputs[4:])):
+        for layer in ("layer_00", "layer_01"):
+            ids = torch.cat([output["routings"][layer].expert_ids_N for output in outputs])
+            shares = torch.bincount(ids, minlength=4) / len(ids)
+            assert row[f"routing/{layer}/load"] == pytest.approx(shares.tolist(), abs=1e-6)
+
+
+def test_the_balancing_losses_are_the_means_of_the_layers(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 1})
+
+    for _, row in fitted.logger.named("train"):
+        for name in ("load_balance", "router_z"):
+            layers = [row[f"routing/layer_0{layer}/{name}"] for layer in range(2)]
+            assert row[f"train/{name}"] == pytest.approx(sum(layers) / 2, rel=1e-5)
+
+
+def test_one_row_at_the_end_where_rows_are_rare(fit: Callable[..., Fitted]) -> None:
+    assert [step for step, _ in fit(logging={"every_n_steps": 100}).logger.named("train")] == [6]
+
+
+def test_the_learning_rate_is_that_of_the_step(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(logging={"every_n_steps": 1})
+
+    rates = [row["train/learning_rate"] for _, row in fitted.logger.named("train")]
+    assert rates == fitted.spy.rates
+    assert len(set(rates)) == 6
+
+
+class Clock(Callback):
+    """A clock that stands still but for what is waited for: a batch takes a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e6
+        monkeypatch.setattr(callbacks.time, "perf_counter", lambda: self.now)
+        for place, method, seconds in (
+            (LanguageModel, "validation_step", 1e3),
+            (SampleLog, "on_validation_end", 1e4),
+            (RoutingWindow, "close", 0.5),  # reading the values waits for the device
+        ):
+            monkeypatch.setattr(place, method, self._slow(getattr(place, method), seconds))
+
+    def _slow(self, method: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        @wraps(method)
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return method(*args, **kwargs)
+
+        return slow
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.now += 1
+
+
+def test_tokens_per_second_leaves_validations_and_their_texts_out(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+
+    fitted = fit(clock, logging={"every_n_steps": 2}, trainer={"accumulate_grad_batches": 2})
+
+    assert clock.now > 1e6 + 2 * 1e4, "two validations were waited for"
+    # A row is of 4 batches of 4 sequences x 16 tokens, 4.5 seconds.
+    rates = [row["train/tokens_per_second"] for _, row in fitted.logger.named("train")]
+    assert rates == pytest.approx([256 / 4.5] * 3)
+    assert fitted.watchers.steps.tokens_per_second == pytest.approx(256 / 4.5)
+
+
+def test_tokens_are_those_of_all_ranks(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
+) -> None:
+    config = make_config(model={"ffn": "dense"}, logging={"every_n_steps": 100})
+    steps = make_callbacks(config, prepared, tmp_path).steps
+    module = build_module(config, prepared)
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_step=0, accumulate_grad_batches=1, max_steps=50
+    )
+    batch = LoadedBatch(index=0, input_ids=ids, target_ids=ids)
+
+    steps.on_train_batch_end(trainer, module, module.training_step(batch, 0), batch, 0)
+
+    assert steps.total_tokens == 2 * 64
+
+
+def test_a_row_cut_on_two_ranks_is_to_the_bit_what_it_would_have_been(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, after = torch.tensor([[0.1, 0.7], [0.3, 1.9]]), torch.tensor([[1.1, 0.01], [0.6, 0.3]])
+    unbroken, first, second = ([callbacks._LossWindow() for _ in range(2)] for _ in range(3))
+    for rank in range(2):
+        add_step(unbroken[rank], before[:, rank])
+        add_step(first[rank], before[:, rank])
+    for rank in range(2):
+
+        def all_gather(values: list[Tensor], value: Tensor) -> None:
+            for found, window in zip(values, first, strict=True):
+                found.copy_(window.sums["loss"])
+
+        fake = SimpleNamespace(
+            is_initialized=lambda: True,
+            get_world_size=lambda: 2,
+            get_rank=lambda rank=rank: rank,
+            all_gather=all_gather,
+        )
+        monkeypatch.setattr(routing_by_layer, "distributed", fake)
+        second[rank].load_state_dict(first[rank].state_dict())
+        add_step(second[rank], after[:, rank])
+        add_step(unbroken[rank], after[:, rank])
+
+    for name in ("loss", "objective"):
+        resumed, expected = (
+            torch.stack([window.sums[name] for window in windows]) for windows in (second, unbroken)
+        )
+        assert torch.equal(resumed, expected), name
+
+
+def add_step(window: callbacks._LossWindow, losses: Tensor) -> None:
+    """An optimizer step of so many batches, each of which has one number."""
+    for loss in losses:
+        objective = Objective(loss, loss, {})
+        output = TrainStepOutput(loss=loss, objective=objective, routings={}, shared_shares={})
+        window.add(output, tokens=1)
+    window.end_step(taken=True)
+
+
+class SaveAt(Callback):
+    """A checkpoint of one step; the run goes on."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_goes_on_counting(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tokens, seconds, skipped steps and alarms, of a row that is cut in two and of the whole run."""
+    clock, cut, end = Clock(monkeypatch), tmp_path / "cut.ckpt", tmp_path / "end.ckpt"
+    options: dict[str, Any] = {"model": {"ffn": "dense"}, "logging": {"every_n_steps": 4}}
+    fault = Fault("embedding", math.nan, range(1, 2))
+
+    unbroken = fit(clock, fault, SaveAt(3, cut), SaveAt(6, end), **options)
+    clock.now += 1e6  # until somebody resumes it
+    resumed = fit(clock, resume_from=cut, **options)
+    finished = fit(clock, resume_from=end, **options)
+
+    rows = unbroken.logger.named("train")
+    assert [row["train/skipped_steps"] for _, row in rows] == [1, 0]
+    assert resumed.logger.named("train") == rows
+    assert finished.logger.named("train") == []
+    for fitted in (unbroken, resumed, finished):
+        steps = fitted.watchers.steps
+        assert steps.tokens_per_second == pytest.approx(6 * 64 / (6 + 2 * 0.5))
+        assert (steps.num_skipped, steps.bell.num_alarms) == (1, 1)
+
+
+def test_what_callbacks_see_holds_no_graph(fit: Callable[..., Fitted]) -> None:
+    output = fit(model=MOE).spy.outputs[0]
+
+    assert not output["objective"].total.requires_grad
+    for routing in output["routings"].values():
+        assert not routing.scores_TE.requires_grad
+        assert not routing.weights_N.requires_grad
+
+
+# -- the gradient norm
+
+
+def first_gradient_norm(fitted: Fitted) -> float:
+    """Of the first batch under the initial weights, computed by hand."""
+    module = build_module(fitted.config, fitted.data)
+    module.load_state_dict(fitted.start)
+    data = make_token_data(fitted.config, fitted.data)
+    data.trainer = fitted.trainer
+    batch = data.train_dataloader().batches[0]
+    loaded = LoadedBatch(index=0, input_ids=batch.input_ids, target_ids=batch.target_ids)
+    module.training_step(loaded, 0)["loss"].backward()
+    squares = [p.grad.square().sum() for p in module.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("clip", [0.0, 1e-3], ids=["unclipped", "clipped"])
+def test_gradient_norm_is_the_one_before_clipping(
+    fit: Callable[..., Fitted], algorithm: str, clip: float
+) -> None:
+    fitted = fit(
+        logging={"every_n_steps": 1},
+        trainer={"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm},
+    )
+
+    logged = fitted.logger.named("train")[0][1]["train/gradient_norm"]
+    assert logged == pytest.approx(first_gradient_norm(fitted), rel=1e-5)
+    seen = fitted.spy.clipped_norms[0]
+    if clip == 0:
+        assert seen == pytest.approx(logged)
+    elif algorithm == "norm":
+        assert seen == pytest.approx(clip, rel=1e-2)
+    else:
+        assert seen < logged
+
+
+# -- validation
+
+
+def test_validation_rows_and_the_last_one_kept(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE)
+
+    rows = fitted.logger.named("validation")
+    assert [step for step, _ in rows] == [3, 6]
+    watcher = fitted.watchers.validation
+    assert watcher.last_step == 6
+    assert watcher.last == {
+        name: rows[-1][1][f"validation/{name}"] for name in ("loss", "bits_per_byte")
+    }
+    assert list(watcher.routing) == ["layer_00", "layer_01"]
+
+
+def test_validation_is_the_model_s_loss_and_load_on_every_batch(
+    fit: Callable[..., Fitted],
+) -> None:
+    fitted = fit(model=MOE)
+    model = fitted.module.decoder.eval()
+    nats: list[Tensor] = []
+    pairs = torch.zeros(4)
+    with torch.no_grad():
+        for batch in validation_batches(fitted.config.data, fitted.data):
+            output = model(batch.input_ids)
+            log_p = output.logits.log_softmax(-1)
+            nats.append(-log_p.gather(-1, batch.target_ids[..., None]).flatten())
+            ids = output.routings["layer_01"].expert_ids_N
+            pairs += torch.bincount(ids, minlength=4)
+
+    found = fitted.watchers.validation
+    assert found.last["loss"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
+    torch.testing.assert_close(found.routing["layer_01"]["load"], pairs / pairs.sum())
+
+
+def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) -> None:
+    often = fit(trainer={"validate_every_n_steps": 1}).watchers.validation.last
+    once = fit(trainer={"validate_every_n_steps": 6}).watchers.validation.last
+
+    assert often == once
+
+
+# -- randomness
+
+
+def draws(module: LanguageModel, index: int) -> Tensor:
+    torch.rand(7)  # whatever came before
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    module.on_train_batch_start(LoadedBatch(index=index, input_ids=ids, target_ids=ids), 0)
+    return torch.rand(3)
+
+
+def test_randomness_depends_on_seed_and_batch_and_on_nothing_before(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    module = build_module(make_config(), prepared)
+    other = build_module(make_config().model_copy(update={"seed": 1}), prepared)
+
+    assert torch.equal(draws(module, 5), draws(module, 5))
+    assert not torch.equal(draws(module, 5), draws(module, 6))
+    assert not torch.equal(draws(module, 5), draws(other, 5))
+
+
+def test_randomness_differs_between_ranks(
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = build_module(make_config(), prepared)
+    rank_0 = draws(module, 5)
+    monkeypatch.setattr(LanguageModel, "global_rank", 1)
+
+    assert not torch.equal(draws(module, 5), rank_0)

@@ -1,0 +1,234 @@
+"""What the display says of a run's progress, its validations and its health."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from torch import Tensor
+
+from moe_ffn.runs.assemble import make_token_data
+from moe_ffn.training.monitoring import progress
+from moe_ffn.training.monitoring.progress import (
+    ProgressBar,
+    flow,
+    load_bars,
+    routing_health,
+    status,
+)
+from tests.helpers.fitted import Fitted
+
+
+def values(load: list[float], **replaced: float) -> dict[str, Tensor]:
+    healthy = {"max_violation": max(load) * len(load) - 1, "dropped_fraction": 0, "dead_experts": 0}
+    scalars = {name: torch.tensor(value) for name, value in (healthy | replaced).items()}
+    return {"load": torch.tensor(load), **scalars}
+
+
+EVEN, ONE_HAS_ALL = values([0.25] * 4), values([1.0, 0.0, 0.0, 0.0], dead_experts=3)
+
+
+def test_health_names_the_worst_layer_and_what_is_lost() -> None:
+    assert routing_health({}) == []
+    assert routing_health({"layer_00": EVEN}) == ["MaxVio 0.00 (layer 0)"]
+    worse = values([0.25] * 4, dropped_fraction=0.125, dead_experts=1)
+    assert routing_health({"layer_00": worse, "layer_07/inner": ONE_HAS_ALL}) == [
+        "MaxVio 3.00 (layer 7 inner)",
+        "dropped 12.5%",
+        "dead experts 4",
+    ]
+
+
+def test_bars_are_half_full_at_the_even_share() -> None:
+    # 1, 4, 2 and 1 eighths of the pairs: half, twice, one and a half times the even quarter.
+    uneven = values([0.125, 0.5, 0.375, 0.0])
+    assert load_bars({"layer_00": EVEN, "layer_11": uneven}) == "load  0 ▅▅▅▅  11 ▃█▇·"
+
+
+def test_without_routing_there_is_no_load() -> None:
+    assert load_bars({}) == ""
+    assert load_bars({"layer_00": values([float("nan")] * 4)}) == "load  0 not measured"
+
+
+def test_of_too_many_experts_for_bars_the_extremes_are_named() -> None:
+    # 15 of 64 experts have tokens, expert 40 a quarter of them, and the median expert none.
+    load = [0.0] * 64
+    load[40], load[3:17] = 0.25, [0.75 / 14] * 14
+    assert load_bars({"layer_07": values(load)}) == (
+        "load  7 busiest #40 25.00%, median 0.00%, idlest 0.00%, 49 of 64 unused"
+    )
+
+
+def lopsided(num_experts: int, worst: int) -> dict[str, Tensor]:
+    """One expert has `worst` times the even share, and the last one none."""
+    rest = (1 - worst / num_experts) / (num_experts - 2)
+    return values([worst / num_experts, *[rest] * (num_experts - 2), 0.0], dead_experts=1)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 12, 48])
+@pytest.mark.parametrize("num_experts", [8, 32, 64, 256])
+def test_the_load_of_any_model_fits_a_terminal(num_experts: int, num_layers: int) -> None:
+    # The middle layers are the least balanced.
+    worst = [2 + min(n, num_layers - 1 - n) / num_layers for n in range(num_layers)]
+    routing = {
+        f"layer_{n:02d}/inner": lopsided(num_experts, w)  # pyright: ignore[reportArgumentType]
+        for n, w in enumerate(worst)
+    }
+    lines = load_bars(routing, 80).splitlines()
+
+    assert 1 <= len(lines) <= 4
+    assert max(map(len, lines)) <= 80
+    assert f" {num_layers // 2} inner " in "".join(lines)
+    shown = len(re.findall(r"\d+ inner ", "".join(lines)))
+    is_whole = shown == num_layers
+    assert is_whole != (f"(of {num_layers} layers the least balanced)" in "".join(lines))
+
+
+def test_parts_are_broken_nowhere() -> None:
+    assert flow(["loss 2.3", "MaxVio 1 (layer 0)", "9 tokens/s"], 28) == [
+        "loss 2.3  MaxVio 1 (layer 0)",
+        "9 tokens/s",
+    ]
+    assert flow([], 80) == []
+
+
+def test_the_status_is_of_the_newest_row(fit: Callable[..., Fitted]) -> None:
+    steps = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers.steps
+
+    loss = steps.last_row["train/loss"]
+    text = status(steps)
+    assert text.startswith(f"loss {loss:.3f}  MaxVio ")
+    assert text.endswith(f" {steps.tokens_per_second:,.0f} tokens/s")
+
+
+def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
+    steps = fit(model={"ffn": "dense"}).watchers.steps
+
+    assert "MaxVio" not in status(steps)
+    assert load_bars(steps.last_routing) == ""
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written to an 80-column terminal from now on."""
+    screen = io.StringIO()
+    made = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("rich.console.Console", lambda **_: made)
+    return screen
+
+
+def test_the_bar_shows_load_under_it_in_a_terminal(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchers = fit(model={"ffn": {"type": "moe", "num_experts": 4}}).watchers
+    steps = watchers.steps
+    screen = terminal(monkeypatch)
+    bar = ProgressBar(steps, watchers.validation)
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=6, global_step=6)
+    module: Any = None
+
+    bar.on_train_start(trainer, module)
+    bar.on_train_batch_end(trainer)
+    bar.on_train_end(trainer, module)
+
+    assert "MaxVio" in screen.getvalue()
+    assert load_bars(steps.last_routing) in screen.getvalue()
+
+
+class Frames(Callback):
+    """What the bar shows after each batch and at the end of each validation, without colours."""
+
+    def __init__(self, screen: io.StringIO) -> None:
+        self.screen = screen
+        self.seen: list[str] = []
+
+    def look(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        (bar,) = (callback for callback in trainer.callbacks if isinstance(callback, ProgressBar))
+        if bar._progress is not None:
+            self.screen.seek(0)
+            self.screen.truncate()
+            bar._progress.refresh()
+            self.seen.append(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.screen.getvalue()))
+
+    on_train_batch_end = on_validation_batch_end = on_validation_end = look
+
+
+@pytest.mark.parametrize("validate_every", [3, 100], ids=["in the fit", "after the fit"])
+def test_the_bar_shows_a_validation_and_keeps_its_loss(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch, validate_every: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    frames = Frames(terminal(monkeypatch))
+    done = fit(
+        frames,
+        model={"ffn": {"type": "moe", "num_experts": 32}},
+        trainer={"validate_every_n_steps": validate_every, "max_steps": 4},
+    )
+    if validate_every == 100:
+        frames.seen.clear()
+        done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
+
+    loss = done.watchers.validation.last["loss"]
+    validating = [frame for frame in frames.seen if "validating" in frame]
+    if validate_every == 100:
+        assert len(validating) == len(frames.seen) == 2
+        assert "training" not in validating[0]
+    else:
+        # Three steps, two batches, the end of the validation, and a step.
+        assert ["validating" in frame for frame in frames.seen] == [False] * 3 + [True] * 2 + [
+            False
+        ] * 2
+        assert "3/4" in validating[0]
+        assert all(f"validation loss {loss:.3f} (step 3)" in frame for frame in frames.seen[-2:])
+        assert not any("so far" in frame for frame in frames.seen[-2:])
+    assert "1/2" in validating[0]
+    assert "2/2" in validating[1]
+    assert re.search(r"validation loss \d\.\d{3} so far", validating[0])
+    assert f"validation loss {loss:.3f} so far" in validating[1]
+    for frame in frames.seen:
+        assert "…" not in frame
+        assert max(map(len, frame.splitlines())) <= 80
+
+
+def validation_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("validation at ")]
+
+
+def test_without_a_terminal_each_validation_has_a_line_with_its_loss(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = fit(trainer={"validate_every_n_steps": 4, "max_steps": 6})
+    losses = [row["validation/loss"] for _, row in done.logger.named("validation")]
+    assert validation_lines(capsys.readouterr().err) == [
+        f"validation at step 4: loss {losses[0]:.4f}"
+    ]
+
+    done.trainer.validate(done.module, datamodule=make_token_data(done.config, done.data))
+
+    losses = [row["validation/loss"] for _, row in done.logger.named("validation")]
+    assert validation_lines(capsys.readouterr().err) == [
+        f"validation at step 6: loss {losses[1]:.4f}"
+    ]
+
+
+def test_without_a_terminal_a_long_validation_says_how_far_it_is(
+    fit: Callable[..., Fitted],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = iter(range(0, 1_000_000, 10))  # ten seconds pass whenever somebody looks
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    done = fit(trainer={"validate_every_n_steps": 3, "max_steps": 3})
+
+    loss = done.watchers.validation.last["loss"]
+    first, *others = validation_lines(capsys.readouterr().err)
+    # Begun at 0 s; looked at after 10 s, which is too soon, and after 20 s.
+    assert re.fullmatch(rf"validation at step 3: 2/2  loss {loss:.3f} so far  0 s left", first)
+    assert others == [f"validation at step 3: loss {loss:.4f}"]

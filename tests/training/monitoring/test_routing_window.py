@@ -1,0 +1,213 @@
+"""What a row tells of routing beyond the batches it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.assemble import build_module
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.config import LoggingConfig
+from moe_ffn.training.module import LanguageModel, LoadedBatch
+from moe_ffn.training.monitoring.routing_window import RoutingProbe, RoutingWindow
+from tests.helpers.fitted import Fitted
+
+MOE = {"ffn": {"type": "moe", "num_experts": 4}}
+
+
+@pytest.fixture
+def module(make_config: Callable[..., TrainConfig], prepared: PreparedData) -> LanguageModel:
+    """A model of two sparse layers, whose batch 0 is four sequences of sixteen tokens."""
+    torch.manual_seed(0)
+    module = build_module(make_config(model=MOE), prepared)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(module.byte_lengths), (4, 16), generator=generator)
+    module.batch_at = lambda index: LoadedBatch(index=index, input_ids=ids, target_ids=ids)
+    return module
+
+
+def reroute(module: LanguageModel) -> None:
+    """Other experts for everybody, in layer 1 alone."""
+    router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
+    with torch.no_grad():
+        router.copy_(-router)
+
+
+# -- churn
+
+
+def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageModel) -> None:
+    probe = RoutingProbe()
+    assert probe.look(module) == {}, "the first look has nothing to compare with"
+    assert {layer: churn.item() for layer, churn in probe.look(module).items()} == {
+        "layer_00": 0,
+        "layer_01": 0,
+    }
+    before_TE = probe.chosen["layer_01"]
+    assert before_TE.shape == (16, 4), "a quarter of the batch"
+    reroute(module)
+
+    found = probe.look(module)
+
+    # The two best of four turn into the two worst: nobody keeps an expert.
+    assert {layer: churn.item() for layer, churn in found.items()} == {"layer_00": 0, "layer_01": 1}
+    assert torch.equal(probe.chosen["layer_01"], ~before_TE)
+
+
+def test_a_look_leaves_no_trace(module: LanguageModel) -> None:
+    module.train()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+
+    RoutingProbe().look(module)
+
+    assert torch.equal(torch.rand(2), expected)
+    assert all(part.training for part in module.decoder.modules())
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_dense_model_is_not_looked_at(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData
+) -> None:
+    dense = build_module(make_config(model={"ffn": "dense"}), prepared)
+    dense.batch_at = lambda index: pytest.fail("nothing is routed here")
+    assert RoutingProbe().look(dense) == {}
+
+
+def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(
+        model=MOE,
+        logging={"every_n_steps": 1, "churn_every_n_steps": 2},
+        trainer={"max_steps": 7},
+    )
+
+    rows = fitted.logger.named("train")
+    # Looks at 1, 3, 5, 7; each but the first has one before it.
+    told = [step for step, row in rows if "routing/layer_00/churn" in row]
+    assert told == [3, 5, 7]
+    assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
+
+
+# -- the batches of a window
+
+
+def test_tokens_are_measured_in_the_last_step_and_load_in_all(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE, logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2})
+
+    for (step, row), first in zip(fitted.logger.named("train"), (0, 6), strict=True):
+        of_window = fitted.spy.outputs[first : first + 6]
+        of_last_step = [output["routings"]["layer_01"] for output in of_window[4:]]
+        largest = max(routing.logits_TE.abs().max().item() for routing in of_last_step)
+        assert row["routing/layer_01/logit_max"] == pytest.approx(largest), step
+        ids = torch.cat([output["routings"]["layer_01"].expert_ids_N for output in of_window])
+        shares = torch.bincount(ids, minlength=4) / len(ids)
+        assert row["routing/layer_01/load"] == pytest.approx(shares.tolist()), step
+
+
+def test_a_window_that_was_cut_short_says_nothing_of_tokens(module: LanguageModel) -> None:
+    window = RoutingWindow(LoggingConfig())
+    assert "entropy" in values_of(module, window, 10)["layer_00"]
+    assert module.batch_at is not None
+    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=False)
+    found = window.close(13, 3, module, 1)["layer_00"]
+    assert "entropy" not in found
+    assert found["load"].sum().item() == pytest.approx(1)
+
+
+# -- dead experts, biases, ranks
+
+
+def values_of(module: LanguageModel, window: RoutingWindow, step: int, ranks: int = 1) -> Any:
+    assert module.batch_at is not None
+    window.update(module.decoder(module.batch_at(0)["input_ids"]).routings, in_last_step=True)
+    return window.close(step, 10, module, ranks)
+
+
+def test_an_expert_is_dead_after_enough_steps_without_a_token(module: LanguageModel) -> None:
+    window = RoutingWindow(LoggingConfig.model_validate({"alarms": {"after_steps": 20}}))
+    router = module.decoder.get_parameter("layers.1.ffn.router.projection.weight")
+    alive = router.detach().clone()
+    with torch.no_grad():
+        router.zero_()  # ties go to the first two of the four
+    assert values_of(module, window, 10)["layer_01"]["dead_experts"] == 0
+    assert values_of(module, window, 20)["layer_01"]["dead_experts"] == 2
+    assert values_of(module, window, 30)["layer_01"]["dead_experts"] == 2
+    with torch.no_grad():
+        router.copy_(alive)
+    assert values_of(module, window, 40)["layer_01"]["dead_experts"] == 0
+    assert values_of(module, window, 50)["layer_00"]["dead_experts"] == 0
+
+
+def test_a_resumed_window_remembers_earlier_steps(module: LanguageModel) -> None:
+    config = LoggingConfig.model_validate({"alarms": {"after_steps": 20}})
+    first, second = RoutingWindow(config), RoutingWindow(config)
+    with torch.no_grad():
+        module.decoder.get_parameter("layers.1.ffn.router.projection.weight").zero_()
+    values_of(module, first, 10)
+
+    second.load_state_dict(first.state_dict())
+    found = values_of(module, second, 30)["layer_01"]
+
+    assert found["dead_experts"] == 2
+    assert found["churn"] == 0
+
+
+def test_a_window_that_was_cut_goes_on_with_its_load_and_its_looks(module: LanguageModel) -> None:
+    """Half of its pairs are of before; and the next look is due when it was."""
+    config = LoggingConfig.model_validate({"churn_every_n_steps": 20})
+    first, second = RoutingWindow(config), RoutingWindow(config)
+    values_of(module, first, 10)  # the first look
+    assert module.batch_at is not None
+    before = module.decoder(module.batch_at(0)["input_ids"]).routings
+    first.update(before, in_last_step=False)
+    second.load_state_dict(first.state_dict())
+    reroute(module)
+
+    found = values_of(module, second, 20)["layer_01"]
+
+    after = module.decoder(module.batch_at(0)["input_ids"]).routings
+    ids = torch.cat([before["layer_01"].expert_ids_N, after["layer_01"].expert_ids_N])
+    assert found["load"].tolist() == pytest.approx((torch.bincount(ids) / len(ids)).tolist())
+    assert "churn" not in found, "ten steps after a look"
+    assert "churn" in values_of(module, second, 30)["layer_01"]
+
+
+def test_the_spread_of_a_bias_and_the_imbalance_of_ranks(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
+) -> None:
+    biased = {"ffn": {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k"}}}
+    other = build_module(make_config(model=biased), prepared)
+    other.batch_at = module.batch_at
+    bias_E = other.decoder.routers()["layer_00"].correction_bias_E
+    assert isinstance(bias_E, Tensor)
+    bias_E.copy_(torch.tensor([0.0, 0.2, -0.3, 0.1]))
+
+    alone = values_of(other, RoutingWindow(LoggingConfig()), 10)["layer_00"]
+    two = values_of(module, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+
+    assert alone["bias_spread"].item() == pytest.approx(0.5)
+    assert "rank_max_violation" not in alone
+    halves = two["load"].view(2, 2).sum(dim=-1)
+    assert two["rank_max_violation"].item() == pytest.approx(2 * halves.max().item() - 1)
+    assert "bias_spread" not in two
+
+
+def test_experts_without_a_network_are_on_no_rank(
+    make_config: Callable[..., TrainConfig], prepared: PreparedData, module: LanguageModel
+) -> None:
+    moe = {"type": "moe", "num_experts": 4, "zero_computation": {"num_zero": 4}}
+    other = build_module(make_config(model={"ffn": moe}), prepared)
+    other.batch_at = module.batch_at
+
+    found = values_of(other, RoutingWindow(LoggingConfig()), 10, ranks=2)["layer_00"]
+
+    halves = found["load"][:4].view(2, 2).sum(dim=-1)
+    expected = 2 * halves.max() / halves.sum() - 1
+    assert found["load"].shape == (8,)
+    assert found["rank_max_violation"].item() == pytest.approx(expected.item())

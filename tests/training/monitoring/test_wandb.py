@@ -1,0 +1,185 @@
+"""What becomes of wandb without a key, a network or a package; rows.
+
+With the real client: `test_wandb_client.py`, and `tests/cli/test_train_wandb.py` for whole runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.monitoring.wandb import WandbRun, wandb_logger
+from tests.helpers.stub_wandb import StubRun, StubWandb
+
+pytestmark = pytest.mark.usefixtures("nobodys_wandb")
+
+COMMANDS = (
+    "look: wandb leet runs/mine/wandb/offline-run-1; "
+    "upload: wandb sync runs/mine/wandb/offline-run-1"
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`start(StubWandb(...), WandbConfig(...))`: the logger and the line."""
+
+    def run(wandb: Any, config: WandbConfig | None = None) -> tuple[WandbRun | None, str]:
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        run_dir = tmp_path / "runs" / "mine"
+        return wandb_logger(config or WandbConfig(), run_dir, ["moe"], {"seed": 0})
+
+    return run
+
+
+# -- which mode, and which line
+
+
+def test_where_it_can_be_the_run_is_online(start: Any) -> None:
+    wandb = StubWandb()
+
+    logger, line = start(wandb)
+
+    assert logger.online
+    assert wandb.modes == ["online"]
+    assert line == "wandb: online, https://wandb.example/run"
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_elsewhere_it_is_kept_offline_and_the_line_says_why(start: Any, mode: Any) -> None:
+    wandb = StubWandb(failing=("online",))
+
+    logger, line = start(wandb, WandbConfig(mode=mode))
+
+    assert not logger.online
+    assert wandb.modes == ["online", "offline"]
+    assert line == f"wandb: offline (no connection); {COMMANDS}"
+
+
+def test_a_run_that_is_to_be_offline_needs_no_reason(start: Any) -> None:
+    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == f"wandb: offline; {COMMANDS}"
+
+
+@pytest.mark.parametrize(
+    ("python", "program"),
+    [
+        (".venv/bin/python", ".venv/bin/wandb"),
+        ("/an environment/python", "'/an environment/wandb'"),
+    ],
+)
+def test_where_no_environment_is_activated_the_commands_name_its_wandb(
+    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, python: str, program: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing here"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / python))
+
+    folder = "runs/mine/wandb/offline-run-1"
+    assert start(StubWandb(), WandbConfig(mode="offline"))[1] == (
+        f"wandb: offline; look: {program} leet {folder}; upload: {program} sync {folder}"
+    )
+
+
+def test_where_nothing_works_the_run_goes_on_without(start: Any) -> None:
+    wandb = StubWandb(failing=("online", "offline"), why="the disk is full")
+
+    logger, line = start(wandb)
+
+    assert logger is None
+    assert wandb.modes == ["online", "offline"]
+    assert line == "wandb: off (the disk is full), metrics are in metrics.jsonl"
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_the_option_wins_over_the_environment(
+    start: Any, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    wandb = StubWandb()
+    monkeypatch.setenv("WANDB_MODE", "online")
+
+    start(wandb, WandbConfig(mode=mode))
+
+    assert wandb.modes == ([] if mode == "disabled" else ["offline"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "modes"),
+    [
+        ("offline", ["offline"]),
+        ("dryrun", ["offline"]),
+        ("online", ["online"]),
+        ("run", ["online"]),
+        ("shared", ["online"]),
+        ("disabled", []),
+        ("", ["online"]),
+    ],
+)
+def test_auto_follows_the_environment_and_empty_is_unset(
+    start: Any, monkeypatch: pytest.MonkeyPatch, environment: str, modes: list[str]
+) -> None:
+    wandb = StubWandb()
+    monkeypatch.setenv("WANDB_MODE", environment)
+
+    start(wandb)
+
+    assert wandb.modes == modes
+    assert os.environ.get("WANDB_MODE") != "", "wandb itself refuses the empty string"
+
+
+def test_an_environment_that_wandb_would_refuse_is_ignored_aloud(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+
+    start(StubWandb())
+
+    assert "WANDB_MODE" not in os.environ
+    assert capsys.readouterr().err == (
+        "wandb: WANDB_MODE 'sometimes' is ignored; known: online, offline, disabled, shared, run, "
+        "dryrun\n"
+    )
+
+
+def test_a_key_may_end_in_a_newline(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a key from a file\n")
+
+    start(StubWandb())
+
+    assert os.environ["WANDB_API_KEY"] == "a key from a file"
+
+
+def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
+    # `import wandb` beside a folder `./wandb` gives a namespace package with nothing in it.
+    logger, line = start(SimpleNamespace())
+
+    assert logger is None
+    assert line == "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
+
+
+def test_the_run_is_named_tagged_and_described(start: Any) -> None:
+    wandb = StubWandb()
+    start(wandb, WandbConfig(project="mine", entity="us"))
+
+    (arguments,) = wandb.started
+    assert arguments["project"] == "mine"
+    assert arguments["entity"] == "us"
+    assert arguments["name"] == "mine"
+    assert arguments["tags"] == ["moe"]
+    assert arguments["config"] == {"seed": 0}
+    assert arguments["id"] is None
+
+
+# -- rows
+
+
+def test_a_row_that_fails_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = WandbRun(StubRun(failing=BrokenPipeError("Broken pipe")), online=False)
+
+    logger.log_metrics({"loss": 1.0}, step=1)
+    logger.log_metrics({"loss": 0.5}, step=2)
+
+    assert capsys.readouterr().err == "wandb: Broken pipe; metrics go to metrics.jsonl alone\n"

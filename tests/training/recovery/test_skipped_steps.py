@@ -1,0 +1,335 @@
+"""A step whose numbers have gone wrong, in a real fit: what it leaves behind, and what is said of it.
+
+`tests/reliability/test_bad_numbers.py` breaks every place in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision.amp import MixedPrecision
+from torch import Tensor
+
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training import module as module_file
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.progress import status
+from moe_ffn.training.objective import Objective
+from moe_ffn.training.recovery.guard import Diverged
+from tests.helpers.faults import Fault
+from tests.helpers.fitted import Fitted
+from tests.helpers.resumed import Killed, Recorder, run
+from tests.helpers.same_run import assert_same
+
+BIASED = {"type": "moe", "num_experts": 4, "router": "sigmoid_top_k"}
+ROUTER = "layers.1.ffn.router.projection"
+
+
+class Watcher(Callback):
+    """What training moves, after every step."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+        self.num_hooks: set[int] = set()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        if trainer.global_step > len(self.weights):
+            state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+            self.weights.append(state)
+        modules = pl_module.modules()
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+        self.num_hooks.add(sum(hooks))
+
+    def moved(self, step: int) -> set[str]:
+        before, after = self.weights[step - 2], self.weights[step - 1]
+        return {name for name in after if not torch.equal(before[name], after[name])}
+
+
+class HalfPrecision(Callback):
+    """float16 with its scaler, on the CPU; keeps the scale of every step."""
+
+    def __init__(self, scale: float) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.scales: list[float] = []
+
+    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        plugin = MixedPrecision("16-mixed", "cpu", self.scaler)
+        trainer.strategy.precision_plugin = plugin
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.scales.append(self.scaler.get_scale())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3], ids=["plain", "accumulating 3"])
+def test_a_skipped_step_moves_nothing_and_the_next_one_goes_on(
+    fit: Callable[..., Fitted], accumulate: int
+) -> None:
+    watcher, broken = Watcher(), 3 * accumulate + accumulate // 2
+    fault = Fault(ROUTER, math.nan, range(broken, broken + 1))
+
+    fitted = fit(
+        fault, watcher, model={"ffn": BIASED}, trainer={"accumulate_grad_batches": accumulate}
+    )
+
+    assert fault.num_strikes == 2, "once, and once more to find where it began"
+    assert watcher.moved(4) == set()
+    biases = {f"decoder.layers.{layer}.ffn.router.correction_bias_E" for layer in (0, 1)}
+    for step in (2, 3, 5, 6):
+        assert biases < watcher.moved(step)
+    assert len(watcher.num_hooks) == 1, "hooks were left behind"
+    # The schedule moves on, and the data with it.
+    assert fitted.spy.rates == sorted(fitted.spy.rates[:1]) + fitted.spy.rates[1:]
+    assert len(set(fitted.spy.rates)) == 6
+    assert fitted.module.guard.num_skipped == 1
+    assert fitted.watchers.steps.num_skipped == 1
+
+
+def test_a_step_is_repeated_with_the_randomness_it_had(fit: Callable[..., Fitted]) -> None:
+    class Outputs(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.decoder.unembedding.register_forward_hook(self.keep)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def keep(self, module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if module.training:
+                self.seen.append(output.detach())
+
+    outputs = Outputs()
+    fit(
+        *(outputs, Fault("layers.0.attention_norm.weight", math.nan, range(7, 8))),
+        model={"ffn": {**BIASED, "router": "noisy_top_k"}, "dropout": 0.5},
+        trainer={"accumulate_grad_batches": 2, "max_steps": 5},
+    )
+
+    # Batches 6 and 7 make up the step; after them come the same two again, then 8 and 9.
+    assert len(outputs.seen) == 12
+    for batch in (6, 7):
+        assert torch.equal(outputs.seen[batch], outputs.seen[batch + 2])
+    assert not torch.equal(outputs.seen[8], outputs.seen[9])
+
+
+def test_a_row_is_of_the_steps_that_were_taken(fit: Callable[..., Fitted]) -> None:
+    fault = Fault("embedding", math.inf, range(2, 4))
+
+    fitted = fit(
+        fault,
+        model={"ffn": BIASED},
+        logging={"every_n_steps": 2},
+        trainer={"accumulate_grad_batches": 2, "max_steps": 4},
+    )
+
+    first, second = (row for _, row in fitted.logger.named("train"))
+    of_batches = [output["objective"] for output in fitted.spy.outputs]
+    taken = torch.stack([losses.cross_entropy for losses in of_batches[:2]])
+    assert first["train/loss"] == pytest.approx(taken.mean().item())
+    assert all(math.isfinite(first[f"train/{name}"]) for name in ("objective", "router_z"))
+    assert first["train/skipped_steps"] == 1
+    assert second["train/skipped_steps"] == 0
+    assert "  skipped 1  " in status(fitted.watchers.steps)
+
+
+def test_a_row_without_a_taken_step_has_no_loss(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = fit(
+        Fault("embedding", math.nan, range(2, 4)),
+        model={"ffn": "dense"},
+        logging={"every_n_steps": 2},
+    )
+
+    rows = [row for _, row in fitted.logger.named("train")]
+    assert [row["train/skipped_steps"] for row in rows] == [0, 2, 0]
+    assert [math.isnan(row["train/loss"]) for row in rows] == [False, True, False]
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "alarm" in line)
+    assert said.startswith(
+        "alarm: step 3: skipped (1 in a row, 10 end the run): its loss is nan, which began in "
+        "decoder.embedding; if it comes again, lower optimizer.learning_rate"
+    )
+
+
+def test_a_loss_too_high_is_skipped_without_looking_for_a_layer(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault("loss", 100.0, range(6, 7))
+    monkeypatch.setattr(module_file, "objective", fault.objective(module_file.objective))
+
+    fitted = fit(fault, model={"ffn": "dense"}, trainer={"max_steps": 8})
+
+    assert fitted.module.guard.num_skipped == fault.num_strikes == 1
+    record = fitted.watchers.steps.bell.file.path.read_text()
+    assert "times the median of the steps before" in record
+    assert "began" not in record
+
+
+def test_clipping_by_value_leaves_the_step_out_too(fit: Callable[..., Fitted]) -> None:
+    options = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01}
+    watcher = Watcher()
+    fault = Fault("layers.0.attention_norm.weight", math.nan, range(2, 3))
+
+    fitted = fit(fault, watcher, model={"ffn": "dense"}, trainer=options)
+
+    assert fitted.module.guard.num_skipped == 1
+    assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # scaler skips the first
+def test_the_search_for_a_float16_scale_is_no_trouble(fit: Callable[..., Fitted]) -> None:
+    half, watcher = HalfPrecision(2.0**26), Watcher()
+
+    fitted = fit(
+        *(half, watcher),
+        model={"ffn": BIASED},
+        trainer={"max_steps": 14, "guard": {"max_skipped_in_a_row": 1}},
+    )
+
+    # Halved until the gradients fit, and no bias moves on what no step is made of.
+    steps = range(2, 15)
+    halved = [half.scales[step - 1] < half.scales[step - 2] for step in steps]
+    assert halved[0]
+    assert not halved[-1]
+    assert [bool(watcher.moved(step)) for step in steps] == [not now for now in halved]
+    assert fitted.module.guard.num_skipped == 0
+
+
+def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
+    watcher = Watcher()
+
+    fitted = fit(
+        *(HalfPrecision(2.0**4), watcher, Fault(ROUTER, math.nan, range(2, 3))),
+        model={"ffn": BIASED},
+    )
+
+    assert fitted.module.guard.num_skipped == 1
+    assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
+    assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.bell.file.path.read_text()
+
+
+def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Rows(Callback):
+        def on_exception(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            rows.extend({"step": step, **row} for step, row in trainer.loggers[0].rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+    with pytest.raises(
+        Diverged, match=r"^step 5: 3 steps in a row .* decoder\.layers\.1\.ffn"
+    ) as info:
+        fit(
+            Rows(),
+            Fault(ROUTER, math.nan, range(2, 9)),
+            model={"ffn": BIASED},
+            logging={"every_n_steps": 4},
+            trainer={"max_steps": 9, "guard": {"max_skipped_in_a_row": 3}},
+        )
+
+    assert info.value.step == 5
+    rows = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in rows] == [4, 5]
+    assert [row["train/skipped_steps"] for row in rows] == [2, 1]
+
+
+def test_no_checkpoint_holds_what_is_not_finite(fit: Callable[..., Fitted], tmp_path: Path) -> None:
+    class Breaker(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+        ) -> None:
+            assert isinstance(pl_module, LanguageModel)
+            if trainer.global_step == 4:
+                with torch.no_grad():
+                    pl_module.decoder.embedding.weight[0, 0] = math.inf
+
+    with pytest.raises(Diverged, match=r"began in the parameter decoder\.embedding\.weight$"):
+        fit(
+            Breaker(),
+            model={"ffn": "dense"},
+            trainer={"guard": {"max_skipped_in_a_row": 2}, "validate_every_n_steps": 1},
+        )
+
+    assert list((tmp_path / "checkpoints").glob("*.ckpt"))
+    for path in (tmp_path / "checkpoints").glob("*.ckpt"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in state.values())
+
+
+class Faulty(Recorder):
+    """Watches a run in which the loss of step 3 is no number and that of step 7 is 100 times too high."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.factor = 1.0
+        self.guard: dict[str, Any] = {}
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.factor = {3: math.nan, 7: 100.0}.get(trainer.global_step + 1, 1.0)
+
+    def broken(self, losses: Objective) -> Objective:
+        return replace(losses, total=losses.total * self.factor)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.guard = pl_module.guard.state_dict()
+
+
+def test_a_resumed_run_knows_what_was_skipped_and_what_a_loss_was(
+    make_config: Callable[..., TrainConfig],
+    prepared: PreparedData,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = make_config(model={"ffn": BIASED}, trainer={"max_steps": 9, "precision": "32-true"})
+    real, cut = module_file.objective, tmp_path / "cut.ckpt"
+    unbroken, first, second = Faulty(), Faulty(cut, 6), Faulty()
+
+    def run_with(faulty: Faulty, **options: Any) -> Any:
+        monkeypatch.setattr(
+            module_file,
+            "objective",
+            lambda *args, **kwargs: faulty.broken(real(*args, **kwargs)),
+        )
+        return run(config, prepared, tmp_path / "run", faulty, **options)
+
+    weights, optimizer = run_with(unbroken)
+    with pytest.raises(Killed):
+        run_with(first)
+    resumed, resumed_optimizer = run_with(second, resume_from=cut)
+
+    assert unbroken.guard["num_skipped"] == 2
+    assert second.guard == unbroken.guard
+    assert_same(resumed, weights, "weights")
+    assert_same(resumed_optimizer, optimizer, "optimizer")
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.0], ids=["clipped", "not clipped"])
+def test_a_norm_that_overflows_is_told_from_a_gradient_that_is_not_finite(
+    fit: Callable[..., Fitted], capsys: pytest.CaptureFixture[str], limit: float
+) -> None:
+    class Large(Callback):
+        def on_before_optimizer_step(
+            self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+        ) -> None:
+            if trainer.global_step == 2:
+                for parameter in pl_module.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.fill_(1e20)
+
+    fitted = fit(Large(), trainer={"gradient_clip_val": limit})
+
+    assert fitted.module.guard.num_skipped == 1
+    said = capsys.readouterr().err
+    assert "its gradient norm is inf, though every gradient is finite: the sum of their " in said
+    assert "when the step was repeated" not in said

@@ -1,0 +1,152 @@
+"""What is passed on to `lightning.Trainer` does what `--help trainer` says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs.assemble import LAUNCHED, check_trainer
+from moe_ffn.runs.config import TrainConfig
+from tests.helpers.own_block import OWN_BLOCK
+
+RunTrain = Callable[..., Any]
+
+pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    """Lightning sets these for the whole process."""
+    cudnn, deterministic = (
+        torch.backends.cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    yield
+    torch.backends.cudnn.benchmark = cudnn
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path, profiler: str) -> None:
+    run = run_train(tmp_path, "--trainer.profiler", profiler, "--trainer.max_steps", "2")
+
+    assert run.code == 0, run.stderr
+    text = (run.folder / "profile.txt").read_text()
+    assert "LanguageModel.optimizer_step" in text
+    assert "  profile.txt  " in run.stdout
+    assert text.startswith("optimizer steps 1 to 2\n")
+
+    more = ("--resume", str(run.folder), "--trainer.max_steps")
+    assert run_train(tmp_path, *more, "3").code == 0
+    text = (run.folder / "profile.txt").read_text()
+    assert text.startswith("optimizer steps 3 to 3\n")
+    assert run_train(tmp_path, *more, "4", "--trainer.profiler", "null").code == 0
+    assert not (run.folder / "profile.txt").exists(), "what is there is of this run's last part"
+
+
+def test_a_run_without_a_profiler_has_none(moe_run: Any) -> None:
+    assert not (moe_run.folder / "profile.txt").exists()
+
+
+def test_a_run_ends_when_its_time_is_over_and_says_so(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--trainer.max_time", "00:00:00:00")
+
+    assert run.code == 0, run.stderr
+    (step,) = re.findall(
+        r"^ended after step (\d) of 6 \(trainer\.max_time\)$", run.stdout, re.MULTILINE
+    )
+    assert int(step) < 6
+    assert run.rows[-1]["step"] == int(step)
+    assert "validation/loss" in run.rows[-1]
+
+
+def test_a_run_that_stops_early_says_so(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(
+        tmp_path,
+        "--trainer.early_stopping", "{patience: 1, min_delta: 100}",
+        "--trainer.validate_every_n_steps", "1",
+    )  # fmt: skip
+
+    assert "\nended after step 2 of 6 (trainer.early_stopping)\n" in run.stdout
+
+
+def test_a_run_that_comes_to_its_end_says_no_such_thing(moe_run: Any) -> None:
+    assert "ended after" not in moe_run.stdout
+
+
+@pytest.mark.parametrize("inference_mode", ["true", "false"])
+def test_validation_is_under_inference_mode_or_not(
+    run_train: RunTrain, tmp_path: Path, inference_mode: str
+) -> None:
+    (tmp_path / "own.py").write_text(
+        OWN_BLOCK
+        % f"expected = not self.training and {inference_mode.title()}; is_run = len(x) != 2; "
+        "assert not is_run or torch.is_inference_mode_enabled() == expected"
+    )
+
+    run = run_train(
+        tmp_path,
+        "--model.ffn.type", "own.py:Config",
+        "--trainer.inference_mode", inference_mode,
+        "--trainer.max_steps", "1",
+        "--sample.num_tokens", "0",
+    )  # fmt: skip
+
+    assert run.code == 0, run.stderr
+
+
+def test_an_anomaly_ends_the_run_where_it_is_made(run_train: RunTrain, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_BLOCK % "return FFNOutput(x + 0 * (x * 0).sqrt())")
+
+    with (
+        pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
+        pytest.raises(RuntimeError, match="Function 'SqrtBackward0' returned nan values"),
+    ):
+        run_train(tmp_path, "--model.ffn.type", "own.py:Config", "--trainer.detect_anomaly", "true")
+
+
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize(
+    ("argument", "value", "asked"),
+    [
+        ("benchmark", "true", "torch.backends.cudnn.benchmark"),
+        ("deterministic", "true", "torch.are_deterministic_algorithms_enabled()"),
+        ("deterministic", "warn", "torch.is_deterministic_algorithms_warn_only_enabled()"),
+    ],
+)
+def test_switches_of_torch_are_set_while_it_trains(
+    run_train: RunTrain, tmp_path: Path, argument: str, value: str, asked: str
+) -> None:
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(False)
+    (tmp_path / "own.py").write_text(OWN_BLOCK % f"assert {asked}")
+
+    run = run_train(
+        tmp_path,
+        "--model.ffn.type", "own.py:Config",
+        f"--trainer.{argument}", value,
+        "--trainer.max_steps", "1",
+    )  # fmt: skip
+
+    assert run.code == 0, run.stderr
+
+
+# Of SLURM Lightning reads more, and checks it.
+@pytest.mark.parametrize("variable", [name for name in LAUNCHED if not name.startswith("SLURM")])
+def test_machines_that_a_launcher_has_started_are_taken(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    config = TrainConfig.model_validate({"trainer": {"num_nodes": 2, "accelerator": "cpu"}})
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"^trainer\.num_nodes \(2\): .* torchrun "):
+        check_trainer(config)
+
+    monkeypatch.setenv(variable, "2")
+    check_trainer(config)
