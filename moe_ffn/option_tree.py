@@ -142,7 +142,7 @@ def option_tree(root: type[Config], options: Mapping[str, Any]) -> Option:
 def members_of(family: type[TaggedConfig]) -> dict[type[TaggedConfig], list[str]]:
     """The classes of a family, each with the types that name it."""
     members: dict[type[TaggedConfig], list[str]] = {}
-    for name, member in sorted(family.members.items()):
+    for name, member in family.members.items():
         members.setdefault(member, []).append(name)
     return members
 

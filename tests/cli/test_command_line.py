@@ -275,7 +275,7 @@ def test_help_names_every_section_and_option() -> None:
     for title in TrainConfig.model_fields:
         assert f"\n{title}: " in done.stdout, title
     # The choices of the family, and the meaning of an option.
-    assert "One of: bilinear, conv, dense, geglu" in " ".join(done.stdout.split())
+    assert "One of: conv, identity, dense, swiglu" in " ".join(done.stdout.split())
     assert "Optimizer steps between validations" in done.stdout
     assert "--config FILE" in done.stdout
     assert not [line for line in done.stdout.splitlines() if len(line) > 100]

@@ -151,7 +151,7 @@ def test_bad_mixtures_of_depths_are_refused(options: dict[str, Any], message: st
         ),
         (
             {"combine": "gate"},
-            "combine.type: unknown 'gate'; known: sum, sigmoid_gate, average, residual",
+            "combine.type: unknown 'gate'; known: average, residual, sigmoid_gate, sum",
         ),
     ],
     ids=["nothing to combine", "k above all", "sparse shared expert", "unknown combination"],

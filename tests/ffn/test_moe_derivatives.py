@@ -5,12 +5,13 @@ T tokens, D model width
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -45,9 +46,15 @@ class OfEverything:
         return output.hidden
 
 
+def chooses_steadily(drawn: AnyMoE) -> bool:
+    """False where the last digits choose: balanced among one token, Sinkhorn's scores are all alike."""
+    return drawn.config["router"]["type"] != "sinkhorn" or math.prod(drawn.shape) > 1
+
+
 @SOME
 @given(any_moe(backends=("loop", "cpu"), dtypes=DOUBLE, shapes=SHAPES))
 def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
+    assume(chooses_steadily(drawn))
     layer = OfEverything(drawn)
     assert gradcheck(layer, layer.inputs, fast_mode=True)
 
@@ -55,6 +62,7 @@ def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
 @FEW
 @given(any_moe(backends=("loop",), dtypes=DOUBLE, shapes=SHAPES))
 def test_gradients_of_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
+    assume(chooses_steadily(drawn))
     layer = OfEverything(drawn)
     assert gradgradcheck(layer, layer.inputs, fast_mode=True)
 

@@ -11,7 +11,7 @@ from moe_ffn.routing import RouterConfig
 
 WITH_K = [name for name, cls in RouterConfig.members.items() if "k" in cls.model_fields]
 WITH_JITTER = [name for name, cls in RouterConfig.members.items() if "jitter" in cls.model_fields]
-KNOWN = ", ".join(RouterConfig.members)
+KNOWN = ", ".join(sorted(RouterConfig.members))
 
 
 def refusal(router: Any, num_experts: int = 8) -> str:
