@@ -1,18 +1,14 @@
-"""Activation functions by name, and which of them each gated variant uses.
-
-The names stand apart from the functions so that configs can check them without torch.
-"""
+"""Activation functions by name, and which of them each gated variant uses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 Activation = Literal["relu", "gelu", "silu", "relu_squared", "sigmoid", "identity"]
 """`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, not tanh."""
@@ -39,21 +35,19 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-@cache
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
+    "sigmoid": torch.sigmoid,
+    "identity": identity,
+}
+
+
 def activation_function(name: Activation) -> Callable[[Tensor], Tensor]:
     """The element-wise function called `name`; KeyError when there is none."""
-    import torch
-    import torch.nn.functional as F
-
-    functions: dict[Activation, Callable[[Tensor], Tensor]] = {
-        "relu": F.relu,
-        "gelu": F.gelu,
-        "silu": F.silu,
-        "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
-        "sigmoid": torch.sigmoid,
-        "identity": identity,
-    }
-    return functions[name]
+    return ACTIVATIONS[name]
 
 
 @dataclass(frozen=True)
