@@ -44,12 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skipif(on_gpu, reason="these layers are on the CPU"))
 
 
-@pytest.fixture(autouse=True)
-def _default_dtype() -> None:
-    """A program that ended within a run in 64-true may have left float64 behind."""
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Models this small are slower on several threads, most of all where tests share the cores."""
