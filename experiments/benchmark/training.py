@@ -18,7 +18,7 @@ from experiments.benchmark.layers import AUTO, REFERENCE, SAME, Layer, ours
 from experiments.benchmark.session import Session, ratio, spread, times
 from experiments.benchmark.shapes import Shape
 from experiments.benchmark.timing import Timed, Timing
-from moe_ffn.data.corpus import stdlib_documents
+from moe_ffn.data.corpus import StdlibConfig
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.model.decoder import DecoderConfig
@@ -135,7 +135,7 @@ def corpus(num_steps: int, data: DataConfig) -> Tensor:
     """uint8: enough of the standard library's source for that many steps, where it is long enough."""
     needed = (num_steps + 2) * data.batch_size * (data.seq_len + 1)
     text = bytearray()
-    for document in stdlib_documents():
+    for document in StdlibConfig().documents():
         for block in document.blocks:
             text += block
         if len(text) >= needed:

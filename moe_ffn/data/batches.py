@@ -1,12 +1,13 @@
 """Batches as pure functions of their index: the same in any order, after any interruption.
 
-B sequences in a batch, S tokens in a sequence.
+B sequences in a batch, S tokens in a sequence. A window is a sequence and its next token: S + 1 tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,10 +26,18 @@ def require_window(seq_len: int, num_tokens: int, of: str) -> None:
         )
 
 
+def require_equal_shares(batch_size: int, world_size: int) -> None:
+    """ConfigError where the ranks cannot each take an equal part of every batch."""
+    if batch_size % world_size:
+        raise ConfigError(
+            f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
+            f"({world_size}): it counts the sequences of all ranks together"
+        )
+
+
 def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
-    """Windows of seq_len + 1 tokens in an epoch: one less than fit, so that it can start anywhere."""
-    window = seq_len + 1
-    return max(1, (num_tokens + 1) // window - 1)
+    """Windows in an epoch: one less than fit, so that it can start anywhere."""
+    return max(1, (num_tokens + 1) // (seq_len + 1) - 1)
 
 
 @lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
@@ -67,34 +76,58 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainBatches:
-    """The endless row of training batches; each depends on the fields and its index alone.
-
-    An epoch visits each of its windows of seq_len + 1 tokens once, in an order and from an
-    offset drawn from (seed, epoch). A batch may end one epoch and begin the next.
-
-    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W): together they see what one would.
-    """
+class _Batches:
+    """Windows of a split, by where they start."""
 
     tokens: np.ndarray
     """(num_tokens,) of any integer type."""
 
     seq_len: int
     batch_size: int
-    """Sequences in a batch, summed over all ranks."""
+    """Sequences in a batch, summed over all ranks; the last one of a validation may hold fewer."""
+
+    split: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
+            raise ConfigError(
+                f"tokens must be whole numbers in one row, but are {self.tokens.dtype} of shape "
+                f"{self.tokens.shape}"
+            )
+        require_count(self.seq_len, "data.seq_len")
+        require_count(self.batch_size, "data.batch_size")
+        require_window(self.seq_len, len(self.tokens), f"the {self.split} split")
+
+    def _windows(self, starts: np.ndarray) -> np.ndarray:
+        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
+
+    def _batch(self, starts: np.ndarray) -> Batch:
+        windows = torch.from_numpy(self._windows(starts).astype(np.int64))
+        return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatches(_Batches):
+    """The endless row of training batches; each depends on the fields and its index alone.
+
+    An epoch visits each of its windows once, in an order and from an offset drawn from (seed, epoch).
+    A batch may end one epoch and begin the next.
+
+    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W): together they see what one would.
+    """
 
     seed: int
     rank: int = 0
     world_size: int = 1
+    split: ClassVar[str] = "train"
 
     def __post_init__(self) -> None:
-        _check_numbers(self.tokens, self.seq_len, self.batch_size)
+        super().__post_init__()
         require_count(self.world_size, "world_size")
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"rank ({self.rank}) must lie in [0, world_size), and that is {self.world_size}"
             )
-        require_window(self.seq_len, len(self.tokens), "the train split")
         require_equal_shares(self.batch_size, self.world_size)
 
     @property
@@ -108,37 +141,24 @@ class TrainBatches:
             raise IndexError(f"index ({index}) must not be negative: the batches have no end")
         rows = self.batch_size // self.world_size
         first = index * self.batch_size + self.rank * rows
-        return _batch(self.tokens, self._starts(first, first + rows), self.seq_len)
-
-    def _starts(self, first: int, end: int) -> np.ndarray:
-        """Where windows number `first` up to `end`, counted over all epochs, start."""
-        count = self.windows_per_epoch
+        end = first + rows
         parts = []
         while first < end:
-            epoch, place = divmod(first, count)
+            epoch, place = divmod(first, self.windows_per_epoch)
             starts = epoch_starts(len(self.tokens), self.seq_len, self.seed, epoch)
             parts.append(starts[place : place + end - first])
             first += len(parts[-1])
-        return np.concatenate(parts)
+        return self._batch(np.concatenate(parts))
 
 
 @dataclass(frozen=True, eq=False)
-class ValidationBatches:
+class ValidationBatches(_Batches):
     """The fixed batches of a validation: windows spread over the split, none overlapping."""
-
-    tokens: np.ndarray
-    """(num_tokens,) of any integer type."""
-
-    seq_len: int
-    batch_size: int
-    """Sequences in a batch; the last one may hold fewer."""
 
     num_tokens: int
     """How many tokens to predict, rounded to whole sequences, of which there is at least one."""
 
-    def __post_init__(self) -> None:
-        _check_numbers(self.tokens, self.seq_len, self.batch_size)
-        require_window(self.seq_len, len(self.tokens), "the validation split")
+    split: ClassVar[str] = "validation"
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self.batch_size)
@@ -147,7 +167,7 @@ class ValidationBatches:
         if not 0 <= index < len(self):
             raise IndexError(f"index ({index}) must lie in [0, {len(self)})")
         first = index * self.batch_size
-        return _batch(self.tokens, self._starts[first : first + self.batch_size], self.seq_len)
+        return self._batch(self._starts[first : first + self.batch_size])
 
     @property
     def _starts(self) -> np.ndarray:
@@ -157,31 +177,4 @@ class ValidationBatches:
     @property
     def targets(self) -> np.ndarray:
         """Every token that is predicted, in order: (num_windows * seq_len,), as in `tokens`."""
-        return _windows(self.tokens, self._starts, self.seq_len)[:, 1:].reshape(-1)
-
-
-def require_equal_shares(batch_size: int, world_size: int) -> None:
-    """ConfigError where the ranks cannot each take an equal part of every batch."""
-    if batch_size % world_size:
-        raise ConfigError(
-            f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
-            f"({world_size}): it counts the sequences of all ranks together"
-        )
-
-
-def _check_numbers(tokens: np.ndarray, seq_len: int, batch_size: int) -> None:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ConfigError(
-            f"tokens must be whole numbers in one row, but are {tokens.dtype} of shape {tokens.shape}"
-        )
-    require_count(seq_len, "data.seq_len")
-    require_count(batch_size, "data.batch_size")
-
-
-def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    return np.stack([tokens[start : start + seq_len + 1] for start in starts])
-
-
-def _batch(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> Batch:
-    windows = torch.from_numpy(_windows(tokens, starts, seq_len).astype(np.int64))
-    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+        return self._windows(self._starts)[:, 1:].reshape(-1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_bytes, require_folder, sync_folder
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, require_folder
 
 _META = "meta.json"
 _DIGEST = "sha256"
-"""The key of what stands beside it."""
+"""The key of the digest of all other keys."""
 
 _ABANDONED_SECONDS = 86_400
 """A folder being built in which nothing was written for so long is that of a process that died."""
@@ -29,18 +28,22 @@ def building(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends without an error.
 
     The block closes the folder with `seal`. Where another process was faster, its folder stays
-    if it is whole. What others left half-built and abandoned is removed. Raises ConfigError where the
-    place cannot be written.
+    if it is whole. What others left half-built and abandoned is removed. An OSError, of a full disk or a
+    missing permission, becomes a ConfigError that names the option.
     """
-    with writing_to(folder.parent):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
-        built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
-        built.mkdir()
+    cache_dir = folder.parent
+    built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache_dir)
+        built.mkdir()
         yield built
-        with writing_to(folder.parent):
-            _publish(built, folder)
+        _publish(built, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: '{cache_dir}' cannot be written ({reason(error)}); "
+            "make room, or name another folder"
+        ) from error
     finally:
         shutil.rmtree(built, ignore_errors=True)
 
@@ -53,33 +56,18 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """What `seal` wrote; None where the folder is missing or anything in it has changed since."""
+    meta = read_object(folder / _META)
     try:
-        meta = json.loads(read_bytes(folder / _META))
-        intact = meta.pop(_DIGEST) == _digest(meta) and all(
-            _sha256(folder / name) == digest for name, digest in meta["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if meta is None or meta.pop(_DIGEST) != _digest(meta):
+            return None
+        intact = all(_sha256(folder / name) == digest for name, digest in meta["files"].items())
+    except (OSError, KeyError):
         return None
     return meta if intact else None
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(values, file, ensure_ascii=False, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def writing_to(cache_dir: Path) -> Iterator[None]:
-    """Turns a full disk or a missing permission into a ConfigError naming the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: '{cache_dir}' cannot be written ({reason(error)}); "
-            "make room, or name another folder"
-        ) from error
+    path.write_text(json.dumps(values, ensure_ascii=False, indent=1, sort_keys=True), "utf-8")
 
 
 def _remove_abandoned(cache_dir: Path) -> None:
@@ -92,7 +80,7 @@ def _remove_abandoned(cache_dir: Path) -> None:
 
 
 def _publish(built: Path, folder: Path) -> None:
-    sync_folder(built)
+    # Nothing is synced: what a power cut takes of it, `read_meta` misses, and it is built again.
     try:
         built.replace(folder)
     except OSError:
@@ -104,8 +92,6 @@ def _publish(built: Path, folder: Path) -> None:
         if read_meta(folder) is None:
             for file in sorted(built.iterdir(), key=lambda file: file.name == _META):
                 file.replace(folder / file.name)
-    sync_folder(folder)
-    sync_folder(folder.parent)
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -38,13 +38,78 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """The column that holds the text."""
 
     def documents(self) -> Iterator[Document]:
-        return hf_documents(
-            path=self.path,
-            name=self.name,
-            split=self.split,
-            validation_split=self.validation_split,
-            text_column=self.text_column,
+        """Each row as a document, named by its index and empty where it has no text.
+
+        Raises ConfigError, naming the key, for whatever `datasets` cannot find or read.
+        """
+        if self.validation_split is not None and self.validation_split == self.split:
+            raise ConfigError(
+                f"data.corpus.validation_split ('{self.split}') must differ from data.corpus.split; "
+                f"leave it out to validate on a part of '{self.split}'"
+            )
+        if self.validation_split is None:
+            loaded = [(self._rows("split", self.split), None)]
+        else:
+            loaded: list[tuple[Any, Split | None]] = [
+                (self._rows("split", self.split), "train"),
+                (self._rows("validation_split", self.validation_split), "validation"),
+            ]
+        return (
+            Document(str(index), blocks(io.BytesIO((text or "").encode())), side)
+            for rows, side in loaded
+            for index, text in enumerate(
+                text for batch in rows.iter(_ROWS_AT_ONCE) for text in batch[self.text_column]
+            )
         )
+
+    def _rows(self, key: str, split: str) -> Any:
+        """The column of text of one split; `key` is the option that named the split."""
+        rows, column = self._load(key, split), self.text_column
+        if column not in rows.column_names:
+            known = ", ".join(rows.column_names)
+            hint = did_you_mean(column, rows.column_names)
+            raise ConfigError(
+                f"data.corpus.text_column: '{self.path}' has no column '{column}'{hint}; available: "
+                f"{known}"
+            )
+        kind = getattr(rows.features[column], "dtype", "a nested type")
+        if kind not in ("string", "large_string"):
+            raise ConfigError(
+                f"data.corpus.text_column: '{column}' of '{self.path}' must hold text, not {kind}"
+            )
+        return rows.select_columns([column])
+
+    def _load(self, key: str, split: str) -> Any:
+        datasets = _import_datasets()
+        path, name = self.path, self.name
+        local = expand_path(path, "data.corpus.path")
+        try:
+            with _quiet_unless_terminal(datasets):
+                if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
+                    return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
+                if local.is_file():
+                    reader = _reader_for(local)
+                    return datasets.load_dataset(reader, name, data_files=str(local), split=split)
+                if local.is_dir():
+                    return datasets.load_dataset(str(local), name, split=split)
+                _require_hub(path)
+                return datasets.load_dataset(path, name, split=split)
+        except ConfigError:
+            raise
+        except (
+            Exception
+        ) as error:  # `datasets` raises what its readers raise; the key is what helps
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # which says more
+                cause = cause.__cause__
+            what = first_line(cause)
+            if "nknown split" in what:
+                raise ConfigError(
+                    f"data.corpus.{key}: '{path}' has no '{split}': {what}"
+                ) from error
+            raise ConfigError(
+                f"data.corpus.path: '{path}' cannot be loaded ({type(error).__name__}: {what})"
+            ) from error
 
 
 _READERS = {
@@ -57,67 +122,9 @@ _READERS = {
     ".text": "text",
 }
 
-
 _HUB_TIMEOUT_S = 5.0
 
-
 _ROWS_AT_ONCE = 1024
-
-
-def hf_documents(
-    path: str, name: str | None, split: str, validation_split: str | None, text_column: str
-) -> Iterator[Document]:
-    """Each row of a data set as a document, named by its index and empty where it has no text.
-
-    With `validation_split` the rows of `split` are marked for training and those of
-    `validation_split` for validation. Raises ConfigError, naming the key, for whatever
-    `datasets` cannot find or read.
-    """
-    sides: list[tuple[str, str, Split | None]]
-    if validation_split is None:
-        sides = [("split", split, None)]
-    elif validation_split == split:
-        raise ConfigError(
-            f"data.corpus.validation_split ('{validation_split}') must differ from "
-            f"data.corpus.split; leave it out to validate on a part of '{split}'"
-        )
-    else:
-        sides = [("split", split, "train"), ("validation_split", validation_split, "validation")]
-    loaded: list[tuple[Any, Split | None]] = [
-        (_text_rows(_load(path, name, part, key), text_column, path), side)
-        for key, part, side in sides
-    ]
-    return (
-        Document(str(index), blocks(io.BytesIO(text.encode())), side)
-        for rows, side in loaded
-        for index, text in enumerate(_texts(rows, text_column))
-    )
-
-
-def _load(path: str, name: str | None, split: str, key: str) -> Any:
-    """The `datasets.Dataset` of one split; `key` is the option that named the split."""
-    datasets = _import_datasets()
-    local = expand_path(path, "data.corpus.path")
-    try:
-        with _quiet_unless_terminal(datasets):
-            if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
-                return _pick_split(datasets.load_from_disk(str(local)), split, path, key)
-            if local.is_file():
-                reader = _reader_for(local)
-                return datasets.load_dataset(reader, name, data_files=str(local), split=split)
-            if local.is_dir():
-                return datasets.load_dataset(str(local), name, split=split)
-            _require_hub(path)
-            return datasets.load_dataset(path, name, split=split)
-    except ConfigError:
-        raise
-    except Exception as error:  # `datasets` raises what its readers raise; the key is what helps
-        what = _first_line(error)
-        if "nknown split" in what:
-            raise ConfigError(f"data.corpus.{key}: '{path}' has no '{split}': {what}") from error
-        raise ConfigError(
-            f"data.corpus.path: '{path}' cannot be loaded ({type(error).__name__}: {what})"
-        ) from error
 
 
 def _import_datasets() -> Any:
@@ -186,31 +193,3 @@ def _quiet_unless_terminal(datasets: Any) -> Iterator[None]:
         yield
     finally:
         datasets.enable_progress_bars()
-
-
-def _text_rows(rows: Any, column: str, path: str) -> Any:
-    if column not in rows.column_names:
-        known = ", ".join(rows.column_names)
-        hint = did_you_mean(column, rows.column_names)
-        raise ConfigError(
-            f"data.corpus.text_column: '{path}' has no column '{column}'{hint}; available: {known}"
-        )
-    kind = getattr(rows.features[column], "dtype", "a nested type")
-    if kind not in ("string", "large_string"):
-        raise ConfigError(
-            f"data.corpus.text_column: '{column}' of '{path}' must hold text, not {kind}"
-        )
-    return rows.select_columns([column])
-
-
-def _texts(rows: Any, column: str) -> Iterator[str]:
-    for batch in rows.iter(batch_size=_ROWS_AT_ONCE):
-        for text in batch[column]:
-            yield text or ""
-
-
-def _first_line(error: BaseException) -> str:
-    """What went wrong: the first line of the error, or of what caused it where that says more."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from pydantic import Field
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.batches import require_window
-from moe_ffn.data.cache import building, read_meta, seal, write_json, writing_to
-from moe_ffn.data.corpus import CorpusConfig, Split, StdlibConfig
-from moe_ffn.data.documents import Documents
-from moe_ffn.data.progress import Report, showing, watched
-from moe_ffn.data.split import Piece, SplitPlan, plan_split, split_pieces
+from moe_ffn.data.cache import building, read_meta, seal, write_json
+from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig
+from moe_ffn.data.split import Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from moe_ffn.errors import ConfigError, expand_path
 from moe_ffn.files import read_bytes
+
+Report = Callable[[str, int, int | None], None]
+"""Called with the stage, the bytes of text done, and the bytes in all or None where not known yet."""
 
 
 class DataConfig(Config, frozen=True):
@@ -57,9 +56,23 @@ class DataConfig(Config, frozen=True):
 _FORMAT = 2
 """Part of the cache key: raise it when the same corpus and config would give other files."""
 
-
 _TOKENIZER_TRAINING_BYTES = 256 << 20
 """Above this a tokenizer is trained on every n-th piece: its vocabulary hardly changes any more."""
+
+_ENCODED_AT_ONCE = 1 << 20
+"""Bytes of text, which a tokenizer may spread over cores."""
+
+
+@dataclass
+class SplitSize:
+    """How much one split holds."""
+
+    num_documents: int = 0
+    """Documents with any of their text in this split."""
+
+    num_bytes: int = 0
+    num_tokens: int = 0
+    """With one end of document for each document that ends in this split."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +90,7 @@ class PreparedData:
     validation_size: SplitSize
 
     documents: Documents
-    """What was read; `moe_ffn.data.documents.changed` compares it with what another run read."""
+    """What was read; `moe_ffn.data.split.changed` compares it with what another run read."""
 
     notes: tuple[str, ...]
     """What is unusual about the split, one sentence each."""
@@ -103,9 +116,9 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
     Raises ConfigError where the corpus cannot be read or is shorter than one sequence, and where
     the cache cannot be written.
     """
-    with showing(progress) as report:
+    with _showing(progress) as report:
         plan = plan_split(
-            watched(config.corpus.documents(), report, "reading"), config.validation_percent
+            _watched(config.corpus.documents(), report, "reading"), config.validation_percent
         )
         folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, plan)
         meta = read_meta(folder)
@@ -119,8 +132,8 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
             )
     if progress is True:
         for note in meta["notes"]:
-            print(f"data: {note}", file=sys.stderr, flush=True)
-    sizes = {split: SplitSize(**meta["splits"][split]) for split in ("train", "validation")}
+            _say(note)
+    sizes = {split: SplitSize(**size) for split, size in meta["splits"].items()}
     for split, size in sizes.items():
         require_window(config.seq_len, size.num_tokens, f"the {split} split")
     tokenizer = config.tokenizer.restore(json.loads(read_bytes(folder / "tokenizer.json")))
@@ -151,107 +164,48 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: Report) ->
     """Encodes the corpus into `folder`, which appears whole or not at all."""
 
     def pieces(stage: str) -> Iterator[Piece]:
-        documents = watched(config.corpus.documents(), report, stage, plan.num_bytes)
-        yield from split_pieces(documents, plan)
+        documents = _watched(config.corpus.documents(), report, stage, plan.num_bytes)
+        return split_pieces(documents, plan)
 
-    tokenizer = config.tokenizer.build(_sample(pieces("training the tokenizer"), plan.num_bytes))
+    train = (p.text for p in pieces("training the tokenizer") if p.split == "train" and p.text)
+    every_nth = -(-plan.num_bytes // _TOKENIZER_TRAINING_BYTES)
+    tokenizer = config.tokenizer.build(islice(train, 0, None, every_nth))
     with building(folder) as built:
-        splits = encode_splits(pieces("encoding"), tokenizer, built, folder.parent)
+        sizes = _encode(pieces("encoding"), tokenizer, built)
+        write_json(built / "tokenizer.json", tokenizer.to_dict())
         meta = {
             "corpus_sha256": plan.documents.corpus_sha256,
             "dtype": tokenizer.dtype.name,
             "notes": plan.notes,
-            "splits": {split: asdict(size) for split, size in splits.items()},
+            "splits": {split: asdict(size) for split, size in sizes.items()},
         }
-        with writing_to(folder.parent):
-            write_json(built / "tokenizer.json", tokenizer.to_dict())
-            seal(built, meta)
+        seal(built, meta)
 
 
-def _sample(pieces: Iterable[Piece], num_bytes: int) -> Iterator[bytes]:
-    """The training text, or evenly spaced pieces of it where it is more than a tokenizer needs."""
-    train = (piece.text for piece in pieces if piece.split == "train" and piece.text)
-    return islice(train, 0, None, -(-num_bytes // _TOKENIZER_TRAINING_BYTES))
-
-
-_ENCODED_AT_ONCE = 1 << 20
-
-
-@dataclass(frozen=True)
-class SplitSize:
-    """How much one split holds."""
-
-    num_documents: int
-    """Documents with any of their text in this split."""
-
-    num_bytes: int
-    num_tokens: int
-    """With one end of document for each document that ends in this split."""
-
-
-def encode_splits(
-    pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path, cache_dir: Path
-) -> dict[Split, SplitSize]:
-    """Writes `train.bin` and `validation.bin` into `folder`, ids of `tokenizer.dtype` one after
-    another.
-
-    Raises ConfigError, naming `cache_dir`, where they cannot be written.
-    """
-    with (
-        _new_split(folder / "train.bin", cache_dir) as train,
-        _new_split(folder / "validation.bin", cache_dir) as validation,
-    ):
-        files: dict[Split, _SplitFile] = {"train": train, "validation": validation}
-        end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
+def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict[Split, SplitSize]:
+    """Writes `train.bin` and `validation.bin`, ids of `tokenizer.dtype` one after another."""
+    sizes: dict[Split, SplitSize] = {"train": SplitSize(), "validation": SplitSize()}
+    within_document = dict.fromkeys(sizes, False)
+    end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
+    with contextlib.ExitStack() as stack:
+        files = {
+            split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in sizes
+        }
         for batch in _batched(pieces):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
-            with writing_to(cache_dir):
-                for piece, ids in zip(batch, encoded, strict=True):
-                    files[piece.split].add(piece, end_of_document if piece.ends_document else ids)
-        with writing_to(cache_dir):
-            return {split: file.finish() for split, file in files.items()}
-
-
-@contextlib.contextmanager
-def _new_split(path: Path, cache_dir: Path) -> Iterator[_SplitFile]:
-    """A split to write. What the disk does not take is told by the write, not by the close."""
-    with writing_to(cache_dir):
-        file = path.open("wb")
-    try:
-        yield _SplitFile(file)
-        with writing_to(cache_dir):
-            file.close()
-    finally:
-        # A buffer that could not be written raises again here, over the sentence that says why.
-        with contextlib.suppress(OSError):
-            file.close()
-
-
-class _SplitFile:
-    """One split being written, and counted."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._num_documents = self._num_bytes = self._num_tokens = 0
-        self._within_document = False
-
-    def add(self, piece: Piece, ids: np.ndarray) -> None:
-        if not self._within_document:
-            self._num_documents += 1
-        self._within_document = not piece.ends_document
-        self._num_bytes += len(piece.text)
-        self._num_tokens += len(ids)
-        self._file.write(ids.tobytes())
-
-    def finish(self) -> SplitSize:
-        """Returns when the ids are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return SplitSize(self._num_documents, self._num_bytes, self._num_tokens)
+            for piece, text_ids in zip(batch, encoded, strict=True):
+                ids = end_of_document if piece.ends_document else text_ids
+                files[piece.split].write(ids.tobytes())
+                size = sizes[piece.split]
+                size.num_documents += not within_document[piece.split]
+                size.num_bytes += len(piece.text)
+                size.num_tokens += len(ids)
+                within_document[piece.split] = not piece.ends_document
+    return sizes
 
 
 def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The same pieces in lists of about a megabyte, which a tokenizer may spread over cores."""
+    """The same pieces in lists of about `_ENCODED_AT_ONCE` bytes."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -262,6 +216,67 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+# -- progress
+
+
+def _watched(
+    documents: Iterable[Document], report: Report, stage: str, total: int | None = None
+) -> Iterator[Document]:
+    """The same documents, reporting how many bytes of them have been read."""
+    done = 0
+
+    def counted(blocks: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal done
+        for block in blocks:
+            yield block
+            done += len(block)
+            report(stage, done, total)
+
+    for document in documents:
+        yield replace(document, blocks=counted(document.blocks))
+
+
+@contextlib.contextmanager
+def _showing(progress: bool | Report) -> Iterator[Report]:
+    """Reports to stderr (True), to nowhere (False), or to the caller's own function."""
+    if progress is not True:
+        yield progress or (lambda stage, done, total: None)
+    elif sys.stderr.isatty():
+        with _bar() as report:
+            yield report
+    else:
+        _say("reading the corpus")
+        stages: set[str] = set()
+
+        def report_in_lines(stage: str, done: int, total: int | None) -> None:
+            if total is not None and not stages:
+                _say(f"preparing {total / 1e6:.1f} MB of text")
+                stages.add(stage)
+
+        yield report_in_lines
+
+
+def _say(what: str) -> None:
+    print(f"data: {what}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Report]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    label = TextColumn("data: {task.description}")
+    columns = (label, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        yield lambda stage, done, total: bar.update(
+            task, description=stage, completed=done, total=total
+        )
+
+
+# -- the unigram model
 
 
 WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"

@@ -1,18 +1,22 @@
-"""Which text is trained on and which is only ever validated on."""
+"""Which text is trained on and which is only validated on; and whether the corpus is still the same."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from moe_ffn.data.corpus import Document, Split, text_boundary
-from moe_ffn.data.documents import MAX_NAMED, Documents
 from moe_ffn.errors import ConfigError
+
+MAX_NAMED = 10_000
+"""A megabyte of names and digests; of a corpus of more documents only their number and digest is kept."""
 
 _SPLITS: tuple[Split, ...] = get_args(Split)
 _TRAIN, _VALIDATION, _LEFT_OUT = 0, 1, 2
@@ -22,6 +26,59 @@ _CLEARLY = 1.5
 
 _REACH_BYTES = 256
 """How far a cut may move back to a line end: a line is shorter, a text on one line is not lost."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a corpus held when it was read."""
+
+    corpus_sha256: str
+    """Digest of every name, content and given split."""
+
+    count: int
+
+    digests: tuple[tuple[str, str], ...] | None
+    """Name and sha256 of each document in order; None where there are more than 10,000."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON, from which `from_dict` makes an equal one."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Documents:
+        """The documents whose `to_dict` gave `values`; ConfigError where nothing like it did."""
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            raise ConfigError("the list of documents is damaged") from error
+
+
+def changed(before: Documents, now: Documents) -> str | None:
+    """What became of the documents since, in one sentence that names the first; None if nothing.
+
+    `'b.txt' was removed, and 2 other documents differ too`
+    """
+    if before.corpus_sha256 == now.corpus_sha256:
+        return None
+    if before.digests is None or now.digests is None:
+        return f"the corpus changed: it has {now.count:,} documents and had {before.count:,}"
+    contents: list[dict[str, list[str]]] = []
+    for digests in (before.digests, now.digests):
+        contents.append(by_name := defaultdict(list))  # a name need not be unique
+        for name, digest in digests:
+            by_name[name].append(digest)
+    old, new = contents
+    found = [
+        f"'{name}' has changed" if name in new else f"'{name}' was removed"
+        for name in old
+        if new.get(name) != old[name]
+    ]
+    found += [f"'{name}' is new" for name in new if name not in old]
+    if not found:
+        return "the documents come in another order, or in other splits, than before"
+    others = len(found) - 1
+    more = f", and {others:,} other document{'s differ' if others > 1 else ' differs'} too"
+    return found[0] + (more if others else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +144,11 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
             size += len(block)
         if len(digests) <= MAX_NAMED:
             digests.append((document.name, content.hexdigest()))
-        given = "none" if document.split is None else document.split
-        corpus.update(name + content.digest() + given.encode().ljust(16))
+        corpus.update(name + content.digest() + (document.split or "none").encode().ljust(16))
         fingerprint_list.append(_fingerprint(content))
         size_list.append(size)
-        place_list.append(_place(document.split, name, validation_percent) if size else _LEFT_OUT)
+        drawn = "validation" if int.from_bytes(name) % 100 < validation_percent else "train"
+        place_list.append(_SPLITS.index(document.split or drawn) if size else _LEFT_OUT)
 
     fingerprints = np.frombuffer(fingerprint_list, dtype=np.uint64)
     sizes = np.frombuffer(size_list, dtype=np.uint64)
@@ -101,7 +158,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
 
     repeats = (places == _TRAIN) & np.isin(fingerprints, fingerprints[places == _VALIDATION])
     places[repeats] = _LEFT_OUT
-    notes = _note_repeats(int(repeats.sum()))
+    notes: list[str] = []
     cut = None
     empty = [split for place, split in enumerate(_SPLITS) if not (places == place).any()]
     if empty and named:
@@ -109,15 +166,22 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
             f"data.corpus: the {empty[0]} split holds no text that the other does not"
         )
     if empty:
-        places = _first_of_each(fingerprints, sizes)
+        _, first_of_content = np.unique(fingerprints, return_index=True)
+        places[:] = _LEFT_OUT
+        places[first_of_content] = _TRAIN
+        places[sizes == 0] = _LEFT_OUT
         kept = places == _TRAIN
         cut = int(sizes[kept].sum()) * (100 - validation_percent) // 100
-        notes = (
+        notes.append(
             f"too few documents to split ({kept.sum()}): validation is the last "
-            f"{validation_percent}% of the text",
+            f"{validation_percent}% of the text"
         )
-    elif not named:
-        notes += _note_share(sizes, places, validation_percent)
+    else:
+        if num_repeats := int(repeats.sum()):
+            what = "1 document" if num_repeats == 1 else f"{num_repeats} documents"
+            notes.append(f"{what} left out of training: validation holds the same content")
+        if not named:
+            notes += _note_share(sizes, places, validation_percent)
     return SplitPlan(
         documents=Documents(
             corpus_sha256=corpus.hexdigest(),
@@ -125,7 +189,7 @@ def plan_split(documents: Iterable[Document], validation_percent: int) -> SplitP
             digests=tuple(digests) if len(places) <= MAX_NAMED else None,
         ),
         num_bytes=int(sizes.sum()),
-        notes=notes,
+        notes=tuple(notes),
         places=places,
         fingerprints=fingerprints,
         cut=cut,
@@ -140,7 +204,7 @@ def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Pie
     position, index = 0, -1
     for index, document in enumerate(documents):
         if index == len(plan.places):
-            raise _changed(document.name)
+            raise _changed_meanwhile(document.name)
         place = plan.places[index]
         content = hashlib.sha256()
         split = _SPLITS[0] if place == _LEFT_OUT else _SPLITS[place]
@@ -156,11 +220,11 @@ def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Pie
                 split = "validation"
                 yield Piece(split, block[before:])
         if _fingerprint(content) != plan.fingerprints[index]:
-            raise _changed(document.name)
+            raise _changed_meanwhile(document.name)
         if place != _LEFT_OUT:
             yield Piece(split, b"")
     if index + 1 != len(plan.places):
-        raise _changed("the last document")
+        raise _changed_meanwhile("the last document")
 
 
 def _bytes_before(block: bytes, cut: int) -> int:
@@ -170,45 +234,21 @@ def _bytes_before(block: bytes, cut: int) -> int:
     return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0
 
 
-def _place(split: Split | None, name_digest: bytes, validation_percent: int) -> int:
-    if split is not None:
-        return _SPLITS.index(split)
-    drawn = int.from_bytes(name_digest) % 100
-    return _VALIDATION if drawn < validation_percent else _TRAIN
-
-
-def _first_of_each(fingerprints: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Training for the first document of each content; repeats and empty ones left out."""
-    places = np.full(len(fingerprints), _LEFT_OUT, dtype=np.uint8)
-    _, first = np.unique(fingerprints, return_index=True)
-    places[first] = _TRAIN
-    places[sizes == 0] = _LEFT_OUT
-    return places
-
-
-def _note_repeats(count: int) -> tuple[str, ...]:
-    if not count:
-        return ()
-    what = "1 document" if count == 1 else f"{count} documents"
-    return (f"{what} left out of training: validation holds the same content",)
-
-
-def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> tuple[str, ...]:
+def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> Iterator[str]:
     """Where documents differ in size or are few, their share of the text is not what was asked for."""
     train, validation = (int(sizes[places == place].sum()) for place in (_TRAIN, _VALIDATION))
     percent = 100 * validation / (train + validation)
-    if 1 / _CLEARLY < percent / validation_percent < _CLEARLY:
-        return ()
-    count = int(np.count_nonzero(places != _LEFT_OUT))
-    return (
-        f"validation is {percent:.3g}% of the text ({validation_percent}% asked for): documents are drawn "
-        f"whole, and there are {count:,}",
-    )
+    if not 1 / _CLEARLY < percent / validation_percent < _CLEARLY:
+        count = int(np.count_nonzero(places != _LEFT_OUT))
+        yield (
+            f"validation is {percent:.3g}% of the text ({validation_percent}% asked for): documents are "
+            f"drawn whole, and there are {count:,}"
+        )
 
 
 def _fingerprint(content: hashlib._Hash) -> int:
     return int.from_bytes(content.digest()[:8])
 
 
-def _changed(name: str) -> ConfigError:
+def _changed_meanwhile(name: str) -> ConfigError:
     return ConfigError(f"data.corpus: '{name}' changed while it was being read; start again")

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -66,16 +66,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON and checkpoints, from which `from_dict` makes an equal one."""
+        """Plain values, fit for JSON, from which the config's `restore` makes an equal one."""
 
-    @classmethod
+
+class TokenizerConfig(TaggedConfig, frozen=True):
+    """How text becomes token ids."""
+
+    @property
+    def max_vocab_size(self) -> int:
+        """The most token ids there can be, as far as options say: by default 256 bytes and an end."""
+        return 257
+
     @abstractmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def build(self, text: Iterable[bytes]) -> Tokenizer:
+        """The tokenizer for `text`, which is the training split, read at most once."""
+
+    @abstractmethod
+    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer whose `to_dict` gave `values`; ConfigError where that was another kind."""
 
 
-def require_bytes(texts: Sequence[bytes]) -> None:
-    """Raises TypeError where a text is anything else."""
+def _require_bytes(texts: Sequence[bytes]) -> None:
     for text in texts:
         if not isinstance(text, bytes | bytearray | memoryview):
             raise TypeError(
@@ -91,8 +102,8 @@ def _whole_number(index: Any) -> int:
         raise TypeError(f"ids must be whole numbers, got {show(index)}") from error
 
 
-def require_kind(values: Mapping[str, Any], kind: str) -> None:
-    """Raises ConfigError where stored `values` come from another kind of tokenizer."""
+def _require_kind(values: Mapping[str, Any], kind: str) -> None:
+    """ConfigError where stored `values` come from another kind of tokenizer."""
     if not isinstance(values, Mapping):
         raise ConfigError(
             f"data.tokenizer: the stored tokenizer must be a mapping, but is {show(values)}"
@@ -104,6 +115,19 @@ def require_kind(values: Mapping[str, Any], kind: str) -> None:
         )
 
 
+class BytesConfig(TokenizerConfig, frozen=True):
+    """Every byte is a token: 256 values and an end of document, 257 in all; nothing to train."""
+
+    type: Literal["bytes"] = "bytes"
+
+    def build(self, text: Iterable[bytes]) -> Tokenizer:
+        return BytesTokenizer()
+
+    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
+        _require_kind(values, "bytes")
+        return BytesTokenizer()
+
+
 class BytesTokenizer(Tokenizer):
     """Ids 0 to 255 are the bytes themselves, 256 is the end of document."""
 
@@ -111,27 +135,40 @@ class BytesTokenizer(Tokenizer):
         super().__init__([*(bytes([value]) for value in range(256)), b""], end_of_document=256)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        require_bytes(texts)
+        _require_bytes(texts)
         return [np.frombuffer(text, dtype=np.uint8).astype(self.dtype) for text in texts]
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "bytes"}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        require_kind(values, "bytes")
-        return cls()
+
+class BPEConfig(TokenizerConfig, frozen=True):
+    """Byte-pair encoding over bytes (GPT-2's kind), trained on the training split."""
+
+    type: Literal["bpe"] = "bpe"
+
+    vocab_size: int = Field(default=4096, ge=512, le=2**24)
+    """How many tokens to learn, the 256 bytes and the end of document included; a short text may
+    not hold as many, and the tokenizer is then smaller."""
+
+    @property
+    def max_vocab_size(self) -> int:
+        return self.vocab_size
+
+    def build(self, text: Iterable[bytes]) -> Tokenizer:
+        return train_bpe(text, self.vocab_size)
+
+    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
+        _require_kind(values, "bpe")
+        return BPETokenizer(values.get("tokenizer", {}))
 
 
 _END = "<|endoftext|>"
 
-
 _STORED = "data.tokenizer: the stored tokenizer of type 'bpe'"
-
 
 _PROBE = "The Café\u00a0 costs  1,50\u20ac\r\n\tor e\u0301 ".encode()
 """Capitals, spaces at both ends and in a row, and what a normalizer would compose or replace."""
-
 
 _NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how `surrogateescape` shows bytes that are not UTF-8
 
@@ -170,25 +207,25 @@ class BPETokenizer(Tokenizer):
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
-        tokens = {index: token for token, index in self._bpe.get_vocab().items()}
-        end = self._bpe.token_to_id(_END)
+        id_of: dict[str, int] = self._bpe.get_vocab()
         byte_of = _alphabet()
-        _check_vocabulary(self._bpe.get_vocab(), byte_of)
-        super().__init__(
-            [
-                b"" if index == end else bytes(byte_of[character] for character in tokens[index])
-                for index in range(len(tokens))
-            ],
-            end_of_document=end,
-        )
-        self._id_of_byte = {value: self._bpe.token_to_id(char) for char, value in byte_of.items()}
+        bytes_of = {index: _bytes_of(token, byte_of) for token, index in id_of.items()}
+        if bytes_of.keys() != set(range(len(id_of))):
+            raise ConfigError(
+                f"{_STORED} does not give each of its {len(id_of)} tokens an id of its own"
+            )
+        missing = [token for token in (_END, *byte_of) if token not in id_of]
+        if missing:
+            raise ConfigError(f"{_STORED} has no token {show(missing[0])}")
+        super().__init__([bytes_of[index] for index in range(len(id_of))], id_of[_END])
+        self._id_of_byte = {value: id_of[character] for character, value in byte_of.items()}
         if b"".join(self.token_bytes[index] for index in self.encode(_PROBE)) != _PROBE:
             raise ConfigError(
                 f"{_STORED} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
             )
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        require_bytes(texts)
+        _require_bytes(texts)
         # In each text, pieces of UTF-8 at even places and runs of other bytes at odd ones.
         pieces = [_NOT_UTF8.split(bytes(text).decode("utf-8", "surrogateescape")) for text in texts]
         utf8 = [piece for parts in pieces for piece in parts[::2]]
@@ -208,24 +245,13 @@ class BPETokenizer(Tokenizer):
     def to_dict(self) -> dict[str, Any]:
         return {"type": "bpe", "tokenizer": self._definition}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        require_kind(values, "bpe")
-        return cls(values.get("tokenizer", {}))
 
-
-def _check_vocabulary(ids: Mapping[str, int], byte_of: Mapping[str, int]) -> None:
-    """Raises ConfigError where tokens and ids are not one for one, or a token is not of bytes."""
-    if sorted(ids.values()) != list(range(len(ids))):
-        raise ConfigError(f"{_STORED} does not give each of its {len(ids)} tokens an id of its own")
-    missing = [token for token in (_END, *byte_of) if token not in ids]
-    if missing:
-        raise ConfigError(f"{_STORED} has no token {show(missing[0])}")
-    foreign = [token for token in ids if token != _END and not set(token) <= byte_of.keys()]
-    if foreign:
-        raise ConfigError(
-            f"{_STORED} has the token {show(foreign[0])}, which is not written as bytes"
-        )
+def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
+    if token == _END:
+        return b""
+    if not set(token) <= byte_of.keys():
+        raise ConfigError(f"{_STORED} has the token {show(token)}, which is not written as bytes")
+    return bytes(byte_of[character] for character in token)
 
 
 def _alphabet() -> dict[str, int]:
@@ -249,52 +275,3 @@ def _import_tokenizers() -> Any:
             "data.tokenizer.type: 'bpe' needs the tokenizers package: pip install 'moe_ffn[train]'"
         ) from error
     return tokenizers
-
-
-class TokenizerConfig(TaggedConfig, frozen=True):
-    """How text becomes token ids."""
-
-    @property
-    def max_vocab_size(self) -> int:
-        """The most token ids there can be, as far as options say: by default 256 bytes and an end."""
-        return 257
-
-    @abstractmethod
-    def build(self, text: Iterable[bytes]) -> Tokenizer:
-        """The tokenizer for `text`, which is the training split, read at most once."""
-
-    @abstractmethod
-    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        """The tokenizer whose `to_dict` gave `values`."""
-
-
-class BytesConfig(TokenizerConfig, frozen=True):
-    """Every byte is a token: 256 values and an end of document, 257 in all; nothing to train."""
-
-    type: Literal["bytes"] = "bytes"
-
-    def build(self, text: Iterable[bytes]) -> Tokenizer:
-        return BytesTokenizer()
-
-    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        return BytesTokenizer.from_dict(values)
-
-
-class BPEConfig(TokenizerConfig, frozen=True):
-    """Byte-pair encoding over bytes (GPT-2's kind), trained on the training split."""
-
-    type: Literal["bpe"] = "bpe"
-
-    vocab_size: int = Field(default=4096, ge=512, le=2**24)
-    """How many tokens to learn, the 256 bytes and the end of document included; a short text may
-    not hold as many, and the tokenizer is then smaller."""
-
-    @property
-    def max_vocab_size(self) -> int:
-        return self.vocab_size
-
-    def build(self, text: Iterable[bytes]) -> Tokenizer:
-        return train_bpe(text, self.vocab_size)
-
-    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
-        return BPETokenizer.from_dict(values)

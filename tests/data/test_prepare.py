@@ -17,8 +17,8 @@ import pytest
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.corpus import TextConfig
-from moe_ffn.data.documents import changed
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.data.split import changed
 from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
 from moe_ffn.errors import ConfigError
 
@@ -211,7 +211,7 @@ class TestCache:
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("moe_ffn.data.prepare._SplitFile.add", full)
+        monkeypatch.setattr(prepare_module, "write_json", full)
         message = (
             r"data\.cache_dir: '.*cache' cannot be written \(No space left on device\); "
             "make room, or name another folder"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moe_ffn.data.tokenizer import (
     BPEConfig,
-    BPETokenizer,
     BytesConfig,
     BytesTokenizer,
     Tokenizer,
@@ -87,7 +86,7 @@ def test_a_tokenizer_is_restored_from_json(config: TokenizerConfig, tokenizer: T
 def test_restoring_as_another_kind_is_refused() -> None:
     message = r"data\.tokenizer\.type: 'bpe', but the stored tokenizer is 'bytes'; use the config"
     with pytest.raises(ConfigError, match=message):
-        BPETokenizer.from_dict(BytesTokenizer().to_dict())
+        BPEConfig().restore(BytesTokenizer().to_dict())
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])

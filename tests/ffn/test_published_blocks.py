@@ -125,7 +125,7 @@ class Published:
     def build_ours(self, backend: str, **changes: Any) -> MoEFFN:
         """By config alone; the parameters are still our own."""
         config = copy.deepcopy(SWIGLU_TOP_K)
-        # A copy of these too: a further change of "router.groups.keep" goes into the value of "router.groups".
+        # Copied too: a change of "router.groups.keep" goes into the value of "router.groups".
         changes = copy.deepcopy({**self.changes, "experts.backend": backend, **changes})
         for dotted, value in changes.items():
             *parents, key = dotted.split(".")

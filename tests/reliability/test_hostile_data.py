@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
-from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, Tokenizer, train_bpe
+from moe_ffn.data.tokenizer import (
+    BPEConfig,
+    BytesConfig,
+    BytesTokenizer,
+    Tokenizer,
+    TokenizerConfig,
+    train_bpe,
+)
 from tests.helpers.refusing import refuses
 
 # -------------------------------------------------------------------------------------- tokenizers
@@ -106,7 +113,7 @@ def test_a_stored_tokenizer_of_junk_is_refused(
 ) -> None:
     stored = json.loads(json.dumps(tokenizer("bpe").to_dict()))
     change(stored)
-    refuses(lambda: BPETokenizer.from_dict(stored), STORED + message)
+    refuses(lambda: BPEConfig().restore(stored), STORED + message)
 
 
 def test_a_stored_tokenizer_that_would_cut_text_does_not() -> None:
@@ -118,15 +125,15 @@ def test_a_stored_tokenizer_that_would_cut_text_does_not() -> None:
         "stride": 0,
     }
     text = b"The mat. " * 50
-    one = BPETokenizer.from_dict(stored)
+    one = BPEConfig().restore(stored)
     assert b"".join(one.token_bytes[index] for index in one.encode(text)) == text
 
 
 @pytest.mark.parametrize("stored", [None, [], "bpe", 3], ids=str)
-@pytest.mark.parametrize("kind", [BytesTokenizer, BPETokenizer])
-def test_a_stored_tokenizer_is_a_mapping(kind: type[Tokenizer], stored: Any) -> None:
+@pytest.mark.parametrize("config", [BytesConfig(), BPEConfig()])
+def test_a_stored_tokenizer_is_a_mapping(config: TokenizerConfig, stored: Any) -> None:
     message = f"data.tokenizer: the stored tokenizer must be a mapping, but is {stored!r}"
-    refuses(lambda: kind.from_dict(stored), message)
+    refuses(lambda: config.restore(stored), message)
 
 
 # ----------------------------------------------------------------------------- batches by number

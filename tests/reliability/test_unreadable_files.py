@@ -147,8 +147,8 @@ OF_A_NEW_RUN = {
     "--run.output_dir",
     "cache": "data.cache_dir: '{path}' cannot be written (Permission denied); make room, or name another "
     "folder",
-    "corpus": "data.corpus.paths: '{path}' cannot be read (Permission denied)",
-    "corpus/7.txt": "data.corpus.paths: '{path}' cannot be read (Permission denied)",
+    "corpus": "data.corpus: '{path}' cannot be read (Permission denied)",
+    "corpus/7.txt": "data.corpus: '{path}' cannot be read (Permission denied)",
 }
 
 

@@ -194,7 +194,10 @@ def test_an_empty_text_file_is_refused(refuse: Callable[..., str], tmp_path: Pat
 
     said = refuse("--data.corpus.paths", "empty.txt")
 
-    assert said == "data.corpus.paths: 'empty.txt' is empty; give a file with text in it"
+    assert (
+        said
+        == "data.corpus.paths: 'empty.txt' is empty, or has no UTF-8 text file that is not hidden"
+    )
 
 
 def test_a_text_file_that_is_not_text_is_refused(

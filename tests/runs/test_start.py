@@ -17,7 +17,7 @@ import yaml
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.train import NEWEST, find_resume, main, take_resume
 from moe_ffn.config_files import to_yaml
-from moe_ffn.data.documents import Documents
+from moe_ffn.data.split import Documents
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.checkpoints import newest_good, refusal_to_load, refusal_to_resume
 from moe_ffn.runs.config import Resume, TrainConfig, differences
