@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import pytest
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.corpus import TextConfig
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, unigram_loss
 from moe_ffn.data.split import changed
 from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
 from moe_ffn.errors import ConfigError
@@ -342,3 +344,78 @@ def test_the_standard_library_is_split_by_files(tmp_path: Path) -> None:
     assert data.train_size.num_documents > 200
     share = data.validation_size.num_bytes / data.train_size.num_bytes
     assert 0.005 < share < 0.2  # 5% of the files, which differ in size
+
+
+@pytest.fixture
+def forty_files(tmp_path: Path) -> DataConfig:
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(f"{index}\n" * 1_000)
+    return DataConfig(
+        corpus=TextConfig(paths=(str(tmp_path),)),
+        tokenizer=BPEConfig(vocab_size=512),
+        validation_percent=15,  # which these names come near to
+        cache_dir=str(tmp_path / ".cache"),
+    )
+
+
+def test_without_a_terminal_a_line_for_reading_and_one_where_there_is_more_to_do(
+    forty_files: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(forty_files)
+    assert capfd.readouterr() == ("", "data: reading the corpus\ndata: preparing 0.1 MB of text\n")
+    prepare(forty_files)
+    assert capfd.readouterr() == ("", "data: reading the corpus\n")
+
+
+def test_nothing_is_printed_without_progress(
+    forty_files: DataConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepare(forty_files, progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_a_bar(
+    forty_files: DataConfig, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    prepare(forty_files)
+    output, shown = capfd.readouterr()
+    assert output == ""
+    assert "encoding" in shown
+    assert "110.0 kB" in shown
+
+
+def test_a_function_is_told_each_stage_from_start_to_end(forty_files: DataConfig) -> None:
+    reports: list[tuple[str, int, int | None]] = []
+    prepare(forty_files, progress=lambda *report: reports.append(report))
+    stages = list(dict.fromkeys(stage for stage, _, _ in reports))
+    assert stages == ["reading", "training the tokenizer", "encoding"]
+    for stage in stages:
+        done = [report[1] for report in reports if report[0] == stage]
+        totals = {report[2] for report in reports if report[0] == stage}
+        assert all(before < after for before, after in pairwise(done))
+        assert done[-1] == 40 * 1_000 * 3 - 10 * 1_000  # two digits and a line end, one for 0..9
+        assert totals == ({None} if stage == "reading" else {done[-1]})
+
+
+def test_the_loss_equals_the_one_worked_by_hand() -> None:
+    train = np.array([0, 0, 0, 1, 1], dtype=np.uint16)
+    targets = np.array([0, 0, 1, 2], dtype=np.uint16)
+    # 5 tokens and 3 ids: p = (3+1)/8, (2+1)/8, (0+1)/8.
+    expected = -(2 * math.log(4 / 8) + math.log(3 / 8) + math.log(1 / 8)) / 4
+    assert unigram_loss(train, targets, vocab_size=3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_nothing_seen_is_uniform() -> None:
+    loss = unigram_loss(np.array([], dtype=np.uint16), np.array([3, 5]), vocab_size=8)
+    assert loss == pytest.approx(math.log(8))
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 100)
+    whole = unigram_loss(train, targets, vocab_size=50)
+    monkeypatch.setattr(prepare_module, "_CHUNK", 7)
+    assert unigram_loss(train, targets, vocab_size=50) == whole

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from moe_ffn.data import split as split_module
 from moe_ffn.data.corpus import Document, Split
-from moe_ffn.data.split import plan_split, split_pieces
+from moe_ffn.data.split import Documents, changed, plan_split, split_pieces
 from moe_ffn.errors import ConfigError
 
 Texts = Iterable[tuple[str, str]]
@@ -179,3 +181,59 @@ def test_of_very_many_documents_no_names_are_kept(monkeypatch: pytest.MonkeyPatc
     assert plan_split(texts[:2], 5).documents.digests is not None
     many = plan_split(texts, 5).documents
     assert (many.count, many.digests) == (3, None)
+
+
+def read(**contents: str) -> Documents:
+    digests = tuple((name, f"sha256 of {content}") for name, content in contents.items())
+    return Documents(f"sha256 of {list(contents.items())}", len(digests), digests)
+
+
+BEFORE = read(a="one", b="two", c="three")
+
+
+@pytest.mark.parametrize(
+    ("now", "sentence"),
+    [
+        (BEFORE, None),
+        (read(a="one", c="three"), "'b' was removed"),
+        (read(a="one", b="other", c="three"), "'b' has changed"),
+        (read(a="one", b="two", c="three", d="four"), "'d' is new"),
+        (read(a="x", b="two"), "'a' has changed, and 1 other document differs too"),
+        (read(d="four"), "'a' was removed, and 3 other documents differ too"),
+        (
+            read(c="three", a="one", b="two"),
+            "the documents come in another order, or in other splits, than before",
+        ),
+    ],
+    ids=["equal", "removed", "changed", "new", "two", "all", "order"],
+)
+def test_a_change_is_named(now: Documents, sentence: str | None) -> None:
+    assert changed(BEFORE, now) == sentence
+
+
+def test_two_documents_of_one_name_are_told_apart() -> None:
+    def twice(first: str, second: str) -> Documents:
+        return Documents(first + second, 2, (("a", first), ("a", second)))
+
+    assert changed(twice("x", "y"), twice("x", "z")) == "'a' has changed"
+
+
+def test_of_very_many_documents_only_the_number_is_known() -> None:
+    before, now = Documents("before", 3, None), Documents("now", 3, None)
+    assert changed(before, now) == "the corpus changed: it has 3 documents and had 3"
+    fewer = read(a="1", b="2")
+    assert changed(before, fewer) == "the corpus changed: it has 2 documents and had 3"
+    assert changed(fewer, before) == "the corpus changed: it has 3 documents and had 2"
+
+
+@pytest.mark.parametrize("value", [BEFORE, Documents("digest", 20_000, None)])
+def test_json_gives_an_equal_one_back(value: Documents) -> None:
+    assert Documents.from_dict(json.loads(json.dumps(value.to_dict()))) == value
+
+
+@pytest.mark.parametrize(
+    "values", [None, [], {}, {"corpus_sha256": "x", "count": 1, "digests": [1]}, {"digests": None}]
+)
+def test_a_damaged_list_is_refused(values: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^the list of documents is damaged$"):
+        Documents.from_dict(values)
