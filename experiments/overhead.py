@@ -50,7 +50,7 @@ class OverheadConfig(TrainConfig, frozen=True):
 
 def main(argv: Sequence[str]) -> int:
     config = parse_config(argv, OverheadConfig, "python -m experiments.overhead")
-    check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
+    check_environment(config.trainer.num_nodes)
     announce_import("lightning")
     from moe_ffn.runs.assemble import quiet_libraries
 

@@ -86,12 +86,7 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def known_keys(cls) -> Iterable[str]:
         """The keys this config takes."""
-        return [*cls.model_fields, *cls.further_keys()]
-
-    @classmethod
-    def further_keys(cls) -> Mapping[str, str]:
-        """Keys that are no fields of this config but passed on to something else, each with its meaning."""
-        return {}
+        return cls.model_fields
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:

@@ -24,8 +24,6 @@ class Option:
     value: Any
     """As YAML has it; of a section a mapping, or the name of its type."""
     meaning: str
-    is_passed_on: bool = False
-    """No field of its config but known to what that config passes it on to; its value is not known then."""
 
     @property
     def name(self) -> str:
@@ -91,10 +89,7 @@ class Option:
             elif get_origin(field.annotation) is Literal:
                 meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
             fields.append(Option(self._below(name), field.annotation, value, meaning))
-        return fields + [
-            Option(self._below(name), None, "VALUE", meaning, is_passed_on=True)
-            for name, meaning in config.further_keys().items()
-        ]
+        return fields
 
     def switched_on(self) -> Option:
         """A section that is null as it would be with its defaults; others as they are."""

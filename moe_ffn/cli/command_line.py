@@ -187,7 +187,7 @@ def print_help(
             hint = did_you_mean_option(section, tree) or f"; known: {known}"
             raise ConfigError(f"--help {section}: unknown{hint}")
         shown = option.switched_on()
-        lines = [*_section(shown), *_further(shown), *_types(shown), *_families_below(shown)]
+        lines = [*_section(shown), *_types(shown), *_families_below(shown)]
     console = Console(highlight=False)
     for text, style in lines:
         for part in wrap(text, console.width).split("\n"):
@@ -231,24 +231,12 @@ def _overview(tree: Option) -> list[Line]:
 def _section(option: Option) -> list[Line]:
     """A section with every option in it, or one option alone."""
     lines: list[Line] = [(f"{option.path}: {option.meaning}", "bold")]
-    passed_on: list[str] = []
     for leaf in option.leaves():
         if leaf is option:  # whose meaning is the title
             lines.append(_flag(leaf))
-        elif leaf.is_passed_on:
-            passed_on.append(leaf.name)
         else:
             lines += _option(leaf)
-    if passed_on:
-        lines.append((f"  --{option.path}.NAME VALUE", "cyan"))
-        lines.append((f"      Further names: {', '.join(passed_on)}.", "dim"))
     return lines
-
-
-def _further(option: Option) -> list[Line]:
-    """What the options mean that a section passes on to something else."""
-    meanings = {leaf.name: leaf.meaning for leaf in option.leaves() if leaf.is_passed_on}
-    return [EMPTY, ("Further names", "bold"), *_columns(meanings)] if len(meanings) > 1 else []
 
 
 def _types(option: Option) -> list[Line]:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         resume = find_resume(run, options, trust_code=trust_code)
         config = resume.config
-    check_environment(config.trainer.lightning_arguments().get("num_nodes", 1))
+    check_environment(config.trainer.num_nodes)
     if resume is None and is_first_rank():  # which makes the folder
         check_run_folder(config)
     with explaining_outside_errors():

@@ -189,7 +189,7 @@ def ended_early(config: TrainConfig, step: int) -> str:
     """Why a run that nobody interrupted ended before its last step."""
     limits = {
         "trainer.early_stopping": config.trainer.early_stopping,
-        "trainer.max_time": config.trainer.lightning_arguments().get("max_time"),
+        "trainer.max_time": config.trainer.max_time,
     }
     why = " or ".join(name for name, limit in limits.items() if limit is not None)
     return f"ended after step {step} of {config.trainer.max_steps} ({why})"

@@ -85,7 +85,7 @@ def check_trainer(config: TrainConfig) -> str:
         "enable_model_summary": False,
     }
     arguments = config.trainer.lightning_arguments()
-    num_nodes = arguments.get("num_nodes", 1)
+    num_nodes = config.trainer.num_nodes
     if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
             f"trainer.num_nodes ({num_nodes}): nobody has started this program on the other machines, so "

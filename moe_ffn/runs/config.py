@@ -62,7 +62,7 @@ class TrainConfig(Config, frozen=True):
     optimizer: OptimizerConfig = AdamWConfig()
     """How it is minimised."""
     trainer: TrainerConfig = TrainerConfig()
-    """The training loop; further arguments of lightning.Trainer may be given here."""
+    """The training loop, and arguments of lightning.Trainer."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     """What a run is resumed from."""
     logging: LoggingConfig = LoggingConfig()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from moe_ffn.config import MAX_COUNT, Config, errors_at
+from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.errors import show
 from moe_ffn.training.recovery.guard import GuardConfig
+
+
+def _must_be(kinds: str) -> WrapValidator:
+    """One message for a union, for which pydantic has one for each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {kinds}, got {show(value)}") from None
+
+    return WrapValidator(validate)
 
 
 class EarlyStoppingConfig(Config, frozen=True):
@@ -21,67 +32,6 @@ class EarlyStoppingConfig(Config, frozen=True):
     min_delta: float = Field(default=0.0, ge=0)
     """The least fall, in nats per token, that counts as improvement."""
 
-
-LIGHTNING_ARGUMENTS: dict[str, tuple[Any, str, str]] = {
-    "accelerator": (str, "text", "What to train on: auto (the default), cpu, gpu or cuda, mps."),
-    "benchmark": (
-        bool | None,
-        "true, false or null",
-        "Let cuDNN time its algorithms for convolutions and take the fastest.",
-    ),
-    "detect_anomaly": (
-        bool,
-        "true or false",
-        "End with torch's traceback where a backward pass makes a NaN; slow. The guard says where one "
-        "began, and goes on, without it.",
-    ),
-    "deterministic": (
-        bool | Literal["warn"] | None,
-        "true, false, null or 'warn'",
-        "Let torch refuse operations that do not repeat to the bit, or warn of them.",
-    ),
-    "devices": (
-        int | str | list[int],
-        "a whole number, text or a list of whole numbers",
-        "How many processes train, or on which GPUs.",
-    ),
-    "gradient_clip_algorithm": (
-        Literal["norm", "value"] | None,
-        "'norm', 'value' or null",
-        "What gradient_clip_val limits: the norm of the whole gradient (the default), or each value.",
-    ),
-    "inference_mode": (
-        bool,
-        "true or false",
-        "Validate under torch.inference_mode (the default), or under torch.no_grad.",
-    ),
-    "max_time": (
-        str | dict[str, int] | None,
-        "text, a mapping of whole numbers or null",
-        "End after this time, DD:HH:MM:SS or {hours: 2}, with a last validation.",
-    ),
-    "num_nodes": (
-        int,
-        "a whole number",
-        "How many machines train; start the program on each with torchrun or srun.",
-    ),
-    "profiler": (
-        Literal["simple", "advanced"] | None,
-        "'simple', 'advanced' or null",
-        "Write where the time went into profile.txt: by callback and hook, or by Python function.",
-    ),
-    "strategy": (
-        Literal["auto", "ddp", "ddp_find_unused_parameters_true"],
-        "'auto', 'ddp' (for several processes) or 'ddp_find_unused_parameters_true'",
-        "How several processes work together: auto (the default) and ddp; "
-        "ddp_find_unused_parameters_true where a block of yours does not use all of its weights.",
-    ),
-}
-"""The arguments of `lightning.Trainer` that are passed on: what they take, in types and in words, and what
-they do.
-
-Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies. Strategies that
-begin processes of their own (`ddp_spawn`, `ddp_fork`) would leave what is measured in them behind."""
 
 OWNED_LIGHTNING_ARGUMENTS = {
     "barebones": "the loggers and checkpoints of a run are its result",
@@ -111,19 +61,14 @@ OWNED_LIGHTNING_ARGUMENTS = {
     "use_distributed_sampler": "every rank takes its part of each batch already",
     "val_check_interval": "use trainer.validate_every_n_steps",
 }
-"""The other arguments of `lightning.Trainer`, and what to use instead."""
-
+"""The arguments of `lightning.Trainer` that are no options, and what to use instead."""
 
 Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
 """What a run may be trained in."""
 
 
-class TrainerConfig(Config, frozen=True):
-    """The training loop. Further arguments of `lightning.Trainer` are passed on."""
-
-    model_config = ConfigDict(extra="allow")
-
+class _LoopConfig(Config, frozen=True):
     max_steps: int = Field(default=400, ge=1, le=MAX_COUNT)
     """Optimizer steps."""
     accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_COUNT)
@@ -141,22 +86,43 @@ class TrainerConfig(Config, frozen=True):
     guard: GuardConfig = GuardConfig()
     """Which optimizer steps are skipped, and how many in a row end the run."""
 
-    @model_validator(mode="after")
-    def _check_lightning_arguments(self) -> TrainerConfig:
-        wrong: dict[str, str] = {}
-        for name, value in self.lightning_arguments().items():
-            takes, words, _ = LIGHTNING_ARGUMENTS[name]
-            try:
-                TypeAdapter(takes, config=ConfigDict(strict=True)).validate_python(value)
-            except ValidationError:
-                wrong[name] = f"must be {words}, got {show(value)}"
-        if wrong:
-            raise errors_at(type(self), wrong, self.lightning_arguments())
-        return self
 
-    @classmethod
-    def further_keys(cls) -> Mapping[str, str]:
-        return {name: meaning for name, (_, _, meaning) in LIGHTNING_ARGUMENTS.items()}
+class TrainerConfig(_LoopConfig, frozen=True):
+    """The training loop; from `accelerator` on, arguments of `lightning.Trainer` and their defaults there."""
+
+    # Lightning looks at some of them late or never: `detect_anomaly: "no"` would detect anomalies.
+
+    accelerator: str = "auto"
+    """What to train on: auto, cpu, gpu or cuda, mps."""
+    benchmark: bool | None = None
+    """Let cuDNN time its algorithms for convolutions and take the fastest."""
+    detect_anomaly: bool = False
+    """End with torch's traceback where a backward pass makes a NaN; slow. The guard says where one began,
+    and goes on, without it."""
+    deterministic: Annotated[
+        bool | Literal["warn"] | None, _must_be("true, false, null or 'warn'")
+    ] = None
+    """Let torch refuse operations that do not repeat to the bit, or warn of them."""
+    devices: Annotated[
+        int | str | list[int], _must_be("a whole number, text or a list of whole numbers")
+    ] = "auto"
+    """How many processes train, or on which GPUs."""
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    """What gradient_clip_val limits: the norm of the whole gradient (the default), or each value."""
+    inference_mode: bool = True
+    """Validate under torch.inference_mode, or under torch.no_grad."""
+    max_time: Annotated[
+        str | dict[str, int] | None, _must_be("text, a mapping of whole numbers or null")
+    ] = None
+    """End after this time, DD:HH:MM:SS or {hours: 2}, with a last validation."""
+    num_nodes: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """How many machines train; start the program on each with torchrun or srun."""
+    profiler: Literal["simple", "advanced"] | None = None
+    """Write where the time went into profile.txt: by callback and hook, or by Python function."""
+    # Strategies that start processes of their own (`ddp_spawn`) would leave what is measured in them behind.
+    strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true"] = "auto"
+    """How several processes work together: auto and ddp; ddp_find_unused_parameters_true where a block of
+    yours does not use all of its weights."""
 
     @classmethod
     def explain_unknown(cls, key: str) -> str:
@@ -165,8 +131,8 @@ class TrainerConfig(Config, frozen=True):
         return ""
 
     def lightning_arguments(self) -> dict[str, Any]:
-        """What was given beyond the fields above."""
-        return dict(self.model_extra or {})
+        """The arguments of `lightning.Trainer` that differ from its defaults."""
+        return self.model_dump(exclude=set(_LoopConfig.model_fields), exclude_defaults=True)
 
 
 class WandbConfig(Config, frozen=True):

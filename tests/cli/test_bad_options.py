@@ -154,7 +154,7 @@ REFUSED = {
     ),
     "beta out of range": (
         "--optimizer.betas [0.9,1.0]",
-        "optimizer: betas must lie in [0, 1), got [0.9, 1.0]",
+        "optimizer.betas.1: must be less than 1.0, got 1.0",
     ),
     "unknown optimizer": (
         "--optimizer lbfgs",
@@ -342,8 +342,8 @@ REFUSED = {
     ),
     "processes that leave nothing behind": (
         "--trainer.strategy ddp_spawn --trainer.devices 2",
-        "trainer.strategy: must be 'auto', 'ddp' (for several processes) or "
-        "'ddp_find_unused_parameters_true', got 'ddp_spawn'",
+        "trainer.strategy: must be one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true', "
+        "got 'ddp_spawn'",
     ),
     # -- data
     "text that does not exist": (

@@ -46,7 +46,12 @@ class Field:
         of = _without_none(self.annotation)
         is_config = isinstance(of, type) and issubclass(of, Config)
         kind = Config if is_config else get_origin(of) or of
-        yield from WRONG[kind]
+        kinds = _kinds(self.annotation)
+        if len(kinds) > 1:
+            values = (value for of_kind in WRONG.values() for value in of_kind)
+            yield from (value for value in values if type(value) not in kinds)
+        else:
+            yield from WRONG[kind]
         if type(None) not in get_args(self.annotation):
             yield None
         if is_config and issubclass(of, TaggedConfig):
@@ -95,6 +100,14 @@ def _members(annotation: Any) -> list[tuple[type[Config], str | None]]:
         return [(annotation, None)]
     by_member = {member: tag for tag, member in reversed(annotation.members.items())}
     return [(member, by_member[member]) for member in dict.fromkeys(annotation.members.values())]
+
+
+def _kinds(annotation: Any) -> list[type]:
+    """The types of which a union takes values; a choice among names is text."""
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    kinds = (get_origin(part) or part for part in get_args(annotation))
+    return [str if kind is Literal else kind for kind in kinds if kind is not type(None)]
 
 
 def _without_none(annotation: Any) -> Any:

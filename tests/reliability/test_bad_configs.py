@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.config import LIGHTNING_ARGUMENTS
 from tests.helpers.cases import cases
 from tests.helpers.config_fields import fields_of, nested
 from tests.helpers.tiny_runs import REPOSITORY, run_here
@@ -213,15 +212,6 @@ def wrong_values() -> Iterator[Wrong]:
             yield dump(field.given(value)), ".".join(field.path)
 
 
-def wrong_lightning_arguments() -> Iterator[Wrong]:
-    """What is passed on to `lightning.Trainer`; that some of it is accepted there is no excuse."""
-    switches = ["benchmark", "detect_anomaly", "deterministic", "inference_mode", "sync_batchnorm"]
-    for name in LIGHTNING_ARGUMENTS:
-        more = ("no", 0, 1) if name in switches else ()
-        for value in (1.5, {"no": "such"}, [[1]], float("nan"), *more):
-            yield dump({"trainer": {name: value}}), f"trainer.{name}"
-
-
 def misspelt_options() -> Iterator[Wrong]:
     """A letter too many; and two swapped, with one too many."""
     for field in fields_of(TrainConfig):
@@ -265,7 +255,7 @@ def replaced(options: dict[str, Any], path: tuple[str, ...], key: str, value: An
     }
 
 
-CHANGES = (wrong_values, wrong_lightning_arguments, misspelt_options, changed_files)
+CHANGES = (wrong_values, misspelt_options, changed_files)
 
 
 @pytest.mark.parametrize(
