@@ -8,25 +8,25 @@ gradients, and ASGD's average would be read by nobody.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config import TaggedConfig
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
-Betas = Annotated[tuple[float, float], Field(strict=False)]
-
 MAX_RATE = 1e9
 """What float32 holds, with room for what it is multiplied by."""
 
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
 _FullRate = Annotated[Rate, Field(description="The full rate, before the schedule.")]
-
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+_Eps = Annotated[float, Field(gt=0, description="Added to the denominator.")]
 DecoupledDecay = Annotated[
     float,
     Field(
@@ -67,137 +67,114 @@ class OptimizerConfig(TaggedConfig, frozen=True):
         """
 
 
-class _TorchOptimizerConfig(OptimizerConfig, frozen=True):
+class _TorchConfig(OptimizerConfig, frozen=True):
     """A class of `torch.optim`, whose arguments are the fields that a subclass adds."""
 
-    in_torch: ClassVar[str]
-    """Its name in `torch.optim`."""
+    in_torch: ClassVar[Callable[..., Optimizer]]
     always: ClassVar[Mapping[str, Any]] = {}
     """Arguments that are no options here."""
-
-    def build(self, model: nn.Module) -> Optimizer:
-        from torch import optim
-
-        arguments = self.model_dump(exclude=set(OptimizerConfig.model_fields))
-        groups = decay_groups(model, self.weight_decay)
-        return getattr(optim, self.in_torch)(
-            groups, lr=self.learning_rate, **arguments, **self.always
-        )
-
-
-class _AdamConfig(_TorchOptimizerConfig, frozen=True):
-    """What Adam and its descendants share."""
-
-    betas: Betas = (0.9, 0.95)
-    """Decay of the running mean and of the running square."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-
-    @model_validator(mode="after")
-    def _check_betas(self) -> _AdamConfig:
-        require_below_one("betas", self.betas)
-        return self
-
-
-class _DecoupledAdamConfig(_AdamConfig, frozen=True):
-    weight_decay: DecoupledDecay = 0.1
-
-
-class _CoupledConfig(_TorchOptimizerConfig, frozen=True):
     weight_decay: float = Field(default=0.0, ge=0)
     """Times the weight, added to the gradient of every matrix (L2, not decoupled); norms, biases and
     embeddings have none."""
 
+    def build(self, model: nn.Module) -> Optimizer:
+        options = self.model_dump(exclude=set(OptimizerConfig.model_fields)) | self.always
+        groups = decay_groups(model, self.weight_decay)
+        return self.in_torch(groups, lr=self.learning_rate, **options)
 
-class AdamWConfig(_DecoupledAdamConfig, frozen=True):
+
+class _AdamConfig(_TorchConfig, frozen=True):
+    learning_rate: _FullRate = 3e-3
+    betas: Betas = (0.9, 0.95)
+    """Decay of the running mean and of the running square."""
+    eps: _Eps = 1e-8
+
+
+class AdamWConfig(_AdamConfig, frozen=True):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2017)."""
 
+    in_torch = optim.AdamW
     type: Literal["adamw"] = "adamw"
-    learning_rate: _FullRate = 3e-3
-    in_torch = "AdamW"
+    weight_decay: DecoupledDecay = 0.1
 
 
-class NAdamConfig(_DecoupledAdamConfig, frozen=True):
+class NAdamConfig(_AdamConfig, frozen=True):
     """Adam with Nesterov momentum (Dozat 2016); the decay is decoupled."""
 
+    in_torch = optim.NAdam
+    always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
     type: Literal["nadam"] = "nadam"
-    learning_rate: _FullRate = 3e-3
+    weight_decay: DecoupledDecay = 0.1
     momentum_decay: float = Field(default=4e-3, ge=0)
     """How fast the momentum reaches its full value."""
-    in_torch = "NAdam"
-    always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
 
 
-class RAdamConfig(_DecoupledAdamConfig, frozen=True):
+class RAdamConfig(_AdamConfig, frozen=True):
     """Adam with a rectified first phase (Liu et al. 2019); the decay is decoupled."""
 
-    type: Literal["radam"] = "radam"
-    learning_rate: _FullRate = 3e-3
-    in_torch = "RAdam"
+    in_torch = optim.RAdam
     always: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": True}
+    type: Literal["radam"] = "radam"
+    weight_decay: DecoupledDecay = 0.1
 
 
-class AdamConfig(_CoupledConfig, _AdamConfig, frozen=True):
+class AdamConfig(_AdamConfig, frozen=True):
     """Adam (Kingma & Ba 2014); weight decay goes through its moments."""
 
+    in_torch = optim.Adam
     type: Literal["adam"] = "adam"
-    learning_rate: _FullRate = 3e-3
-    in_torch = "Adam"
 
 
-class AdamaxConfig(_CoupledConfig, _AdamConfig, frozen=True):
+class AdamaxConfig(_AdamConfig, frozen=True):
     """Adam by the largest gradient instead of the mean square (Kingma & Ba 2014)."""
 
+    in_torch = optim.Adamax
     type: Literal["adamax"] = "adamax"
-    learning_rate: _FullRate = 3e-3
-    in_torch = "Adamax"
 
 
-class AdagradConfig(_CoupledConfig, frozen=True):
+class AdagradConfig(_TorchConfig, frozen=True):
     """Rates by the sum of all squared gradients so far (Duchi et al. 2011)."""
 
+    in_torch = optim.Adagrad
     type: Literal["adagrad"] = "adagrad"
     learning_rate: _FullRate = 1e-2
-    eps: float = Field(default=1e-10, gt=0)
-    """Added to the denominator."""
-    in_torch = "Adagrad"
+    eps: _Eps = 1e-10
 
 
-class AdadeltaConfig(_CoupledConfig, frozen=True):
+class AdadeltaConfig(_TorchConfig, frozen=True):
     """Steps in the units of the weights (Zeiler 2012)."""
 
+    in_torch = optim.Adadelta
     type: Literal["adadelta"] = "adadelta"
     learning_rate: Rate = 1.0
     """The full rate, before the schedule; the paper has 1 too."""
-    rho: float = Field(default=0.9, ge=0, lt=1)
+    rho: Fraction = 0.9
     """Decay of both running squares."""
     eps: float = Field(default=1e-6, gt=0)
     """Added under both roots; the size of the first step."""
-    in_torch = "Adadelta"
 
 
-class RMSpropConfig(_CoupledConfig, frozen=True):
+class RMSpropConfig(_TorchConfig, frozen=True):
     """Gradients over their running root mean square (Hinton 2012)."""
 
+    in_torch = optim.RMSprop
     type: Literal["rmsprop"] = "rmsprop"
     learning_rate: _FullRate = 1e-3
-    alpha: float = Field(default=0.99, ge=0, lt=1)
+    alpha: Fraction = 0.99
     """Decay of the running square."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-    in_torch = "RMSprop"
+    eps: _Eps = 1e-8
 
 
-class SGDConfig(_CoupledConfig, frozen=True):
+class SGDConfig(_TorchConfig, frozen=True):
     """Stochastic gradient descent with momentum."""
 
+    in_torch = optim.SGD
     type: Literal["sgd"] = "sgd"
     learning_rate: _FullRate = 0.3
-    momentum: float = Field(default=0.9, ge=0, lt=1)
+    momentum: Fraction = 0.9
     """Decay of the running sum of gradients; 0 is without momentum."""
     nesterov: bool = False
     """Look ahead along the momentum."""
-    in_torch = "SGD"
 
     @model_validator(mode="after")
     def _check_nesterov(self) -> SGDConfig:
@@ -206,9 +183,10 @@ class SGDConfig(_CoupledConfig, frozen=True):
         return self
 
 
-class AdafactorConfig(_TorchOptimizerConfig, frozen=True):
+class AdafactorConfig(_TorchConfig, frozen=True):
     """Squares by row and column alone, so hardly any memory (Shazeer & Stern 2018)."""
 
+    in_torch = optim.Adafactor
     type: Literal["adafactor"] = "adafactor"
     learning_rate: Rate = 3e-2
     """Largest step relative to the size of the weights, before the schedule; the paper has 0.01."""
@@ -217,12 +195,6 @@ class AdafactorConfig(_TorchOptimizerConfig, frozen=True):
     """The running square decays by 1 - step ** beta2_decay."""
     d: float = Field(default=1.0, ge=1)
     """Largest root mean square of an update, before the rate."""
-    in_torch = "Adafactor"
-
-
-def require_below_one(name: str, betas: tuple[float, float]) -> None:
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name} must lie in [0, 1), got {list(betas)}")
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR:
