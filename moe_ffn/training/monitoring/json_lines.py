@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.files import open_file, parse_object, write_whole
-from moe_ffn.training.recovery.outage import Outage, count_taken
+from moe_ffn.files import open_file, parse_object, read_bytes, sync_folder, write_whole
+from moe_ffn.training.recovery.outage import Outage
 
 STEP = "step"
 VALIDATION_LOSS = "validation/loss"
@@ -66,8 +66,7 @@ class JsonLines:
         self.path = path
         self._is_synced = is_synced
         self._pending: list[bytes] = []
-        self._num_tried = 0  # of those, how many a write that failed may have left in the file
-        self._size = -1  # of the file as it was left; -1 before the first line
+        self._end = -1  # of the lines that are in the file; -1 before the first
         self._outage = Outage(path)
 
     @property
@@ -92,44 +91,29 @@ class JsonLines:
     def _write_pending(self) -> None:
         if not self._pending:
             return
-        if self._is_as_it_was_left():
-            self._append()
-        else:
-            self._write_anew()
-        self._pending.clear()
-        self._num_tried = 0
-
-    def _is_as_it_was_left(self) -> bool:
-        """Whether it can be appended to; one with a second name, as `cp -l` makes, is not ours alone."""
-        try:
-            found = self.path.lstat()
-        except FileNotFoundError:
-            return False
-        return found.st_size == self._size and found.st_nlink == 1
-
-    def _append(self) -> None:
-        lines = b"".join(self._pending)
-        with open_file(self.path, "ab") as file:
-            self._num_tried = len(self._pending)
-            try:
-                _write(file.fileno(), lines)
-                if self._is_synced:
-                    os.fsync(file.fileno())
-            except OSError:
-                os.truncate(file.fileno(), self._size)  # half a line is none
-                self._num_tried = 0
-                raise
-        self._size += len(lines)
-
-    def _write_anew(self) -> None:
-        """With the whole lines that are there: at the first one of a process, and after a failure."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = list(_whole_lines(self.path))
-        num_taken = count_taken(kept, self._pending[: self._num_tried])
-        content = b"".join([*kept, *self._pending[num_taken:]])
-        self._num_tried = len(self._pending)
-        write_whole(self.path, content)
-        self._size = len(content)
+        if self.path.exists() and self.path.lstat().st_nlink > 1:  # `cp -l` has kept what it was
+            write_whole(self.path, read_bytes(self.path))
+        with open_file(self.path, "ab") as file:
+            descriptor, size = file.fileno(), file.tell()
+            is_new = not 0 <= self._end <= size
+            if is_new:
+                self._end = sum(map(len, _whole_lines(self.path)))
+            if size > self._end:  # half a line of a process that died, or what a failing disk took
+                os.truncate(descriptor, self._end)
+            try:
+                rest = memoryview(b"".join(self._pending))
+                while rest:  # unbuffered: closing the file does not try again
+                    rest = rest[os.write(descriptor, rest) :]
+                if self._is_synced:
+                    os.fsync(descriptor)
+            except OSError:
+                os.truncate(descriptor, self._end)
+                raise
+            self._end += sum(map(len, self._pending))
+        self._pending.clear()
+        if is_new:
+            sync_folder(self.path.parent)
 
 
 def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
@@ -170,10 +154,3 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
         return
     with file:
         yield from (line for line in file if line.endswith(b"\n"))
-
-
-def _write(descriptor: int, content: bytes) -> None:
-    """Unbuffered: what a failing disk did not take is not to be written once more when the file is closed."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]

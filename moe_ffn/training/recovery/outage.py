@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from moe_ffn.errors import reason
 
@@ -47,12 +46,3 @@ class Outage:
 
     def _say(self, what: str) -> None:
         print(f"disk: '{self.path}' {what}", file=sys.stderr, flush=True)
-
-
-def count_taken(written: Sequence[Any], pending: Sequence[Any]) -> int:
-    """How many of the first that are pending a file ends with: all of them where only the sync failed."""
-    return next(
-        num
-        for num in range(len(pending), -1, -1)
-        if num <= len(written) and written[len(written) - num :] == pending[:num]
-    )

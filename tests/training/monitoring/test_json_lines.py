@@ -138,29 +138,13 @@ def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
     assert path.read_text() == text(1, 2, 3, 4)
 
 
-def test_lines_that_only_could_not_be_synced_are_not_written_twice(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take_and_fail(place: Path, content: bytes) -> None:
-        place.write_bytes(content)
-        raise FULL
-
-    file = JsonLines(path)
-    with monkeypatch.context() as patch:
-        patch.setattr("moe_ffn.training.monitoring.json_lines.write_whole", take_and_fail)
-        file.add([{"step": 4}])
-    file.add([{"step": 6}])
-
-    assert steps(path) == [4, 6]
-
-
 def test_two_lines_that_are_the_same_are_two(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = JsonLines(path)
     file.add([{"step": 2}, {"step": 2}])
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", take_three_bytes())
         file.add([{"step": 2}])
-    path.write_text(text(2, 2))  # another file, so that this one is written anew
+    path.write_text(text(2, 2))  # another file in its place
     with path.open("a") as other:
         other.write("{")
     file.add([{"step": 2}])
