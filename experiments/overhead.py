@@ -135,7 +135,7 @@ def time_program(
         make_token_data,
         run_facts,
     )
-    from moe_ffn.training.monitoring.wandb import close
+    from moe_ffn.training.monitoring.loggers import close
     from moe_ffn.training.recovery.stopping import Interrupted
 
     starts: list[float] = []

@@ -68,8 +68,7 @@ from moe_ffn.runs.start import (
 )
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.metrics_file import MetricsFile
-from moe_ffn.training.monitoring.wandb import close
+from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.training.monitoring.wandb import LOAD_FIGURE
+from moe_ffn.training.monitoring.loggers import LOAD_FIGURE
 
 ANSWER_SECONDS = 6
 """For each answer of wandb's server; without it the library waits for 19 s, more than once."""

@@ -40,10 +40,9 @@ from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmBell, AlarmRules
 from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
-from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
 from moe_ffn.training.monitoring.sample_log import SampleLog
-from moe_ffn.training.monitoring.wandb import wandb_logger
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.outage import Outage
 from moe_ffn.training.recovery.stopping import (

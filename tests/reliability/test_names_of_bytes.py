@@ -14,7 +14,7 @@ from moe_ffn.report.html import render, write_page
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.monitoring.wandb import wandb_logger
+from moe_ffn.training.monitoring.loggers import wandb_logger
 from tests.helpers.tiny_runs import finished_copy, options, run, run_here, unfinished_copy
 
 NAME = os.fsdecode(b"run-\xff")

@@ -38,7 +38,7 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
-from moe_ffn.training.monitoring.metrics_file import MetricsFile
+from moe_ffn.training.monitoring.loggers import MetricsFile
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,

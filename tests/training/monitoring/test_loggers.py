@@ -1,16 +1,17 @@
-"""What goes to all loggers."""
+"""What goes to all loggers, and the log of rows."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_only
 
-from moe_ffn.training.monitoring.metrics_file import MetricsFile
-from moe_ffn.training.monitoring.wandb import WandbRun, alert, close
+from moe_ffn.training.monitoring.loggers import MetricsFile, WandbRun, alert, close
 from tests.helpers.stub_wandb import StubRun
 
 
@@ -97,3 +98,44 @@ def test_a_logger_that_cannot_end_keeps_no_other_from_ending() -> None:
         close([FullDisk("first"), WandbRun(run, online=True), FullDisk("second")], "failed")
 
     assert run.exit_codes == [1]
+
+
+# -- the log of rows
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+def test_rows_are_lines_with_the_keys_that_they_have(path: Path) -> None:
+    logger = MetricsFile(path)
+    logger.log_metrics({"load": [0.25, 0.75]}, step=4)
+    logger.log_metrics({"loss": 1.5}, step=5)
+
+    assert path.read_text() == '{"step": 4, "load": [0.25, 0.75]}\n{"step": 5, "loss": 1.5}\n'
+
+
+def test_of_several_ranks_the_first_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = MetricsFile(path)
+
+    logger.log_metrics({"loss": 1.0}, step=2)
+    logger.save()
+    logger.finalize("success")
+
+    assert not path.exists()
+    assert logger.file.is_complete
+
+
+def test_saved_rows_are_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is made after them, and knows how many there are."""
+    logger = MetricsFile(path)
+    logger.log_metrics({"loss": 1.0}, step=2)
+    logger.log_metrics({"loss": 2.0}, step=4)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+
+    logger.save()
+
+    assert synced == [path.stat().st_size]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.monitoring.wandb import WandbRun, wandb_logger
+from moe_ffn.training.monitoring.loggers import WandbRun, wandb_logger
 from tests.helpers.stub_wandb import StubRun, StubWandb
 
 pytestmark = pytest.mark.usefixtures("nobodys_wandb")

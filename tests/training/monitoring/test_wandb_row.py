@@ -1,12 +1,15 @@
-"""How wandb draws a row."""
+"""How wandb draws a row, and the picture of the load: its cells, axes and colours."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import math
+import warnings
+from pathlib import Path
 
 import pytest
 
-from moe_ffn.training.monitoring.wandb import wandb_row
+from moe_ffn.training.monitoring.loggers import load_heatmap, wandb_row
 
 
 def test_a_list_is_one_histogram_with_a_bin_per_expert() -> None:
@@ -53,7 +56,60 @@ def test_the_picture_s_layers_are_named_as_in_the_keys(monkeypatch: pytest.Monke
     assert list(drawn[0].data[0].y) == ["layer_00", "layer_01/inner"]
 
 
-def test_without_plotly_there_is_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+# Two experts at 1/4 and 3/4 of the pairs get 0.5 and 1.5 times the even share of 1/2; of four
+# experts at 1/4, each gets what is even.
+RAGGED = {"layer_00": [0.25, 0.75], "layer_03/inner": [0.25, 0.25, 0.25, 0.25]}
 
-    assert wandb_row(VALIDATION).keys() == VALIDATION.keys()
+
+def plain(loads: dict[str, list[float]]) -> dict:
+    """The figure as a viewer gets it."""
+    return json.loads(load_heatmap(loads).to_json() or "")
+
+
+def test_a_cell_is_the_load_over_the_even_share_of_its_layer() -> None:
+    (heatmap,) = plain(RAGGED)["data"]
+
+    assert heatmap["type"] == "heatmap"
+    assert heatmap["y"] == ["layer_00", "layer_03/inner"]
+    assert heatmap["x"] == [0, 1, 2, 3]
+    assert heatmap["z"] == [[0.5, 1.5, None, None], [1.0, 1.0, 1.0, 1.0]]
+
+
+def test_axes_and_colours_are_named_and_white_is_even() -> None:
+    figure = plain(RAGGED)
+    (heatmap,) = figure["data"]
+
+    assert figure["layout"]["xaxis"]["title"]["text"] == "expert"
+    assert figure["layout"]["yaxis"]["title"]["text"] == "layer"
+    assert figure["layout"]["yaxis"]["autorange"] == "reversed", "the first layer stands on top"
+    assert heatmap["colorbar"]["title"]["text"] == "load / even share"
+    assert (heatmap["zmin"], heatmap["zmax"]) == (0.0, 2.0)
+    assert heatmap["colorscale"][1] == [0.5, "#f7f7f7"]
+    assert heatmap["hovertemplate"].startswith("%{y}, expert %{x}<br>%{z:.2f} times the even share")
+
+
+def test_colours_mean_the_same_in_every_picture() -> None:
+    (collapsed,) = plain({"layer_00": [1.0, 0.0, 0.0, 0.0]})["data"]
+    (even,) = plain({"layer_00": [0.25] * 4})["data"]
+
+    assert collapsed["z"] == [[4.0, 0.0, 0.0, 0.0]]
+    assert [collapsed[k] for k in ("zmin", "zmax")] == [even[k] for k in ("zmin", "zmax")]
+
+
+def test_a_layer_that_no_token_reached_is_blank() -> None:
+    (heatmap,) = plain({"layer_00": [math.nan, math.nan], "layer_01": [1.0, 0.0]})["data"]
+
+    assert heatmap["z"] == [[None, None], [2.0, 0.0]]
+
+
+def test_wandb_stores_plain_numbers_and_little_else() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import wandb
+    figure = load_heatmap({f"layer_{layer:02d}": [1 / 64] * 64 for layer in range(4)})
+
+    stored = Path(wandb.Plotly(figure)._path or "").read_text()
+
+    assert json.loads(stored)["data"][0]["z"] == [[1.0] * 64] * 4
+    assert "bdata" not in stored, "a packed array, which older viewers cannot read"
+    assert len(stored) < 5_000

@@ -1,12 +1,11 @@
-"""A run at wandb that never stands in the way of training.
+"""Where rows of metrics go: `metrics.jsonl`, and a run at wandb that never stands in the way of training.
 
-Without an account or a network it is kept offline, on disk. Whatever wandb raises ends wandb, not the
-run; and nothing of it is waited for longer than the constants below.
+Without an account or a network wandb's run is kept offline, on disk. Whatever wandb raises ends wandb, not
+the run; and nothing of it is waited for longer than the constants below.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -15,17 +14,18 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import Logger, WandbLogger
-from plotly.graph_objects import Figure
+from lightning.pytorch.utilities import rank_zero_only
+from plotly.graph_objects import Figure, Heatmap
 from pydantic import ValidationError
 
 from moe_ffn.errors import explain, first_line
 from moe_ffn.training.config import WandbConfig
+from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
 
 INIT_TIMEOUT_SECONDS = 8
 """How long the server may take to accept a run; wandb's own 90 make a run without a network hang."""
@@ -47,6 +47,49 @@ _MODES = {
     "dryrun": "offline",
 }
 """What WANDB_MODE may say, and what it means."""
+
+MAX_BINS = 512
+"""Of one of wandb's histograms."""
+
+LOAD_FIGURE = "routing/load_heatmap"
+"""The key under which each validation logs it; its panel has a slider over the steps."""
+
+FULL_COLOR = 2.0
+"""Times the even share from which on a colour is the strongest: the same in every picture, so that the
+pictures of a run can be compared."""
+
+
+class MetricsFile(Logger):
+    """`metrics.jsonl`: one line for every row of metrics, as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.file = JsonLines(path, is_synced=False)
+
+    @property
+    def name(self) -> str:
+        return "metrics"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a run's `config.yaml` has them."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row."""
+        self.file.add([{STEP: step, **metrics}])
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Return when every row is on the disk, or was said not to be."""
+        self.file.sync()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
 
 
 class WandbRun(WandbLogger):
@@ -80,7 +123,7 @@ class WandbRun(WandbLogger):
             status: `success` or `failed`.
         """
         self._failed = False
-        with self._harmless(f"upload what it kept: {sync_command(self.experiment)}"):
+        with self._harmless(f"upload what it kept: {command_line('sync', self.experiment)}"):
             self.experiment.finish(exit_code=0 if status == "success" else 1)
 
     @contextmanager
@@ -116,7 +159,35 @@ def wandb_logger(
         return None, "wandb: not installed, metrics are in metrics.jsonl (pip install wandb)"
     kept = _kept(run_dir)
     earlier_id = max(kept.values())[1] if kept else None
-    start = partial(_start, wandb, config, run_dir, tags, facts, earlier_id)
+
+    def start(mode: str) -> Any:
+        # It warns, as of an upload that broke off, and asks nothing: it raises where there is no key.
+        service = {"show_info": False, "x_service_wait": SERVICE_TIMEOUT_SECONDS}
+        wandb.setup(wandb.Settings(mode=mode, **service))
+        run = wandb.init(
+            mode=mode,
+            project=config.project,
+            entity=config.entity,
+            name=run_dir.name,
+            id=earlier_id,
+            resume=None if earlier_id is None else "allow",
+            dir=str(run_dir),
+            tags=tags,
+            config=dict(facts),
+            settings=wandb.Settings(
+                init_timeout=INIT_TIMEOUT_SECONDS,
+                finish_timeout=FINISH_TIMEOUT_SECONDS,
+                finish_timeout_raises=True,
+                silent=True,
+                console="off",
+                x_disable_stats=True,
+            ),
+        )
+        # Charts run over optimizer steps; wandb's own step counts rows, and starts anew when offline.
+        run.define_metric("trainer/global_step")
+        run.define_metric("*", step_metric="trainer/global_step")
+        return run
+
     why_offline = ""
     if mode != "offline":
         try:
@@ -130,45 +201,10 @@ def wandb_logger(
         run = start("offline")
     except Exception as error:
         return None, f"wandb: off ({_reason(error)}), metrics are in metrics.jsonl"
-    look = f"{_command()} leet {_folder(run)}"
-    line = f"wandb: offline{why_offline}; look: {look}; upload: {sync_command(run)}"
-    return WandbRun(run, online=False), line
-
-
-def _start(
-    wandb: Any,
-    config: WandbConfig,
-    run_dir: Path,
-    tags: list[str],
-    facts: Mapping[str, Any],
-    earlier_id: str | None,
-    mode: str,
-) -> Any:
-    # It warns, as of an upload that broke off, and asks nothing: it raises where there is no key.
-    wandb.setup(wandb.Settings(mode=mode, show_info=False, x_service_wait=SERVICE_TIMEOUT_SECONDS))
-    run = wandb.init(
-        mode=mode,
-        project=config.project,
-        entity=config.entity,
-        name=run_dir.name,
-        id=earlier_id,
-        resume=None if earlier_id is None else "allow",
-        dir=str(run_dir),
-        tags=tags,
-        config=dict(facts),
-        settings=wandb.Settings(
-            init_timeout=INIT_TIMEOUT_SECONDS,
-            finish_timeout=FINISH_TIMEOUT_SECONDS,
-            finish_timeout_raises=True,
-            silent=True,
-            console="off",
-            x_disable_stats=True,
-        ),
-    )
-    # Charts run over optimizer steps; wandb's own step counts rows, and starts anew when offline.
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step")
-    return run
+    look, upload = command_line("leet", run), command_line("sync", run)
+    return WandbRun(
+        run, online=False
+    ), f"wandb: offline{why_offline}; look: {look}; upload: {upload}"
 
 
 def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
@@ -184,24 +220,16 @@ def _reason(error: Exception) -> str:
     return text.rstrip(".")
 
 
-def sync_command(run: Any) -> str:
-    """What uploads a run from where a person stands."""
-    return f"{_command()} sync {_folder(run)}"
+def command_line(command: str, run: Any) -> str:
+    """`wandb sync runs/mine/wandb/run-1`, as a person would type it where the program was started.
 
-
-def _command() -> str:
-    """The client's program; where no environment is activated, the one beside this Python."""
-    if shutil.which("wandb") is not None:
-        return "wandb"
-    return _from_here(Path(sys.executable).parent / "wandb")
-
-
-def _folder(run: Any) -> str:
-    return _from_here(Path(run.dir).parent)
+    Where no environment is activated, with the path of the client beside this Python.
+    """
+    client = "wandb" if shutil.which("wandb") else _from_here(Path(sys.executable).parent / "wandb")
+    return f"{client} {command} {_from_here(Path(run.dir).parent)}"
 
 
 def _from_here(path: Path) -> str:
-    """The path as a person would type it into a shell."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
@@ -231,139 +259,73 @@ def _import_wandb() -> Any:
     return wandb if hasattr(wandb, "init") else None
 
 
-MAX_BINS = 512
-"""Of one of wandb's histograms."""
-
-
 def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """`row` with each list of numbers as one histogram over their places, and with a picture of the load
     on the validation split.
 
     One key per layer instead of one per expert: a project should hold less than 10,000.
     """
-    values = {
-        key: _histogram(value) if isinstance(value, list) else value for key, value in row.items()
-    }
-    prefix, suffix = "validation/routing/", "/load"
-    loads = {
-        key.removeprefix(prefix).removesuffix(suffix): value
-        for key, value in row.items()
-        if key.startswith(prefix) and key.endswith(suffix)
-    }
-    if loads and importlib.util.find_spec("plotly") is not None:
-        import wandb
-
-        values[LOAD_FIGURE] = wandb.Plotly(load_heatmap(loads))
-    return values
-
-
-def _histogram(values: list[float]) -> Any:
     import wandb
 
-    num_bins = min(len(values), MAX_BINS)
-    places = np.arange(len(values))
-    heights = np.nan_to_num(np.asarray(values, dtype=float))
-    return wandb.Histogram(
-        np_histogram=np.histogram(places, num_bins, (0, len(values)), weights=heights)
-    )
-
-
-LOAD_FIGURE = "routing/load_heatmap"
-"""The key under which each validation logs it; its panel has a slider over the steps."""
-
-FULL_COLOR = 2.0
-"""Times the even share from which on a colour is the strongest: the same in every picture, so that the
-pictures of a run can be compared."""
-
-COLORS = [[0.0, "#2166ac"], [0.5, "#f7f7f7"], [1.0, "#b2182b"]]
-"""Blue for experts that starve, white for the even share, red for those that are crowded."""
+    values, loads = dict(row), {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            num_bins = min(len(value), MAX_BINS)
+            heights = np.nan_to_num(np.asarray(value, dtype=float))
+            bins = np.histogram(range(len(value)), num_bins, (0, len(value)), weights=heights)
+            values[key] = wandb.Histogram(np_histogram=bins)
+            if layer := re.fullmatch("validation/routing/(.+)/load", key):
+                loads[layer[1]] = value
+    if loads:
+        values[LOAD_FIGURE] = wandb.Plotly(load_heatmap(loads))
+    return values
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
     """A heat map, a row for each layer and a column for each expert.
 
-    The colour is the load over the even share: 1 where an expert gets what balance would give it, 0
-    where it gets nothing. Layers may differ in their number of experts; a load that is not finite,
-    of a layer that no token reached, is left blank.
+    The colour is the load over the even share: blue for experts that starve, white for what balance would
+    give, red for those that are crowded. Layers may differ in their number of experts; a load that is not
+    finite, of a layer that no token reached, is left blank.
 
     Args:
         loads: layer -> share of the layer's pairs that went to each expert, summing to 1.
-
-    Raises:
-        ValueError: without a layer.
     """
-    from plotly.graph_objects import Figure, Heatmap
-
-    if not loads:
-        raise ValueError("a heat map of the load needs at least one layer")
-    num_columns = max(len(load) for load in loads.values())
+    num_columns = max(map(len, loads.values()))
     # Plain lists: plotly packs arrays into a form that older viewers cannot read.
     ratios = [
-        _padded([_over_even_share(p, load) for p in load], num_columns) for load in loads.values()
+        [share * len(load) if math.isfinite(share) else None for share in load]
+        + [None] * (num_columns - len(load))
+        for load in loads.values()
     ]
-    shares = [_padded([_finite(p) for p in load], num_columns) for load in loads.values()]
     heatmap = Heatmap(
         x=list(range(num_columns)),
         y=list(loads),
         z=ratios,
-        customdata=shares,
         zmin=0.0,
         zmax=FULL_COLOR,
-        colorscale=COLORS,
-        colorbar={
-            "title": {"text": "load / even share"},
-            "tickvals": [0.0, 0.5, 1.0, 1.5, FULL_COLOR],
-            "ticktext": ["0, dead", "0.5", "1, even", "1.5", "2 or more"],
-        },
+        colorscale=[[0.0, "#2166ac"], [0.5, "#f7f7f7"], [1.0, "#b2182b"]],
+        colorbar_title_text="load / even share",
         hoverongaps=False,
-        hovertemplate=(
-            "%{y}, expert %{x}<br>%{z:.2f} times the even share"
-            "<br>%{customdata:.1%} of the pairs<extra></extra>"
-        ),
+        hovertemplate="%{y}, expert %{x}<br>%{z:.2f} times the even share<extra></extra>",
         xgap=1,
         ygap=1,
     )
+    # The first layer on top, every one named.
+    layers = {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False}
     return Figure(
         heatmap,
         layout={
             "template": {},
             "title": {"text": "Load of each expert"},
-            "xaxis": {
-                "title": {"text": "expert"},
-                "tickformat": "d",
-                "showgrid": False,
-                "zeroline": False,
-            },
-            # The first layer on top, every one named.
-            "yaxis": {
-                "title": {"text": "layer", "standoff": 12},
-                "type": "category",
-                "autorange": "reversed",
-                "automargin": True,
-                "showgrid": False,
-            },
+            "xaxis": {"title": {"text": "expert"}, "tickformat": "d", "showgrid": False},
+            "yaxis": {"title": {"text": "layer", "standoff": 12}, **layers},
         },
     )
 
 
-def _over_even_share(share: float, load: Sequence[float]) -> float | None:
-    value = _finite(share)
-    return None if value is None else value * len(load)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _padded(row: list[float | None], length: int) -> list[float | None]:
-    return row + [None] * (length - len(row))
-
-
 def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
-    """Tell whoever may be far away, through wandb where it is online; elsewhere nothing happens.
-
-    Neither raises nor waits for the network.
-    """
+    """A message through wandb where it is online; it neither raises nor waits for the network."""
     for logger in loggers:
         if isinstance(logger, WandbRun):
             logger.alert(title, text)
