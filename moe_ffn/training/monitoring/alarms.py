@@ -37,17 +37,17 @@ AlarmKind = Literal[
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
 """What passes by itself at the start of a run, and is no alarm before it has lasted."""
 
-RoutingValues = Mapping[str, Tensor]
-"""What a `RoutingWindow` says of one layer."""
-
-_Place = tuple[AlarmKind, str | None]
-
 MIN_COLLAPSE = 0.5
 """MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
 is small."""
 
 ROWS_OF_MEDIAN = 10
 """A spike is measured against the median of so many rows before it."""
+
+RoutingValues = Mapping[str, Tensor]
+"""What a `RoutingWindow` says of one layer."""
+
+_Place = tuple[AlarmKind, str | None]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,6 @@ class Alarm:
         place = "" if self.layer is None else f"{self.layer}: "
         return f"step {self.step}: {place}{self.message}; {self.advice}"
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Advice:
@@ -83,19 +80,27 @@ class Advice:
     def against(self, kind: AlarmKind, layer: str | None) -> str:
         """Options with their values now; `layer` as in the keys of metrics."""
         info = self.model.routers().get(layer or "")
-        balance, rate = self._balance(info), self._lower_rate()
-        warmup = self.optimizer.schedule.warmup_option
+        balance, capacity = self._balance(info), "the block's capacity"
+        if info is not None:
+            factor = info.capacity.factor
+            now = "" if factor is None else f" (now {factor:g})"
+            capacity = f"model.{info.path}.capacity.factor{now}"
+        clipping = "set trainer.gradient_clip_val"
+        if clip := self.trainer.gradient_clip_val:
+            clipping = f"lower trainer.gradient_clip_val (now {clip:g})"
+        rate = f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {clipping}"
         return {
             "collapse": balance,
             "dead_experts": f"{balance}, or take fewer experts or a larger batch",
             "nonfinite_logits": f"something before it broke: {rate}",
             "exploding_logits": f"raise objective.router_z (now {self.objective.router_z:g}), or {rate}",
-            "dropped": f"raise {_capacity_factor(info)}, or balance better: {balance}",
-            "loss_spike": f"{rate}, or raise optimizer.schedule.{warmup}",
+            "dropped": f"raise {capacity}, or balance better: {balance}",
+            "loss_spike": f"{rate}, or raise optimizer.schedule.{self.optimizer.schedule.warmup_option}",
             "skipped_step": f"if it comes again, {rate}",
         }[kind]
 
     def _balance(self, info: RouterInfo | None) -> str:
+        """`info` is None for a router that its block does not name."""
         raise_loss = f"raise objective.load_balance (now {self.objective.load_balance:g})"
         if info is None:
             return raise_loss
@@ -105,23 +110,6 @@ class Advice:
         if router.has_correction_bias:
             return self.objective.bias_rule.advice or raise_loss
         return f"{raise_loss}, or take {option} 'sigmoid_top_k', whose bias a rule balances"
-
-    def _lower_rate(self) -> str:
-        clip = self.trainer.gradient_clip_val
-        what = (
-            f"lower trainer.gradient_clip_val (now {clip:g})"
-            if clip
-            else "set trainer.gradient_clip_val"
-        )
-        return f"lower optimizer.learning_rate (now {self.optimizer.learning_rate:g}) or {what}"
-
-
-def _capacity_factor(info: RouterInfo | None) -> str:
-    """The option, with its value now; `info` is None for a router that its block does not name."""
-    if info is None:
-        return "the block's capacity"
-    factor = info.capacity.factor
-    return f"model.{info.path}.capacity.factor" + ("" if factor is None else f" (now {factor:g})")
 
 
 class AlarmRules:
@@ -145,23 +133,19 @@ class AlarmRules:
             loss: mean cross-entropy of those that were taken; nan where none was.
             routing: what was measured of each sparse layer over them.
         """
-        troubles: dict[_Place, str] = {}
-        if message := self._spike(loss):
-            troubles["loss_spike", None] = message
+        troubles: dict[_Place, str] = {("loss_spike", None): self._spike(loss)}
         for layer, values in routing.items():
             found = dict(self._of_layer(values))
             for kind in LASTING:
                 lasted = self._lasted.get((kind, layer), 0) + num_steps if kind in found else 0
                 self._lasted[kind, layer] = lasted
-                if lasted >= self.config.after_steps:
-                    found[kind] += f", for {lasted} steps"
-                else:
-                    found.pop(kind, None)
+                is_alarm = lasted >= self.config.after_steps
+                found[kind] = f"{found[kind]}, for {lasted} steps" if is_alarm else ""
             troubles |= {(kind, layer): message for kind, message in found.items()}
         return [
             Alarm(step, kind, layer, message, self.advice.against(kind, layer))
             for (kind, layer), message in troubles.items()
-            if self._begins(step, num_steps, kind, layer)
+            if message and self._begins(step, num_steps, kind, layer)
         ]
 
     def skipped(self, skipped: SkippedStep) -> list[Alarm]:
@@ -215,11 +199,11 @@ class AlarmRules:
         limits = self.config
         if broken := int(values["nonfinite_tokens"]):
             yield "nonfinite_logits", f"{broken} tokens reached the router with NaN or infinity"
-        # Of a window that was cut short tokens have not been measured.
+        # A window that was cut short has no measurements of tokens.
         largest = values["logit_max"].item() if "logit_max" in values else 0
         if largest > limits.router_logit:
-            message = f"a router logit of {largest:.3g} (limit {limits.router_logit:g})"
-            yield "exploding_logits", message
+            limit = limits.router_logit
+            yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"
         load, violation = values["load"].tolist(), values["max_violation"].item()
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
@@ -250,11 +234,10 @@ class AlarmBell:
         in_order = sorted(alarms, key=lambda alarm: alarm.kind)
         for kind, group in groupby(in_order, key=lambda alarm: alarm.kind):
             first, *others = group
-            text = str(first)
-            if others:
-                text += f" (and {', '.join(str(alarm.layer) for alarm in others)})"
-            print(f"alarm: {text}", file=sys.stderr)
+            also = f" (and {', '.join(str(alarm.layer) for alarm in others)})" if others else ""
+            print(f"alarm: {first}{also}", file=sys.stderr)
             title = kind.replace("_", " ")
             # wandb keeps back what comes under the same title too soon.
-            alert(loggers, title if first.layer is None else f"{title}, {first.layer}", text)
-        self.file.add(alarm.to_dict() for alarm in alarms)
+            title = title if first.layer is None else f"{title}, {first.layer}"
+            alert(loggers, title, f"{first}{also}")
+        self.file.add(asdict(alarm) for alarm in alarms)
