@@ -13,6 +13,13 @@ from moe_ffn.data.prepare import DataConfig, PreparedData
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.objective import IGNORED_TARGET
 
+FILLER = -1
+"""The index of a batch that counts for nothing."""
+
+
+def _loaded(index: int, batch: Batch) -> LoadedBatch:
+    return LoadedBatch(index=index, input_ids=batch.input_ids, target_ids=batch.target_ids)
+
 
 class TrainLoader:
     """The run's batches in order, from wherever the run stands.
@@ -30,8 +37,7 @@ class TrainLoader:
         return self.num_batches
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        for index in range(self.start(), self.num_batches):
-            yield self.batch(index)
+        return map(self.batch, range(self.start(), self.num_batches))
 
     def batch(self, index: int) -> LoadedBatch:
         """Any batch of the run."""
@@ -43,10 +49,6 @@ class TrainLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to load: `start` knows the position."""
-
-
-FILLER = -1
-"""The index of a batch that counts for nothing."""
 
 
 class ValidationLoader:
@@ -68,20 +70,15 @@ class ValidationLoader:
             if index < len(self.batches):
                 yield _loaded(index, self.batches[index])
             else:
-                yield _filler(self.batches[0])
-
-
-def _filler(batch: Batch) -> LoadedBatch:
-    ignored = torch.full_like(batch.target_ids, IGNORED_TARGET)
-    return _loaded(FILLER, Batch(batch.input_ids, ignored))
-
-
-def _loaded(index: int, batch: Batch) -> LoadedBatch:
-    return LoadedBatch(index=index, input_ids=batch.input_ids, target_ids=batch.target_ids)
+                first = self.batches[0]
+                ignored = torch.full_like(first.target_ids, IGNORED_TARGET)
+                yield _loaded(FILLER, Batch(first.input_ids, ignored))
 
 
 class TokenData(LightningDataModule):
     """Windows of the train split in the order of the seed, and the fixed windows of validation."""
+
+    trainer: Trainer
 
     def __init__(
         self, config: DataConfig, data: PreparedData, *, num_batches: int, seed: int
@@ -98,7 +95,7 @@ class TokenData(LightningDataModule):
         self.seed = seed
 
     def train_dataloader(self) -> TrainLoader:
-        trainer = self._trainer()
+        trainer = self.trainer
         batches = TrainBatches(
             self.data.train,
             seq_len=self.config.seq_len,
@@ -117,15 +114,8 @@ class TokenData(LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ValidationLoader:
-        trainer = self._trainer()
-        return ValidationLoader(
-            validation_batches(self.config, self.data), trainer.global_rank, trainer.world_size
-        )
-
-    def _trainer(self) -> Trainer:
-        if self.trainer is None:
-            raise RuntimeError("TokenData gives its loaders to a Trainer: pass it as datamodule=")
-        return self.trainer
+        batches = validation_batches(self.config, self.data)
+        return ValidationLoader(batches, self.trainer.global_rank, self.trainer.world_size)
 
 
 def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:

@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -28,6 +27,7 @@ from moe_ffn.training.objective import (
     IGNORED_TARGET,
     Objective,
     ObjectiveConfig,
+    cross_entropy_of,
     mask_tokens,
     needs_step_totals,
     objective,
@@ -179,13 +179,7 @@ class LanguageModel(LightningModule):
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
         output = self.decoder(input_ids)
-        logits, targets = output.logits.flatten(0, 1), target_ids.flatten()
-        nats = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            targets,
-            ignore_index=IGNORED_TARGET,
-            reduction="none",
-        )
+        nats, targets = cross_entropy_of(output.logits, target_ids, "none"), target_ids.flatten()
         counted = targets != IGNORED_TARGET
         self.validation_metrics.update(nats[counted], self.byte_lengths[targets[counted]])
         return RoutedOutput(routings=output.routings, shared_shares=output.shared_shares)
@@ -207,23 +201,22 @@ class LanguageModel(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        self.gradient_norm = self._clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        # The norm is of the whole gradient before it is clipped, and wanted where nothing is.
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        else:
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        self.gradient_norm = norm.detach()
         if self._allows_step():
             self.steering.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
         else:
             # Without gradients the optimizer moves nothing: no parameter, no moment and no step count.
             self.zero_grad(set_to_none=True)
         self._forget_step()
-
-    def _clip(
-        self, optimizer: Optimizer, limit: int | float | None, algorithm: str | None
-    ) -> Tensor:
-        """Clip the gradients; returns the norm they had, which is wanted also where nothing is clipped."""
-        if limit and algorithm in (None, "norm"):
-            return torch.nn.utils.clip_grad_norm_(self.parameters(), limit).detach()
-        norm = torch.nn.utils.get_total_norm(self._gradients()).detach()
-        super().configure_gradient_clipping(optimizer, limit, algorithm)
-        return norm
 
     def _allows_step(self) -> bool:
         """Judge the step that ends now by its loss, the mean over batches and ranks, and its gradient."""
@@ -236,28 +229,25 @@ class LanguageModel(LightningModule):
         if reason is None:
             self.guard.take(mean)
             return True
-        scale = self._gradient_scale
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
         if scale > 1 and math.isfinite(mean) and not math.isfinite(norm):
             return False  # float16's scaler is looking for its scale: it halves it, and nothing is wrong
-        step = self.trainer.global_step + 1
-        looks = not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None
-        # Clipped by an infinite norm, what was finite is 0 now, and what was not is NaN.
-        overflows = looks and all(gradient.isfinite().all() for gradient in self._gradients())
-        began_in = self._where_it_began(scale) if looks else None
-        if looks and began_in is None:
-            reason += (
-                ", though every gradient is finite: the sum of their squares overflows"
-                if overflows
-                else ", but not when the step was repeated"
-            )
-        self.skipped_step = self.guard.skip(step, reason, began_in)
+        began_in = None
+        if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
+            began_in = self._where_it_began(scale)
+            # The sum of the gradient's squares overflowed, or what was wrong does not repeat.
+            if began_in is None:
+                reason += ", though all of it is finite when the step is repeated"
+        self.skipped_step = self.guard.skip(self.trainer.global_step + 1, reason, began_in)
         return False
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters() if p.grad is not None]
+    def _where_it_began(self, gradient_scale: float) -> str | None:
+        """Repeat the step, and name the first thing in it that is not finite; on any rank.
 
-    def _where_it_began(self, scale: float) -> str | None:
-        """Repeat the step, and name the first thing in it that is not finite; on any rank."""
+        Args:
+            gradient_scale: what losses are multiplied by before backward, so that gradients fit float16.
+        """
 
         def forward(batch: LoadedBatch) -> Objective:
             self._seed_batch(batch["index"])
@@ -267,18 +257,12 @@ class LanguageModel(LightningModule):
                 return self._objective(self.decoder.forward(input_ids), target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
-        found = where_it_began(self, batches, scale / len(batches))
+        found = where_it_began(self, batches, gradient_scale / len(batches))
         if self._num_ranks == 1:
             return found
         of_ranks: list[str | None] = [None] * self._num_ranks
         torch.distributed.all_gather_object(of_ranks, found)
         return next((found for found in of_ranks if found is not None), None)
-
-    @property
-    def _gradient_scale(self) -> float:
-        """What losses are multiplied by before backward, so that gradients fit float16; 1 elsewhere."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else scaler.get_scale()
 
     def _forget_step(self) -> None:
         self.steering.forget()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,19 @@ class Objective:
         return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
 
 
+def cross_entropy_of(
+    logits_BSV: Tensor, target_ids_BS: Tensor, reduction: Literal["mean", "none"] = "mean"
+) -> Tensor:
+    """Nats, as a mean over the tokens to predict, or (B * S,) for each; in float32 at least."""
+    wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return F.cross_entropy(
+        wide_BSV.flatten(0, 1),
+        target_ids_BS.flatten(),
+        ignore_index=IGNORED_TARGET,
+        reduction=reduction,
+    )
+
+
 def objective(
     logits_BSV: Tensor,
     target_ids_BS: Tensor,
@@ -74,10 +88,7 @@ def objective(
         sparsity_weight: of `relu_sparsity`, as `RouterSteering` left it; where it starts when None.
         step_totals: of the optimizer step; None where this batch is the whole step.
     """
-    wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    cross_entropy = F.cross_entropy(
-        wide_BSV.flatten(0, 1), target_ids_BS.flatten(), ignore_index=IGNORED_TARGET
-    )
+    cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
         sparsity_weight = cross_entropy.new_tensor(weights.sparsity_rule.initial_weight)
     balancing: dict[str, Tensor] = {}

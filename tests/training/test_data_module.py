@@ -10,7 +10,6 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.data_module import (
     FILLER,
-    TokenData,
     TrainLoader,
     ValidationLoader,
     validation_batches,
@@ -97,16 +96,6 @@ def test_validation_is_the_same_every_time(validation: ValidationBatches) -> Non
     for one, other in zip(loader, loader, strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert torch.equal(one["target_ids"], other["target_ids"])
-
-
-def test_the_data_module_needs_a_trainer(
-    make_config: Callable[..., TrainConfig], prepared: PreparedData
-) -> None:
-    data = TokenData(make_config().data, prepared, num_batches=3, seed=0)
-
-    for loader in (data.train_dataloader, data.val_dataloader):
-        with pytest.raises(RuntimeError, match=r"pass it as datamodule="):
-            loader()
 
 
 def test_validation_batches_follow_the_config(
