@@ -1,16 +1,11 @@
-"""How fast the layers and a training step are, beside the dense block and other libraries.
+"""The benchmark, `python -m experiments.benchmark`: see docs/performance.md.
 
-    python -m experiments.benchmark --help
-
-Other libraries are timed where they are installed.
-
-__main__.py   the command: options, the suites by name, what is written
-suites.py     the layer timed: at published sizes, in sweeps, by load, decoding, beside plain ones, on a GPU
+__main__.py   the command: options, the suites by name
+suites.py     the layer timed: at published sizes, in sweeps, by load, decoding, beside plain ones, on a GPU;
+              bytes kept for backward, time by operator
 training.py   the suite of whole training steps
-resources.py  the suites of bytes kept for backward, and of time by operator
-session.py    one run: the rounds, rows and promises so far; tables, charts and CSV
-layers.py     candidates: ours in every backend, the dense block, other libraries'; whether they agree
+session.py    the stopwatch, by which candidates take turns; results, promises, tables, charts and CSV
+layers.py     what is timed: ours in every backend, the dense block, other libraries'; whether they agree
 peers.py      the adapters of other libraries
-timing.py     the stopwatch: candidates take turns
 shapes.py     T, D, F, E, K and dtype of a layer
 """

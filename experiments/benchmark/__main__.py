@@ -1,56 +1,48 @@
-"""The command: options in, suites run, results written."""
+"""How fast the layers and a training step are, beside the dense block and other libraries.
+
+    python -m experiments.benchmark --help
+
+This file has the options and runs the suites; each writes its tables, and a run one folder.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
 import moe_ffn
-from experiments.benchmark import resources, suites, training
+from experiments.benchmark import suites
 from experiments.benchmark.peers import PEERS
-from experiments.benchmark.session import (
-    PLOTS_FILE,
-    PROMISES_FILE,
-    RESULTS_FILE,
-    Session,
-    plots_page,
-    write_promises,
-    write_rows,
-)
+from experiments.benchmark.session import Session, write_files
 from experiments.benchmark.shapes import parse_shape
-from experiments.benchmark.timing import Rounds
+from experiments.benchmark.training import training
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import ConfigError, did_you_mean, expand_path, reason
-from moe_ffn.files import write_whole
+from moe_ffn.errors import ConfigError, expand_path, reason
 from moe_ffn.kernels.select import BACKENDS
 
-SUITES: dict[str, tuple[Callable[[Session], None], str]] = {
-    "rows": (
-        suites.rows,
-        "the layer at published sizes, forward and backward, beside every library found",
-    ),
-    "experts": (suites.experts, "8 to 256 experts of the same total active width"),
-    "tokens": (suites.tokens, "256 to 16,384 tokens"),
-    "width": (suites.width, "experts 64 to 1,024 wide"),
-    "skew": (suites.skew, "the same tokens spread evenly, by Zipf's law, or all on one expert"),
-    "decoding": (suites.decoding, "1 to 16 tokens, forward alone"),
-    "training": (training.training, "whole training steps of the default model, on real text"),
-    "memory": (resources.memory, "bytes the layer keeps for its backward pass"),
-    "blocks": (suites.blocks, "the dense and swiglu blocks beside plain linear layers"),
-    "profile": (
-        resources.profile,
-        "where the time of a layer goes, operator by operator; on a CPU",
-    ),
-    "gpu": (suites.gpu, "64 experts in bfloat16, as a share of one dense product; needs CUDA"),
+SUITES: dict[str, Callable[[Session], None]] = {
+    "rows": suites.rows,
+    "experts": suites.experts,
+    "tokens": suites.tokens,
+    "width": suites.width,
+    "skew": suites.skew,
+    "decoding": suites.decoding,
+    "training": training,
+    "memory": suites.memory,
+    "blocks": suites.blocks,
+    "profile": suites.profile,
+    "gpu": suites.gpu,
 }
-"""Name -> the suite, and what it times."""
+"""By name; the first line of its docstring says what a suite times."""
 
 PATIENCE = 30.0
 """Seconds that a table may take before it makes do with fewer rounds, unless they were asked for."""
@@ -58,20 +50,16 @@ PATIENCE = 30.0
 
 def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
-    rounds = Rounds(warmup=_number("warmup", given.warmup, 0, MAX_COUNT), patience=PATIENCE)
-    if given.rounds is not None:
-        rounds = Rounds(_number("rounds", given.rounds, 1, MAX_COUNT), rounds.warmup)
-    if given.threads is not None:
-        torch.set_num_threads(_number("threads", given.threads, 1, 4096))
     shapes = [parse_shape(text) for text in given.shape]
-    chosen = _known("--suite", given.suite, SUITES) or ([] if shapes else list(SUITES))
+    chosen = given.suite or ([] if shapes else list(SUITES))
     device = _device(given.device)
-    backends = _known("--backends", given.backends, BACKENDS) or list(BACKENDS)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    patience = PATIENCE if given.rounds is None else math.inf
+    backends = given.backends or list(BACKENDS)
+    session = Session(backends, device, given.rounds or 9, given.warmup, patience)
     folder = _new_folder(given.output)
-    with _writing_to(folder):
-        folder.mkdir(parents=True)
 
-    session = Session(rounds, backends, device)
     machine = describe_machine(device)
     session.say(", ".join(f"{name} {value}" for name, value in machine.items()))
     found = {peer.package: peer.version for peer in PEERS.values() if peer.is_installed}
@@ -83,37 +71,18 @@ def main(argv: Sequence[str]) -> int:
         session.say(f"not installed: {', '.join(absent)}")
     try:
         if shapes:
-            session.say("\n== shape ==\n")
-            suites.time_shapes(session, "shape", shapes)
+            session.begin("shape")
+            suites.time_shapes(session, shapes)
         for suite in chosen:
-            session.say(f"\n== {suite} ==\n")
-            SUITES[suite][0](session)
+            session.begin(suite)
+            SUITES[suite](session)
     finally:  # what was measured before a suite failed, or was interrupted, is not lost
-        write(session, folder, machine)
+        if session.promises:
+            session.begin("promises")
+            session.summarize()
+        write_files(session, folder, machine)
+        session.say(f"\nwritten: {folder}/")
     return 0
-
-
-def write(session: Session, folder: Path, machine: dict[str, str]) -> None:
-    """The summary on the screen; tables and plots in the folder."""
-    if session.promises:
-        session.say("\n== promises ==\n")
-        session.summarize()
-    with _writing_to(folder):
-        write_rows(folder / RESULTS_FILE, session.rows, machine)
-        write_promises(folder / PROMISES_FILE, session.promises)
-        if session.charts:
-            write_whole(folder / PLOTS_FILE, plots_page(session.charts))
-    session.say(f"\nwritten: {folder}/")
-
-
-@contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"--output: '{folder}' cannot be written ({reason(error)}); choose another folder"
-        ) from error
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
@@ -143,7 +112,10 @@ def processor_name() -> str:
 
 
 def _parser() -> Parser:
-    listed = "\n".join(f"  {name:9} {what}" for name, (_, what) in SUITES.items())
+    listed = "\n".join(
+        f"  {name:9} {(suite.__doc__ or '').partition(chr(10))[0]}"
+        for name, suite in SUITES.items()
+    )
     parser = Parser(
         prog="python -m experiments.benchmark",
         description="Time this library's layers and training step beside the dense block and every "
@@ -156,7 +128,7 @@ def _parser() -> Parser:
         "--suite",
         action="extend",
         nargs="+",
-        default=[],
+        choices=list(SUITES),
         metavar="NAME",
         help="what to time, of the suites below; default: all",
     )
@@ -170,17 +142,24 @@ def _parser() -> Parser:
     )
     add(
         "--rounds",
+        type=_from(1),
         metavar="N",
         help="timed turns of each candidate; default: 9, and at least 3 where they take long",
     )
-    add("--warmup", default="1", metavar="N", help="turns before them; default: 1")
-    add("--threads", metavar="N", help="threads of torch; default: torch's own choice")
-    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda; auto prefers cuda")
+    add("--warmup", type=_from(0), default=1, metavar="N", help="turns before them; default: 1")
+    add("--threads", type=_from(1), metavar="N", help="threads of torch; default: its own choice")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu or cuda; auto prefers cuda",
+    )
     add(
         "--backends",
         action="extend",
         nargs="+",
-        default=[],
+        choices=list(BACKENDS),
         metavar="NAME",
         help="backends beside auto; default: all",
     )
@@ -188,24 +167,19 @@ def _parser() -> Parser:
     return parser
 
 
-def _number(name: str, given: str, least: int, most: int) -> int:
-    number = whole_number(given, least, most)
-    if number is None:
-        raise ConfigError(f"--{name} ({given}) must be a whole number from {least} to {most}")
-    return number
+def _from(least: int) -> Callable[[str], int]:
+    """A type of option: whole numbers of at least `least`."""
 
+    def parse(text: str) -> int:
+        number = whole_number(text, least)
+        if number is None:
+            raise ArgumentTypeError(f"'{text}' is no whole number from {least} to {MAX_COUNT}")
+        return number
 
-def _known(option: str, given: Sequence[str], known: Mapping[str, object]) -> list[str]:
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise ConfigError(f"{option} '{name}' is not one of {', '.join(known)}{hint}")
-    return list(dict.fromkeys(given))
+    return parse
 
 
 def _device(given: str) -> torch.device:
-    if given not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device '{given}' is not one of auto, cpu, cuda; a GPU is cuda")
     found = torch.cuda.is_available()
     if given == "cuda" and not found:
         raise ConfigError(
@@ -215,15 +189,20 @@ def _device(given: str) -> torch.device:
 
 
 def _new_folder(given: str | None) -> Path:
-    if given is None:
-        return Path("runs") / f"benchmark-{datetime.now():%Y-%m-%d-%H%M%S}"
-    folder = expand_path(given, key="--output")
-    with _writing_to(folder):
-        try:
-            folder.lstat()
-        except FileNotFoundError:
-            return folder
-    raise ConfigError(f"--output '{folder}' exists already; name a new folder, or remove it")
+    folder = Path("runs") / f"benchmark-{datetime.now():%Y-%m-%d-%H%M%S}"
+    if given is not None:
+        folder = expand_path(given, key="--output")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"--output '{folder}' exists already; name a new folder, or remove it"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--output: '{folder}' cannot be written ({reason(error)}); choose another folder"
+        ) from error
+    return folder
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Layers to time against each other, and whether they compute the same function.
+"""The layers to time against each other, and whether they compute the same function.
 
-All are given the same weights, the same tokens and the same output gradient. Ours are compared in every
-backend with the dense block and with other libraries' layers.
+All have the same weights and get the same tokens and the same output gradient: ours in every backend, the
+dense block, and the layers of other libraries.
 
 T tokens, D model width, B batch, S sequence
 """
@@ -11,73 +11,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.benchmark.peers import PEERS, UnsupportedError, Weights, hidden_of
+from experiments.benchmark.peers import PEERS, REFERENCE, SAME, Weights, hidden_of
 from experiments.benchmark.shapes import DTYPES, Shape
-from experiments.benchmark.timing import Timed
 from moe_ffn import build_ffn
 from moe_ffn.errors import first_line
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.routing.base import LinearRouter
+from moe_ffn.routing.base import LinearRouter, Router
 
 DENSE = "dense FFN"
 AUTO = "moe_ffn auto"
 
-SAME, OTHER, REFERENCE = "same", "other function", "reference"
-"""What a candidate computes, compared with our `loop` backend."""
-
-Skip = Callable[[str, str], None]
-"""(name, reason): says once that a candidate is left out."""
+Note = Callable[[str], None]
+"""Prints a remark, once."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A candidate, ready to run."""
+    """A feed-forward layer to time."""
 
     name: str
     module: nn.Module
     computes: str = SAME
     """`SAME`, `OTHER`, `REFERENCE`, or what differs."""
 
-    @property
-    def is_comparable(self) -> bool:
-        """Whether its time may be set beside ours as a time for the same work."""
-        return self.computes in (SAME, REFERENCE)
-
     def __call__(self, x: Tensor) -> Tensor:
         return hidden_of(self.module(x))
 
-    def training_pass(self, tokens: Tokens) -> Timed:
-        """Forward and backward, to x and to all parameters; the gradients are freed off the clock."""
 
-        def run() -> None:
-            self(tokens.x_BSD).backward(tokens.grad_BSD)
-
-        def reset() -> None:
-            tokens.x_BSD.grad = None
-            self.module.zero_grad(set_to_none=True)
-
-        return Timed(run, reset)
-
-    def decoding_pass(self, x: Tensor, calls: int) -> Timed:
-        """The forward pass alone, `calls` times."""
-
-        def run() -> None:
-            with torch.no_grad():
-                for _ in range(calls):
-                    self(x)
-
-        return Timed(run, calls=calls)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The input and the output gradient that every candidate of a case is given."""
+class Tokens(NamedTuple):
+    """The input and the output gradient of every layer of a case."""
 
     x_BSD: Tensor
     grad_BSD: Tensor
@@ -95,7 +64,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Case:
-    """One layer that candidates have to match: its weights, its tokens, and the outcome of its `loop`."""
+    """Our layer with its weights and tokens, and the result of its `loop`, which the others must match."""
 
     shape: Shape
     source: MoEFFN
@@ -103,38 +72,49 @@ class Case:
     expected: Outcome
 
     @classmethod
-    def of(cls, shape: Shape, source: MoEFFN, device: torch.device) -> Case:
-        tokens = Tokens.of(shape, device)
-        return cls(shape, source, tokens, outcome(Layer(ours("loop"), source), tokens))
+    def of(cls, shape: Shape, device: torch.device, router: Router | None = None) -> Case:
+        """The same weights and tokens in every run."""
+        torch.manual_seed(0)
+        source, tokens = moe_layer(shape, "loop", device), Tokens.of(shape, device)
+        if router is not None:
+            source.router = router.to(device)
+        return cls(shape, source, tokens, outcome(source, tokens))
 
 
 # ---------------------------------------------------------------------------------- candidates
 
 
-class PlainSwiGLU(nn.Module):
-    """The plain composition that a Mixture of Experts is measured against: down(silu(gate x) * up x)."""
+class PlainDense(nn.Module):
+    """down(gelu(up x))."""
 
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
         self.up = nn.Linear(d_model, d_ff, bias=False)
         self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class PlainSwiGLU(PlainDense):
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__(d_model, d_ff)
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def dense_layer(shape: Shape, device: torch.device) -> Layer:
+    """The block that a Mixture of Experts is measured against."""
     module = PlainSwiGLU(shape.d_model, shape.active_width).to(device, dtype_of(shape))
     return Layer(DENSE, module, REFERENCE)
 
 
 def dtype_of(shape: Shape) -> torch.dtype:
     return getattr(torch, DTYPES[shape.dtype])
-
-
-def ours(backend: str) -> str:
-    return f"moe_ffn {backend}"
 
 
 def moe_layer(shape: Shape, backend: str, device: torch.device) -> MoEFFN:
@@ -151,34 +131,43 @@ def moe_layer(shape: Shape, backend: str, device: torch.device) -> MoEFFN:
     return block.to(dtype_of(shape)) if device.type != "meta" else block
 
 
-def our_layers(case: Case, backends: Sequence[str], skip: Skip) -> list[Layer]:
-    """Ours in `auto` and each of the backends that take this shape, around the same memory."""
-    layers: list[Layer | None] = []
-    for backend in ("auto", *backends):
-        block = moe_layer(case.shape, backend, torch.device("meta"))
-        block.load_state_dict(case.source.state_dict(), assign=True)
-        block.router = case.source.router
-        layers.append(checked(Layer(ours(backend), block), case, skip, ValueError))
-    return [layer for layer in layers if layer is not None]
+def sparse_layers(
+    case: Case, backends: Sequence[str], peers: Sequence[str], note: Note
+) -> list[Layer]:
+    """Ours in `auto` and each of `backends`, then `peers`: those that are installed and take this shape.
 
-
-def peer_layers(case: Case, names: Sequence[str], skip: Skip) -> list[Layer]:
-    """Those of other libraries that are installed and take this shape."""
-    layers: list[Layer | None] = []
-    for peer in map(PEERS.__getitem__, names):
-        on_cpu = case.tokens.x_BSD.device.type != "cuda"
-        if not peer.is_installed or (peer.gpu_only and on_cpu):
-            continue
+    Ours share the weights of the case. Each is marked with what it computes.
+    """
+    on_gpu = case.tokens.x_BSD.device.type == "cuda"
+    builders: dict[str, Callable[[], nn.Module]]
+    builders = {f"moe_ffn {name}": partial(_ours, case, name) for name in ("auto", *backends)}
+    for name in peers:
+        if PEERS[name].is_installed and (on_gpu or not PEERS[name].gpu_only):
+            builders[name] = partial(PEERS[name].build, weights_of(case.source), case.shape)
+    layers: list[Layer] = []
+    for name, build in builders.items():
         try:
-            module = peer.build(weights_of(case.source), case.shape)
-        except UnsupportedError as error:
-            skip(peer.name, str(error))
+            module = build()
+            found = outcome(module, case.tokens)
         except Exception as error:  # of any kind: a peer that breaks does not end the run
-            skip(peer.name, f"{type(error).__name__}: {first_line(error)}")
-        else:
-            layer = Layer(peer.name, module, SAME if peer.same_function else OTHER)
-            layers.append(checked(layer, case, skip, Exception))
-    return [layer for layer in layers if layer is not None]
+            refuses = isinstance(error, ValueError)
+            if not refuses and name not in PEERS:
+                raise
+            kind = "" if refuses else f"{type(error).__name__}: "
+            note(f"skipped: {name}: {kind}{first_line(error)}")
+            continue
+        computes = PEERS[name].computes if name in PEERS else SAME
+        if computes == SAME and (computes := compare(found, case.expected)) != SAME:
+            note(f"{name} {computes} at {case.shape}")
+        layers.append(Layer(name, module, computes))
+    return layers
+
+
+def _ours(case: Case, backend: str) -> MoEFFN:
+    block = moe_layer(case.shape, backend, torch.device("meta"))
+    block.load_state_dict(case.source.state_dict(), assign=True)
+    block.router = case.source.router
+    return block
 
 
 def weights_of(block: MoEFFN) -> Weights:
@@ -221,53 +210,33 @@ class Outcome(NamedTuple):
     """Length of the gradient of all parameters together, which does not depend on how they are laid out."""
 
 
-def outcome(layer: Layer, tokens: Tokens) -> Outcome:
-    """One forward and backward pass; all gradients are taken away again."""
+def outcome(module: nn.Module, tokens: Tokens) -> Outcome:
+    """One forward and backward pass; all gradients are removed afterwards."""
     x = tokens.x_BSD
-    hidden = layer(x)
+    hidden = hidden_of(module(x))
     hidden.backward(tokens.grad_BSD)
     assert x.grad is not None
     grad_x, x.grad = x.grad, None
-    squares = 0.0
-    for parameter in layer.module.parameters():
-        if parameter.grad is not None:
-            squares += parameter.grad.double().square().sum().item()
-            parameter.grad = None
+    grads = [p.grad.double() for p in module.parameters() if p.grad is not None]
+    squares = sum(grad.square().sum().item() for grad in grads)
+    module.zero_grad()
     return Outcome(hidden.detach().flatten(0, -2), grad_x.flatten(0, -2), math.sqrt(squares))
 
 
-def checked(layer: Layer, case: Case, skip: Skip, refusal: type[Exception]) -> Layer | None:
-    """The layer, marked with what it computes; None where it refuses to run."""
-    try:
-        found = outcome(layer, case.tokens)
-    except refusal as error:
-        skip(layer.name, first_line(error))
-        return None
-    if layer.computes != SAME or same_function(found, case.expected):
-        return layer
-    differs = share_that_differs(found, case.expected)
-    if differs <= TOLERANCES[case.expected.hidden_TD.dtype].tokens:
-        length = found.grad_norm / case.expected.grad_norm
-        computes = f"DIFFERS in gradients of weights: {length:.2f} times as long"
-    else:
-        computes = f"DIFFERS on {differs:.0%} of the tokens"
-    return replace(layer, computes=computes)
-
-
-def same_function(theirs: Outcome, ours: Outcome) -> bool:
-    """Whether tokens and gradients of parameters agree; a missing gradient, or NaN, does not."""
+def compare(theirs: Outcome, ours: Outcome) -> str:
+    """`SAME`, or what differs by more than rounding; a missing gradient and NaN differ from everything."""
     tolerance = TOLERANCES[ours.hidden_TD.dtype]
-    off = abs(theirs.grad_norm - ours.grad_norm) / ours.grad_norm
-    return share_that_differs(theirs, ours) <= tolerance.tokens and off <= tolerance.gradient
-
-
-def share_that_differs(theirs: Outcome, ours: Outcome) -> float:
-    """The share of the tokens whose output or gradient is another; NaN differs from everything."""
-    if theirs.hidden_TD.shape != ours.hidden_TD.shape:
-        return 1.0
-    same_T = same_rows(theirs.hidden_TD, ours.hidden_TD)
-    same_T &= same_rows(theirs.grad_x_TD, ours.grad_x_TD)
-    return 1 - same_T.float().mean().item()
+    differs = 1.0
+    if theirs.hidden_TD.shape == ours.hidden_TD.shape:
+        same_T = same_rows(theirs.hidden_TD, ours.hidden_TD)
+        same_T &= same_rows(theirs.grad_x_TD, ours.grad_x_TD)
+        differs = 1 - same_T.float().mean().item()
+    if differs > tolerance.tokens:
+        return f"DIFFERS on {differs:.0%} of the tokens"
+    length = theirs.grad_norm / ours.grad_norm
+    if not abs(length - 1) <= tolerance.gradient:
+        return f"DIFFERS in gradients of weights: {length:.2f} times as long"
+    return SAME
 
 
 def same_rows(their_TD: Tensor, our_TD: Tensor) -> Tensor:
@@ -277,3 +246,15 @@ def same_rows(their_TD: Tensor, our_TD: Tensor) -> Tensor:
     length_T = length_T.clamp(min=0.1 * length_T.mean().item())
     off_T = (their_TD.float() - our_TD.float()).norm(dim=-1)
     return off_T <= TOLERANCES[our_TD.dtype].row * length_T
+
+
+def in_evaluation(layer: Layer, case: Case) -> Layer:
+    """The layer in evaluation mode and what it computes there: without gradients it may go another way."""
+    layer.module.eval()
+    x_BSD = case.tokens.x_BSD.detach()
+    with torch.no_grad():
+        wanted_TD = case.source.eval()(x_BSD).hidden.flatten(0, -2)
+        found_TD = layer(x_BSD).flatten(0, -2)
+    if layer.computes == SAME and not same_rows(found_TD, wanted_TD).all():
+        return replace(layer, computes="DIFFERS without gradients")
+    return layer

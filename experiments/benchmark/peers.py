@@ -1,7 +1,7 @@
 """Other libraries' layers with our weights in them, one adapter each.
 
-A peer is timed where its package is installed. One that refuses a shape, or breaks on it, is named with
-the reason and left out; it never ends the run.
+A peer is timed where its package is installed. One that refuses a shape (ValueError), or breaks on it, is
+named with the reason and left out; it never ends the run.
 
 D model width, E experts, F hidden width
 """
@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from experiments.benchmark.shapes import Shape
 
-
-class UnsupportedError(ValueError):
-    """A peer does not take this shape; the text says why."""
+SAME, OTHER, REFERENCE = "same", "other function", "reference"
+"""What a layer computes, compared with our `loop` backend."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,15 @@ class Weights:
 class Peer:
     """A layer of another library."""
 
-    name: str
     package: str
-    """What is imported."""
+    """The name of its module."""
     build: Callable[[Weights, Shape], nn.Module]
     """The layer, x (B, S, D) -> hidden or (hidden, more)."""
-    same_function: bool = True
-    """False where its experts, its router or its dropping are of another kind than ours."""
+    computes: str = SAME
+    """`OTHER` if its experts, its router or its dropping are of another kind than ours."""
     gpu_only: bool = False
     distribution: str | None = None
-    """Where the package index knows it by another name."""
+    """Its name in the package index, if another."""
 
     @property
     def is_installed(self) -> bool:
@@ -72,9 +70,7 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
 
     def build(weights: Weights, shape: Shape) -> nn.Module:
         if shape.k == 1:
-            raise UnsupportedError(
-                "Mixtral's router always renormalises; with k = 1 nothing is left"
-            )
+            raise ValueError("Mixtral's router always renormalises; with k = 1 nothing is left")
         modeling = import_module("transformers.models.mixtral.modeling_mixtral")
         config = import_module("transformers").MixtralConfig(
             hidden_size=shape.d_model,
@@ -102,14 +98,13 @@ def mixtral(implementation: str) -> Callable[[Weights, Shape], nn.Module]:
 def build_st_moe(weights: Weights, shape: Shape) -> nn.Module:
     """GEGLU experts of the same width with biases, and a capacity of 1.25."""
     if shape.k < 2:
-        raise UnsupportedError("st-moe-pytorch routes to at least two experts")
+        raise ValueError("st-moe-pytorch routes to at least two experts")
     module = import_module("st_moe_pytorch")
-    # It takes 2/3 of the product and rounds it down.
-    hidden_mult = (1.5 * shape.d_ff + 0.5) / shape.d_model
     moe = module.MoE(
         dim=shape.d_model,
         num_experts=shape.num_experts,
-        expert_hidden_mult=hidden_mult,
+        # It takes 2/3 of the product and rounds it down.
+        expert_hidden_mult=(1.5 * shape.d_ff + 0.5) / shape.d_model,
         gating_top_n=shape.k,
     )
     return moe.to(weights.down_EDF)
@@ -118,7 +113,7 @@ def build_st_moe(weights: Weights, shape: Shape) -> nn.Module:
 def build_mixture_of_experts(weights: Weights, shape: Shape) -> nn.Module:
     """GELU experts of two matrices, wide enough to cost what ours cost, and a capacity of 1.25."""
     if shape.k != 2:
-        raise UnsupportedError(f"mixture-of-experts routes to two experts, not to {shape.k}")
+        raise ValueError(f"mixture-of-experts routes to two experts, not to {shape.k}")
     module = import_module("mixture_of_experts")
     moe = module.MoE(
         dim=shape.d_model,
@@ -138,7 +133,7 @@ class ScatterMoE(nn.Module):
     def __init__(self, weights: Weights, shape: Shape) -> None:
         super().__init__()
         self.k = shape.k
-        self.router = _linear(weights.router_ED)
+        self.router_ED = nn.Parameter(weights.router_ED.clone())
         mlp = import_module("scattermoe.mlp")
         self.experts = mlp.GLUMLP(
             input_size=shape.d_model,
@@ -147,15 +142,13 @@ class ScatterMoE(nn.Module):
             top_k=shape.k,
             activation=nn.SiLU(),
         ).to(weights.down_EDF)
-        up_gate = torch.cat(
-            [weights.up_EFD, weights.gate_EFD], dim=1
-        )  # it activates the second half
+        up_gate = torch.cat([weights.up_EFD, weights.gate_EFD], dim=1)  # activates the second half
         with torch.no_grad():
             self.experts.experts.weight.copy_(up_gate)
             self.experts.output_experts.weight.copy_(weights.down_EDF)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).flatten(0, -2).float().softmax(dim=-1)
+        scores = F.linear(x, self.router_ED).flatten(0, -2).float().softmax(dim=-1)
         weights_TK, expert_ids_TK = scores.topk(self.k, dim=-1)
         weights_TK = (weights_TK / weights_TK.sum(dim=-1, keepdim=True)).to(x.dtype)
         return self.experts(x, weights_TK, expert_ids_TK)
@@ -191,19 +184,16 @@ def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
 def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
     """Its softmax is over the k chosen logits, which is Mixtral's renormalised softmax over all."""
     with weights.down_EDF.device:
-        moe = (
-            import_module("sonicmoe")
-            .MoE(
-                num_experts=shape.num_experts,
-                num_experts_per_tok=shape.k,
-                hidden_size=shape.d_model,
-                intermediate_size=shape.d_ff,
-                activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
-                add_bias=False,
-                std=0.02,
-            )
-            .to(weights.down_EDF.dtype)
+        moe = import_module("sonicmoe").MoE(
+            num_experts=shape.num_experts,
+            num_experts_per_tok=shape.k,
+            hidden_size=shape.d_model,
+            intermediate_size=shape.d_ff,
+            activation_function=import_module("sonicmoe.enums").ActivationType.SWIGLU,
+            add_bias=False,
+            std=0.02,
         )
+    moe = moe.to(weights.down_EDF.dtype)
     alternating = torch.stack([weights.gate_EFD, weights.up_EFD], dim=2)
     with torch.no_grad():
         moe.router.weight.copy_(weights.router_ED)
@@ -212,34 +202,18 @@ def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
     return moe
 
 
-def _linear(weight_OI: Tensor) -> nn.Linear:
-    """A linear layer around a copy of a matrix."""
-    out_features, in_features = weight_OI.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight_OI.clone())
-    return linear
-
-
 HF_EAGER, HF_GROUPED, HF_BATCHED = "HF eager", "HF grouped_mm", "HF batched_mm"
 SCATTERMOE = "ScatterMoE"
 
 PEERS: dict[str, Peer] = {
-    peer.name: peer
-    for peer in (
-        Peer(HF_EAGER, "transformers", mixtral("eager")),
-        Peer(HF_GROUPED, "transformers", mixtral("grouped_mm")),
-        Peer(HF_BATCHED, "transformers", mixtral("batched_mm")),
-        Peer("st-moe-pytorch", "st_moe_pytorch", build_st_moe, same_function=False),
-        Peer(
-            "mixture-of-experts",
-            "mixture_of_experts",
-            build_mixture_of_experts,
-            same_function=False,
-        ),
-        Peer(SCATTERMOE, "scattermoe", ScatterMoE, gpu_only=True),
-        Peer("MegaBlocks", "megablocks", build_megablocks, gpu_only=True),
-        Peer("SonicMoE", "sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
-    )
+    HF_EAGER: Peer("transformers", mixtral("eager")),
+    HF_GROUPED: Peer("transformers", mixtral("grouped_mm")),
+    HF_BATCHED: Peer("transformers", mixtral("batched_mm")),
+    "st-moe-pytorch": Peer("st_moe_pytorch", build_st_moe, OTHER),
+    "mixture-of-experts": Peer("mixture_of_experts", build_mixture_of_experts, OTHER),
+    SCATTERMOE: Peer("scattermoe", ScatterMoE, gpu_only=True),
+    "MegaBlocks": Peer("megablocks", build_megablocks, gpu_only=True),
+    "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
 }
 """By name, in the order of the tables."""
 

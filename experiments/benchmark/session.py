@@ -1,67 +1,97 @@
-"""One run of the benchmark: its rounds, what it has measured so far, and how that is shown and written."""
+"""One run of the benchmark: candidates timed in turns; results, promises and charts shown and written."""
 
 from __future__ import annotations
 
 import csv
+import gc
 import io
+import math
+import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import plotly.io
 import torch
+from plotly.graph_objects import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
+from torch.utils.benchmark import timer
 
 import moe_ffn
 from experiments.benchmark.layers import (
     DENSE,
-    REFERENCE,
-    SAME,
     Case,
     Layer,
+    Tokens,
     dense_layer,
-    moe_layer,
-    our_layers,
-    peer_layers,
+    sparse_layers,
 )
-from experiments.benchmark.peers import PEERS
+from experiments.benchmark.peers import PEERS, REFERENCE, SAME
 from experiments.benchmark.shapes import Shape
-from experiments.benchmark.timing import Rounds, Timed, Timing, clock_for, interleave
 from moe_ffn.files import write_whole
 
-RESULTS_FILE, PROMISES_FILE, PLOTS_FILE = "results.csv", "promises.csv", "plots.html"
-
-NOISY = 0.1
-"""Quartiles this far apart, as a part of the median, are worth a word."""
+Key = tuple[str, str]
+"""The case and the name of a candidate."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One candidate of one case: a line of the results."""
+class Candidate:
+    """Something to time."""
+
+    case: str
+    name: str
+    shape: Shape
+    run: Callable[[], object]
+    reset: Callable[[], object] = lambda: None
+    """Called after every run, off the clock."""
+    calls: int = 1
+    """Calls within one `run`; a single one may be too short for the clock."""
+    computes: str = SAME
+
+    @classmethod
+    def training(cls, layer: Layer, tokens: Tokens, shape: Shape, case: str = "") -> Candidate:
+        """Forward and backward, to x and to all parameters; the gradients are freed off the clock."""
+
+        def run() -> None:
+            layer(tokens.x_BSD).backward(tokens.grad_BSD)
+
+        def reset() -> None:
+            tokens.x_BSD.grad = None
+            layer.module.zero_grad(set_to_none=True)
+
+        return cls(case or str(shape), layer.name, shape, run, reset, computes=layer.computes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of a candidate, once a round."""
 
     suite: str
-    case: str
-    candidate: str
-    version: str
-    """Of the library it comes from."""
-    computes: str
-    """The same function as ours, or not."""
-    unit: str
+    candidate: Candidate
+    values: tuple[float, ...]
+    unit: str = "s"
     """`s` of one pass, `token/s`, or `B`."""
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-    rounds: int
-    ratio: float | None
-    """Its median divided by that of `ratio_to`."""
-    ratio_to: str
-    shape: Shape
-    """A column for each of its fields."""
+    to: str = DENSE
+    """The candidate of the same case that it is compared with."""
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The lower one, the median and the upper one."""
+        if len(self.values) == 1:
+            return self.values[0], self.values[0], self.values[0]
+        lower, median, upper = statistics.quantiles(self.values, n=4, method="inclusive")
+        return lower, median, upper
+
+    @property
+    def median(self) -> float:
+        return self.quartiles[1]
+
+
+Results = dict[Key, Result]
 
 
 @dataclass(frozen=True)
@@ -87,47 +117,81 @@ class Promise:
         return "kept" if kept else "MISSED"
 
     @property
-    def shown_figure(self) -> str:
-        return self.why_unmeasured if self.figure is None else f"{self.figure:.3f}"
+    def cells(self) -> list[str]:
+        """Those of the table of promises."""
+        figure = self.why_unmeasured if self.figure is None else f"{self.figure:.3f}"
+        limit = f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
+        goal = "" if self.goal is None else f"{self.goal:g}"
+        return [self.suite, self.case, self.claim, figure, limit, goal, self.verdict]
 
-    @property
-    def shown_limit(self) -> str:
-        return f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
+
+# ----------------------------------------------------------------------------------- measuring
+
+FEWEST_ROUNDS = 3
+NOISY = 0.1
+"""Quartiles this far apart, as a part of the median, are worth a remark."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """One case of a suite, and the layers that are timed at it."""
+def interleave(
+    candidates: Sequence[Candidate],
+    rounds: int,
+    warmup: int = 1,
+    patience: float = math.inf,
+    clock: Callable[[], float] = timer,
+) -> list[tuple[float, ...]]:
+    """Seconds of a call of each candidate, one for each round, in which every candidate runs once.
 
-    case: str
-    shape: Shape
-    layers: Sequence[Layer]
-    passes: Sequence[Timed]
-    """Of the layers."""
-    label: str = ""
-    """Follows a layer's name in the names of its timings, where points are timed in the same turns."""
-    to: str = DENSE
-    """The layer that the others are compared with."""
+    So a busy machine slows all of them alike. No garbage is collected while the clock runs.
+
+    Args:
+        warmup: rounds before them, thrown away.
+        patience: seconds of timed rounds after which `FEWEST_ROUNDS` are enough.
+        clock: the time in seconds; torch's waits for the GPU before it reads it.
+    """
+    seconds: list[list[float]] = [[] for _ in candidates]
+    spent = 0.0
+    for turn in range(-warmup, rounds):
+        if turn >= FEWEST_ROUNDS and spent > patience:
+            break
+        # A candidate finds the caches and the heap as the one before it left them: it should not always
+        # be the same one. Shuffled in the same way in every run.
+        for number in random.Random(turn).sample(range(len(candidates)), len(candidates)):
+            candidate = candidates[number]
+            gc.collect(1)
+            gc.disable()
+            try:
+                start = clock()
+                candidate.run()
+                elapsed = clock() - start
+            finally:
+                gc.enable()
+            candidate.reset()
+            if turn >= 0:
+                spent += elapsed
+                seconds[number].append(elapsed / candidate.calls)
+    return [tuple(values) for values in seconds]
 
 
 @dataclass
 class Session:
     """Passed from suite to suite; prints as it goes."""
 
-    rounds: Rounds
     backends: Sequence[str]
     device: torch.device
-    rows: list[Row] = field(default_factory=list)
+    rounds: int = 9
+    warmup: int = 1
+    patience: float = math.inf
+    """See `interleave`."""
+    suite: str = ""
+    """The one that is running."""
+    results: list[Result] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
-    charts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Figures of plotly by the name of the suite."""
+    charts: list[Figure] = field(default_factory=list)
     console: Console = field(
         # The terminal breaks lines that are too long for it; markup is off for brackets in names.
         default_factory=lambda: Console(width=400, markup=False, highlight=False, emoji=False)
     )
-    _skipped: set[tuple[str, str]] = field(default_factory=set)
-    _computes: dict[str, str] = field(default_factory=dict)
-    """By the name of a timing, for those that `keep` was told."""
+    _notes: set[str] = field(default_factory=set)
 
     @property
     def limits_apply(self) -> bool:
@@ -136,6 +200,16 @@ class Session:
 
     def say(self, text: str = "") -> None:
         self.console.print(text, soft_wrap=True)
+
+    def begin(self, suite: str) -> None:
+        self.suite = suite
+        self.say(f"\n== {suite} ==\n")
+
+    def note(self, text: str) -> None:
+        """A remark, the first time."""
+        if text not in self._notes:
+            self._notes.add(text)
+            self.say(f"  {text}")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """The first column to the left, as all that hold no numbers, the others to the right."""
@@ -148,171 +222,152 @@ class Session:
             table.add_row(*row)
         self.console.print(Padding.indent(table, 2))
 
-    def skip(self, name: str, reason: str) -> None:
-        """Says why a candidate is left out, once."""
-        if (name, reason) not in self._skipped:
-            self._skipped.add((name, reason))
-            self.say(f"  skipped: {name}: {reason}")
+    def layers(self, case: Case, peers: Sequence[str] = ()) -> list[Layer]:
+        """The dense block first, then ours in every backend, then those of `peers` that are installed."""
+        sparse = sparse_layers(case, self.backends, peers, self.note)
+        return [dense_layer(case.shape, self.device), *sparse]
 
-    # ------------------------------------------------------------------------- layers and times
+    def time(
+        self,
+        candidates: Sequence[Candidate],
+        to: str = DENSE,
+        *,
+        more: int = 1,
+        tokens: int | None = None,
+    ) -> Results:
+        """Take turns, and keep the results, compared with the candidate `to` of the same case.
 
-    def case(self, shape: Shape) -> Case:
-        """Fresh weights and tokens, the same in every run."""
-        torch.manual_seed(0)
-        return Case.of(shape, moe_layer(shape, "loop", self.device), self.device)
-
-    def sparse_layers(self, case: Case, peers: Sequence[str]) -> list[Layer]:
-        """Ours in every backend, and those of `peers` that are there."""
-        mine = our_layers(case, self.backends, self.skip)
-        return [*mine, *peer_layers(case, peers, self.skip)]
-
-    def layers(self, case: Case, peers: Sequence[str]) -> list[Layer]:
-        """The dense block first, then the sparse ones."""
-        return [dense_layer(case.shape, self.device), *self.sparse_layers(case, peers)]
-
-    def time(self, candidates: Mapping[str, Timed], *, more: int = 1) -> dict[str, Timing]:
-        """In turns; `more` times as many rounds where a ratio has to be known more exactly."""
-        rounds = replace(self.rounds, timed=more * self.rounds.timed)
-        timings = interleave(candidates, rounds, clock_for(self.device))
-        done = min((len(timing.values) for timing in timings.values()), default=rounds.timed)
-        if done < rounds.timed:
-            self.say(f"  {done} rounds instead of {rounds.timed}, which would take long")
-        noise = statistics.median(timing.noise for timing in timings.values()) if timings else 0
+        Args:
+            more: times as many rounds, where a ratio has to be known more exactly.
+            tokens: of a run; results are then tokens per second.
+        """
+        rounds = more * self.rounds
+        measured = interleave(candidates, rounds, self.warmup, self.patience)
+        done = min(map(len, measured), default=rounds)
+        if tokens is not None:
+            measured = [tuple(tokens / seconds for seconds in values) for values in measured]
+        unit = "s" if tokens is None else "token/s"
+        results = self.keep(zip(candidates, measured, strict=True), to, unit)
+        if done < rounds:
+            self.say(f"  {done} rounds instead of {rounds}, which would take long")
+        quartiles = [result.quartiles for result in results.values()]
+        noise = statistics.median((upper - lower) / middle for lower, middle, upper in quartiles)
         if noise > NOISY:
             self.say(
                 f"  noisy: the quartiles lie {noise:.0%} of the median apart; is this machine busy?"
             )
-        return timings
-
-    def time_points(
-        self,
-        suite: str,
-        points: Sequence[Point],
-        *,
-        more: int = 1,
-        beside: Mapping[str, Timed] | None = None,
-    ) -> dict[str, Timing]:
-        """All layers of all points, and what is `beside` them, in the same turns; keeps a row of each."""
-        candidates = {
-            layer.name + point.label: timed
-            for point in points
-            for layer, timed in zip(point.layers, point.passes, strict=True)
-        }
-        timings = self.time({**candidates, **(beside or {})}, more=more)
-        for point in points:
-            self.keep(suite, point.case, point.shape, point.layers, timings, point.to, point.label)
-        return timings
-
-    # ----------------------------------------------------------------------- rows and promises
+        return results
 
     def keep(
         self,
-        suite: str,
-        case: str,
-        shape: Shape,
-        layers: Sequence[Layer],
-        timings: Mapping[str, Timing],
+        measured: Iterable[tuple[Candidate, tuple[float, ...]]],
         to: str = DENSE,
-        label: str = "",
         unit: str = "s",
-    ) -> None:
-        """Rows of the CSV; `label` follows a layer's name in the names of the timings."""
-        for layer in layers:
-            timing = timings[layer.name + label]
-            self._computes[layer.name + label] = layer.computes
-            self.rows.append(
-                Row(
-                    *(suite, case, layer.name, version_of(layer.name), layer.computes, unit),
-                    *(timing.median, *timing.quartiles, len(timing.values)),
-                    *(ratio(timings, layer.name + label, to + label), to, shape),
-                )
-            )
+    ) -> Results:
+        """Results that were measured, for the CSV too."""
+        results = {
+            (candidate.case, candidate.name): Result(self.suite, candidate, values, unit, to)
+            for candidate, values in measured
+        }
+        self.results += results.values()
+        return results
 
     def promise(
         self,
-        suite: str,
-        case: str,
         claim: str,
         limit: float,
-        timings: Mapping[str, Timing],
-        pair: tuple[str, str],
+        results: Results,
+        of: Key,
+        to: Key,
         *,
         at_most: bool = True,
         goal: float | None = None,
         anywhere: bool = False,
-        reason: str = "",
     ) -> None:
-        """A promise of one median over another, shown and kept for the summary.
+        """A promise about the median of one result over that of another, shown and kept for the summary.
 
-        Not measured where one of the two was not timed or computes something else, or for a `reason`.
-        Limits were set on CPUs and are left out elsewhere, except those that hold `anywhere`.
+        Not measured where one of the two was not timed or computes something else. Limits were set on CPUs
+        and are left out elsewhere, except those that hold `anywhere`.
         """
         if not (anywhere or self.limits_apply):
             return
-        why = reason or next(filter(None, (self._why_not(timings, name) for name in pair)), "")
-        figure = None if why else ratio(timings, *pair)
-        promise = Promise(suite, case, claim, limit, figure, at_most, goal, why)
-        self.promises.append(promise)
-        beyond = "" if goal is None else f", goal {goal:g}"
-        self.say(
-            f"  {promise.verdict:7} {claim}: {promise.shown_figure}, "
-            f"promised {promise.shown_limit}{beyond}"
+        why = next(filter(None, (why_not(results, key) for key in (of, to))), "")
+        figure = None if why else ratio(results, of, to)
+        self.promises.append(
+            Promise(self.suite, of[0], claim, limit, figure, at_most, goal, why_unmeasured=why)
         )
+        *_, shown, promised, aim, verdict = self.promises[-1].cells
+        beyond = f", goal {aim}" if aim else ""
+        self.say(f"  {verdict:7} {claim}: {shown}, promised {promised}{beyond}")
 
-    def _why_not(self, timings: Mapping[str, Timing], name: str) -> str:
-        if name not in timings:
-            return f"no '{name}' here"
-        computes = self._computes.get(name, SAME)
-        return "" if computes in (SAME, REFERENCE) else f"{name} {computes}"
+    # -------------------------------------------------------------------------------- showing
+
+    def show(self, results: Results, against: Sequence[str] = (DENSE,)) -> None:
+        """A table of results, with a column of ratios for each candidate in `against` that was timed."""
+        columns = [name for name in against if any(found == name for _, found in results)]
+        rows = [
+            [
+                name,
+                amount(result.median, result.unit),
+                " - ".join(amount(value, result.unit) for value in result.quartiles[::2]),
+                *(times(ratio(results, (case, name), (case, to))) for to in columns),
+                result.candidate.computes,
+            ]
+            for (case, name), result in results.items()
+        ]
+        ratios = (f"/ {name}" for name in columns)
+        self.table(["candidate", "median", "quartiles", *ratios, "computes"], rows)
+
+    def show_grid(self, results: Results, title: str) -> None:
+        """A table and a chart of medians: a row for each name, a column for each case."""
+        cases = list(dict.fromkeys(case for case, _ in results))
+        names = list(dict.fromkeys(name for _, name in results))
+        found = {name: {case: results.get((case, name)) for case in cases} for name in names}
+        rows = [
+            [
+                name,
+                *("-" if result is None else amount(result.median) for result in line.values()),
+                times(ratio(results, (cases[-1], name), (cases[0], name))),
+            ]
+            for name, line in found.items()
+        ]
+        self.table(["layer", *cases, f"{cases[-1]} / {cases[0]}"], rows)
+        medians = {
+            name: {case: result.median for case, result in line.items() if result}
+            for name, line in found.items()
+        }
+        self.charts.append(chart(title, "seconds", medians))
 
     def summarize(self) -> None:
         """All promises in one table."""
         headers = ("suite", "case", "what", "measured", "promised", "goal", "verdict")
-        self.table(
-            headers,
-            [
-                [
-                    *(promise.suite, promise.case, promise.claim),
-                    *(promise.shown_figure, promise.shown_limit),
-                    *("" if promise.goal is None else f"{promise.goal:g}", promise.verdict),
-                ]
-                for promise in self.promises
-            ],
-        )
+        self.table(headers, [promise.cells for promise in self.promises])
 
 
-def version_of(candidate: str) -> str:
-    """Of the library that a candidate comes from."""
-    if candidate in PEERS:
-        return PEERS[candidate].version
-    plain = candidate == DENSE or candidate.startswith("plain ")
-    return torch.__version__ if plain else moe_ffn.__version__
-
-
-def ratio(timings: Mapping[str, Timing], name: str, to: str) -> float | None:
+def ratio(results: Results, of: Key, to: Key) -> float | None:
     """By medians; None where one of the two was not timed."""
-    if name not in timings or to not in timings:
-        return None
-    return timings[name].median / timings[to].median
+    return results[of].median / results[to].median if of in results and to in results else None
 
 
-# --------------------------------------------------------------------------------------- cells
+def why_not(results: Results, key: Key) -> str:
+    """Why a result can't be used for a promise; empty where it can."""
+    if key not in results:
+        return f"no '{key[1]}' here"
+    computes = results[key].candidate.computes
+    return "" if computes in (SAME, REFERENCE) else f"{key[1]} {computes}"
 
 
-def duration(seconds: float) -> str:
-    """`12.3 ms`: three digits and a unit."""
+def amount(value: float, unit: str = "s") -> str:
+    """`12.3 ms`: three digits and a unit; `1.5 MiB`; `1,234 token/s`."""
+    if unit == "B":
+        return f"{value / 2**20:.1f} MiB"
+    if unit != "s":
+        return f"{value:,.0f} {unit}"
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    size, unit = next((found for found in units if seconds >= found[0]), units[-1])
-    value = seconds / size
+    size, unit = next((found for found in units if value >= found[0]), units[-1])
+    value /= size
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
-
-
-def spread(timing: Timing) -> str:
-    """The quartiles, `12.1 - 12.9 ms`."""
-    lower, upper = (duration(seconds) for seconds in timing.quartiles)
-    same_unit = lower.split()[1] == upper.split()[1]
-    return f"{lower.split()[0] if same_unit else lower} - {upper}"
 
 
 def times(value: float | None) -> str:
@@ -327,72 +382,77 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "
 
 
 def chart(
-    title: str,
-    x_label: str,
-    y_label: str,
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    x_names: Sequence[str] = (),
-) -> dict[str, Any]:
-    """A figure of plotly: lines of (x, y) over logarithmic axes.
+    title: str, y_label: str, series: Mapping[str, Mapping[str, float]], *, joined: bool = True
+) -> Figure:
+    """A figure over a logarithmic axis.
 
     Args:
-        x_names: the labels under x = 1, 2, ... where x counts cases; the points are then not joined.
+        series: name -> case -> y.
+        joined: whether a line connects the cases.
     """
-    ticks = sorted({x for line in series.values() for x, _ in line})
-    x_axis: dict[str, Any] = {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [f"{x:,g}" for x in ticks],
-    }
-    if x_names:
-        places = list(range(1, len(x_names) + 1))
-        x_axis = {"tickvals": places, "ticktext": list(x_names), "range": [0.5, len(x_names) + 0.5]}
-    lines = [
-        {
-            "type": "scatter",
-            "name": name,
-            "x": [x for x, _ in line],
-            "y": [y for _, y in line],
-            "mode": "markers" if x_names else "lines+markers",
-            "marker": {"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 9},
-        }
-        for number, (name, line) in enumerate(series.items())
-    ]
-    layout = {
-        "title": {"text": title},
-        "xaxis": {**x_axis, "title": {"text": x_label}},
-        "yaxis": {"type": "log", "title": {"text": y_label}, "dtick": "D2"},
-        "height": 500,
-    }
-    return {"data": lines, "layout": layout}
+    figure = Figure()
+    for number, (name, line) in enumerate(series.items()):
+        figure.add_scatter(
+            name=name,
+            x=list(line),
+            y=list(line.values()),
+            mode="lines+markers" if joined else "markers",
+            marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 9},
+        )
+    figure.update_yaxes(type="log", title_text=y_label, dtick="D2", tickformat="~s")
+    return figure.update_layout(title_text=title, height=500, xaxis_type="category")
 
 
-def plots_page(charts: Mapping[str, dict[str, Any]]) -> str:
+def plots_page(charts: Sequence[Figure]) -> str:
     """A page that opens from disk, plotly's script in it."""
     parts = [
-        plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0)
-        for number, figure in enumerate(charts.values())
+        figure.to_html(full_html=False, include_plotlyjs=number == 0)
+        for number, figure in enumerate(charts)
     ]
     title = "<title>Benchmark of moe_ffn</title>"
     return "\n".join(["<!DOCTYPE html>", '<meta charset="utf-8">', title, *parts, ""])
 
 
-def write_rows(path: Path, rows: Sequence[Row], machine: Mapping[str, str]) -> None:
-    """One line a row, each with the machine and the versions, so that files can be put together."""
-    names = [field.name for part in (Row, Shape) for field in fields(part) if field.name != "shape"]
-    lines = ({**vars(row), **asdict(row.shape), **machine} for row in rows)
-    _write(path, [*names, *machine], lines)
+def write_files(session: Session, folder: Path, machine: Mapping[str, str]) -> None:
+    """`results.csv`, each line with the machine and versions, `promises.csv`, and `plots.html` of charts."""
+    medians = {(r.suite, r.candidate.case, r.candidate.name): r.median for r in session.results}
+    lines: list[dict[str, Any]] = []
+    for result in session.results:
+        candidate, (lower, median, upper) = result.candidate, result.quartiles
+        base = medians.get((result.suite, candidate.case, result.to))
+        line = {
+            "suite": result.suite,
+            "case": candidate.case,
+            "candidate": candidate.name,
+            "version": version_of(candidate.name),
+            "computes": candidate.computes,
+            "unit": result.unit,
+            "median": median,
+            "lower_quartile": lower,
+            "upper_quartile": upper,
+            "rounds": len(result.values),
+            "ratio": base and median / base,
+            "ratio_to": result.to,
+        }
+        lines.append({**line, **asdict(candidate.shape), **machine})
+    write_csv(folder / "results.csv", list(lines[0]) if lines else [], lines)
+    promises = ({**asdict(promise), "verdict": promise.verdict} for promise in session.promises)
+    names = [*(field.name for field in fields(Promise)), "verdict"]
+    write_csv(folder / "promises.csv", names, promises)
+    if session.charts:
+        write_whole(folder / "plots.html", plots_page(session.charts))
 
 
-def write_promises(path: Path, promises: Sequence[Promise]) -> None:
-    names = [field.name for field in fields(Promise)]
-    lines = ({**asdict(promise), "verdict": promise.verdict} for promise in promises)
-    _write(path, [*names, "verdict"], lines)
-
-
-def _write(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
+def write_csv(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, Any]]) -> None:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     write_whole(path, text.getvalue())
+
+
+def version_of(candidate: str) -> str:
+    """Of the library that a candidate comes from."""
+    if candidate in PEERS:
+        return PEERS[candidate].version
+    return moe_ffn.__version__ if candidate.startswith("moe_ffn") else torch.__version__

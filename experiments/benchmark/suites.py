@@ -1,51 +1,45 @@
-"""The suites that time the layer: at published sizes, in sweeps, by load, decoding, plain, on a GPU.
+"""The suites that time the layer, count the bytes it keeps, and look where its time goes.
 
 The Mixture-of-Experts tax is the time of the whole layer (router, plan, experts, combine; gradients to x
 and all parameters) over that of the dense block whose width one token passes through, K * F.
 
-T tokens, D model width, E experts
+T tokens, D model width, E experts, F expert width
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
 from experiments.benchmark.layers import (
     AUTO,
     DENSE,
     Case,
     Layer,
+    PlainDense,
     PlainSwiGLU,
     Tokens,
+    dense_layer,
     dtype_of,
+    in_evaluation,
     moe_layer,
-    our_layers,
-    same_rows,
 )
 from experiments.benchmark.peers import (
     HF_BATCHED,
     HF_EAGER,
     HF_GROUPED,
+    REFERENCE,
     SCATTERMOE,
     TRAINING_PEERS,
 )
-from experiments.benchmark.session import (
-    Point,
-    Session,
-    chart,
-    duration,
-    ratio,
-    spread,
-    times,
-)
+from experiments.benchmark.session import Candidate, Results, Session, amount, chart, ratio, times
 from experiments.benchmark.shapes import Shape
-from experiments.benchmark.timing import Timed, Timing
 from moe_ffn import build_ffn
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import TopKRouterConfig
@@ -67,74 +61,42 @@ TAX_GOAL = 1.1
 """The tax to reach everywhere, in the end."""
 
 
-def time_shapes(session: Session, suite: str, shapes: Sequence[Shape]) -> None:
-    taxes: dict[str, list[tuple[float, float]]] = {}
-    for number, shape in enumerate(shapes, start=1):
-        if number > 1:
-            session.say()
-        layers, timings = _time_shape(session, suite, shape)
-        _show(session, layers, timings, (DENSE, HF_GROUPED))
+def rows(session: Session) -> None:
+    """The layer at published sizes, forward and backward, beside every library found."""
+    time_shapes(session, list(PROMISED))
+
+
+def time_shapes(session: Session, shapes: Sequence[Shape]) -> None:
+    """A table, the tax and the promises of each shape; a chart of all taxes."""
+    taxes: dict[str, dict[str, float]] = {}
+    for shape in shapes:
+        results = _time_shape(session, shape, (DENSE, HF_GROUPED))
+        ours, dense, peer = ((str(shape), name) for name in (AUTO, DENSE, HF_GROUPED))
         limit, faster = PROMISED.get(shape, (None, None))
         if limit is None or not session.limits_apply:
-            session.say(f"  tax {times(ratio(timings, AUTO, DENSE))}, goal {TAX_GOAL:g}")
+            session.say(f"  tax {times(ratio(results, ours, dense))}, goal {TAX_GOAL:g}")
         else:
-            pair = (AUTO, DENSE)
-            session.promise(suite, str(shape), "tax", limit, timings, pair, goal=TAX_GOAL)
+            session.promise("tax", limit, results, ours, dense, goal=TAX_GOAL)
         if faster is not None:
-            claim, pair = f"times faster than {HF_GROUPED}", (HF_GROUPED, AUTO)
-            session.promise(suite, str(shape), claim, faster, timings, pair, at_most=False)
-        for layer in layers:
-            tax = ratio(timings, layer.name, DENSE)
-            if tax is not None:
-                taxes.setdefault(layer.name, []).append((number, tax))
-    session.charts[suite] = chart(
-        "Forward and backward pass beside the dense block's",
-        "tokens, model width, expert width; experts, experts per token, dtype",
-        "time / that of the dense block",
-        taxes,
-        x_names=[
-            f"{s.num_tokens}, {s.d_model}, {s.d_ff}<br>{s.num_experts}, {s.k}, {s.dtype}"
-            for s in shapes
-        ],
-    )
+            claim = f"times faster than {HF_GROUPED}"
+            session.promise(claim, faster, results, peer, ours, at_most=False)
+        for key in results:
+            place = str(shape).replace(", E", "<br>E")  # two lines below the axis
+            taxes.setdefault(key[1], {})[place] = results[key].median / results[dense].median
+    title = "Forward and backward pass beside the dense block's"
+    session.charts.append(chart(title, "time / that of the dense block", taxes, joined=False))
 
 
 def _time_shape(
-    session: Session, suite: str, shape: Shape, beside: Mapping[str, Timed] | None = None
-) -> tuple[list[Layer], dict[str, Timing]]:
-    session.say(f"{shape}, forward and backward")
-    case = session.case(shape)
+    session: Session, shape: Shape, against: Sequence[str], *more: Candidate
+) -> Results:
+    session.say(f"\n{shape}, forward and backward")
+    case = Case.of(shape, session.device)
     layers = session.layers(case, TRAINING_PEERS)
-    passes = [layer.training_pass(case.tokens) for layer in layers]
-    point = Point(str(shape), shape, layers, passes)
-    return layers, session.time_points(suite, [point], beside=beside)
-
-
-def _show(
-    session: Session,
-    layers: Sequence[Layer],
-    timings: Mapping[str, Timing],
-    against: Sequence[str],
-) -> None:
-    """A table of one case, with a column of ratios for each name in `against` that was timed."""
-    columns = [name for name in against if name in timings]
-    rows = [
-        [
-            layer.name,
-            duration(timings[layer.name].median),
-            spread(timings[layer.name]),
-            *(times(ratio(timings, layer.name, to)) for to in columns),
-            layer.computes,
-        ]
-        for layer in layers
-    ]
-    session.table(
-        ["layer", "median", "quartiles", *(f"/ {name}" for name in columns), "computes"], rows
-    )
-
-
-def rows(session: Session) -> None:
-    time_shapes(session, "rows", list(PROMISED))
+    passes = [Candidate.training(layer, case.tokens, shape) for layer in layers]
+    results = session.time([*passes, *more])
+    session.show(results, against)
+    return results
 
 
 # ------------------------------------ one size grows; all points are timed in the same turns
@@ -149,74 +111,39 @@ SWEPT = Shape(4096, 256, 256, 8, 2, "fp32")
 
 
 def experts(session: Session) -> None:
+    """8 to 256 experts of the same total active width."""
     base = replace(SWEPT, num_tokens=8192)
-    shapes = {e: replace(base, num_experts=e) for e in (8, 16, 32, 64, 128, 256)}
-    timings = _sweep(session, "experts", "E", shapes, "number of experts")
-    pair = (f"{AUTO} E 256", f"{AUTO} E 8")
-    claim = "time at 256 experts / at 8"
-    session.promise("experts", "", claim, MAX_GROWTH, timings, pair)
+    sizes = {f"E {e}": replace(base, num_experts=e) for e in (8, 16, 32, 64, 128, 256)}
+    results = _sweep(session, sizes, "number of experts")
+    most, fewest = ("E 256", AUTO), ("E 8", AUTO)
+    session.promise("time at 256 experts / at 8", MAX_GROWTH, results, most, fewest)
 
 
 def tokens(session: Session) -> None:
-    shapes = {t: replace(SWEPT, num_tokens=t) for t in (256, 1024, 4096, 16384)}
-    _sweep(session, "tokens", "T", shapes, "number of tokens")
+    """256 to 16,384 tokens."""
+    sizes = {f"T {t}": replace(SWEPT, num_tokens=t) for t in (256, 1024, 4096, 16384)}
+    _sweep(session, sizes, "number of tokens")
 
 
 def width(session: Session) -> None:
-    shapes = {f: replace(SWEPT, d_ff=f) for f in (64, 128, 256, 512, 1024)}
-    _sweep(session, "width", "F", shapes, "width of one expert")
+    """Experts 64 to 1,024 wide."""
+    sizes = {f"F {f}": replace(SWEPT, d_ff=f) for f in (64, 128, 256, 512, 1024)}
+    _sweep(session, sizes, "width of one expert")
 
 
-def _sweep(
-    session: Session, suite: str, letter: str, shapes: Mapping[int, Shape], x_label: str
-) -> dict[str, Timing]:
-    session.say(f"{next(iter(shapes.values()))} and on, forward and backward, median")
-    points: dict[int, Point] = {}
-    for x, shape in shapes.items():
+def _sweep(session: Session, sizes: Mapping[str, Shape], what: str) -> Results:
+    session.say(f"{next(iter(sizes.values()))} and on, forward and backward, median")
+    candidates: list[Candidate] = []
+    for name, shape in sizes.items():
         few = shape.num_experts <= MAX_EXPERTS_OF_EAGER
-        case = session.case(shape)
+        case = Case.of(shape, session.device)
         layers = session.layers(case, (HF_EAGER, HF_GROUPED) if few else (HF_GROUPED,))
-        for layer in layers:
-            if not layer.is_comparable:
-                session.say(f"  {layer.name} {layer.computes} at {shape}")
-        passes = [layer.training_pass(case.tokens) for layer in layers]
-        points[x] = Point(f"{letter} {x}", shape, layers, passes, f" {letter} {x}")
-    title = f"Forward and backward pass, by {x_label}"
-    timings, rows = _time_grid(session, suite, points, title, x_label, "milliseconds", 1e3)
-    labels = [point.label for point in points.values()]
-    for row in rows:
-        row.append(times(ratio(timings, row[0] + labels[-1], row[0] + labels[0])))
-    tax = [times(ratio(timings, AUTO + label, DENSE + label)) for label in labels]
-    rows.append([f"{AUTO} / {DENSE}", *tax, ""])
-    session.table(["layer", *(point.case for point in points.values()), "last / first"], rows)
-    return timings
-
-
-def _time_grid(
-    session: Session,
-    suite: str,
-    points: Mapping[int, Point],
-    title: str,
-    x_label: str,
-    y_label: str,
-    scale: float,
-) -> tuple[dict[str, Timing], list[list[str]]]:
-    """The timings, charted over x, and rows of a table: each layer with its median at every point."""
-    timings = session.time_points(suite, list(points.values()))
-    names = dict.fromkeys(layer.name for point in points.values() for layer in point.layers)
-    found = {
-        name: {x: timings.get(name + point.label) for x, point in points.items()} for name in names
-    }
-    series = {
-        name: [(x, scale * timing.median) for x, timing in line.items() if timing is not None]
-        for name, line in found.items()
-    }
-    session.charts[suite] = chart(title, x_label, y_label, series)
-    rows = [
-        [name, *("-" if timing is None else duration(timing.median) for timing in line.values())]
-        for name, line in found.items()
-    ]
-    return timings, rows
+        candidates += [Candidate.training(layer, case.tokens, shape, name) for layer in layers]
+    results = session.time(candidates)
+    session.show_grid(results, f"Forward and backward pass, by {what}")
+    taxes = [times(ratio(results, (name, AUTO), (name, DENSE))) for name in sizes]
+    session.say(f"  {AUTO} / {DENSE}: {', '.join(taxes)}")
+    return results
 
 
 NUM_CALLS = 20
@@ -224,38 +151,31 @@ NUM_CALLS = 20
 
 
 def decoding(session: Session) -> None:
+    """1 to 16 tokens, forward alone."""
     base = Shape(1, 512, 512, 8, 2, "fp32")
     session.say(f"{base} and on, forward alone, evaluation mode, median of one call")
-    points: dict[int, Point] = {}
-    for num_tokens in (1, 2, 4, 8, 16):
-        case, label = session.case(replace(base, num_tokens=num_tokens)), f"T {num_tokens}"
-        sparse = session.sparse_layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))
-        layers = [as_decoding(layer, case) for layer in sparse]
-        x_BSD = case.tokens.x_BSD.detach()
-        passes = [layer.decoding_pass(x_BSD, NUM_CALLS) for layer in layers]
-        points[num_tokens] = Point(label, case.shape, layers, passes, f" {label}", to=AUTO)
-    title = "Forward pass of a few tokens, without gradients"
-    timings, rows = _time_grid(
-        session, "decoding", points, title, "number of tokens", "microseconds", 1e6
-    )
-    cases = [point.case for point in points.values()]
-    session.table(["layer", *cases], rows)
-    for case in cases:
+    sizes = {f"T {t}": replace(base, num_tokens=t) for t in (1, 2, 4, 8, 16)}
+    candidates: list[Candidate] = []
+    for name, shape in sizes.items():
+        case = Case.of(shape, session.device)
+        sparse = session.layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED))[1:]
+        candidates += [_decoding(in_evaluation(layer, case), case, name) for layer in sparse]
+    results = session.time(candidates, to=AUTO)
+    session.show_grid(results, "Forward pass of a few tokens, without gradients")
+    for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
-            pair = (f"{AUTO} {case}", f"{peer} {case}")
-            session.promise("decoding", "", f"time / {peer}, {case}", 1.0, timings, pair)
+            session.promise(f"time / {peer}", 1.0, results, (name, AUTO), (name, peer))
 
 
-def as_decoding(layer: Layer, case: Case) -> Layer:
-    """The layer in evaluation mode, with what it computes there: without gradients it may go another way."""
-    layer.module.eval()
+def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
     x_BSD = case.tokens.x_BSD.detach()
-    with torch.no_grad():
-        wanted_TD = case.source.eval()(x_BSD).hidden.flatten(0, -2)
-        found_TD = layer(x_BSD).flatten(0, -2)
-    if layer.is_comparable and not same_rows(found_TD, wanted_TD).all():
-        return replace(layer, computes="DIFFERS without gradients")
-    return layer
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(NUM_CALLS):
+                layer(x_BSD)
+
+    return Candidate(name, layer.name, case.shape, run, calls=NUM_CALLS, computes=layer.computes)
 
 
 # ---------------------------------------------------------------------------------------- skew
@@ -292,33 +212,17 @@ class LoadRouter(LinearRouter):
 
 
 def skew(session: Session) -> None:
-    session.say(f"{SKEWED}, tokens spread in three ways, forward and backward")
-    torch.manual_seed(0)
-    points: list[Point] = []
+    """The same tokens spread evenly, by Zipf's law, or all on one expert."""
+    session.say(f"{SKEWED}, tokens spread in three ways, forward and backward, median")
+    candidates: list[Candidate] = []
     for load, shares_E in LOADS.items():
-        source = moe_layer(SKEWED, "loop", session.device)
-        source.router = LoadRouter(SKEWED, shares_E).to(session.device)
-        case = Case.of(SKEWED, source, session.device)
-        layers = our_layers(case, session.backends, session.skip)
-        passes = [layer.training_pass(case.tokens) for layer in layers]
-        points.append(Point(load, SKEWED, layers, passes, f" {load}", to=AUTO))
-    timings = session.time_points("skew", points)
-    rows = [
-        [
-            layer.name,
-            point.case,
-            duration(timings[layer.name + point.label].median),
-            spread(timings[layer.name + point.label]),
-            times(ratio(timings, layer.name + point.label, f"{layer.name} balanced")),
-            layer.computes,
-        ]
-        for point in points
-        for layer in point.layers
-    ]
-    headers = ["layer", "load", "median", "quartiles", "/ balanced", "computes"]
-    session.table(headers, sorted(rows, key=lambda row: row[0]))
-    pair = (f"{AUTO} one hot", f"{AUTO} balanced")
-    session.promise("skew", "", "time on one expert / balanced", 1.0, timings, pair)
+        case = Case.of(SKEWED, session.device, LoadRouter(SKEWED, shares_E))
+        layers = session.layers(case)[1:]
+        candidates += [Candidate.training(layer, case.tokens, SKEWED, load) for layer in layers]
+    results = session.time(candidates, to=AUTO)
+    session.show_grid(results, "Forward and backward pass, by load")
+    one, balanced = ("one hot", AUTO), ("balanced", AUTO)
+    session.promise("time on one expert / balanced", 1.0, results, one, balanced)
 
 
 # ---------------------------------------------------------------------------------------- blocks
@@ -329,40 +233,24 @@ MAX_RATIO_TO_PLAIN = 1.03
 """What the machine's noise leaves of a ratio of 1."""
 
 
-class PlainDense(nn.Module):
-    """down(gelu(up x))."""
-
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 def blocks(session: Session) -> None:
-    """The dense blocks beside the same composition written out by hand: the interface must cost nothing."""
-    session.say(
-        f"T {PLAIN.num_tokens}, D {PLAIN.d_model}, d_ff {PLAIN.d_ff}, fp32, forward and backward"
-    )
+    """The dense and swiglu blocks beside plain linear layers: the interface must cost nothing."""
+    session.say(f"{PLAIN}, forward and backward")
     torch.manual_seed(0)
     tokens = Tokens.of(PLAIN, session.device)
-    points: list[Point] = []
-    for name, module in {"dense": PlainDense, "swiglu": PlainSwiGLU}.items():
-        by_hand = module(PLAIN.d_model, PLAIN.d_ff).to(session.device)
+    candidates: list[Candidate] = []
+    for name, plain in {"dense": PlainDense, "swiglu": PlainSwiGLU}.items():
+        by_hand = plain(PLAIN.d_model, PLAIN.d_ff).to(session.device)
         block = build_ffn({"type": name, "d_ff": PLAIN.d_ff}, d_model=PLAIN.d_model)
         block.to(session.device).load_state_dict(by_hand.state_dict())
-        layers = [Layer(f"plain {name}", by_hand), Layer(f"moe_ffn {name}", block)]
-        passes = [layer.training_pass(tokens) for layer in layers]
-        points.append(Point(name, PLAIN, layers, passes, to=f"plain {name}"))
-    timings = session.time_points("blocks", points, more=5)
-    for number, point in enumerate(points):
-        if number:
-            session.say()
-        _show(session, point.layers, timings, (point.to,))
-        claim, pair = f"time / {point.to}", (f"moe_ffn {point.case}", point.to)
-        session.promise("blocks", point.case, claim, MAX_RATIO_TO_PLAIN, timings, pair)
+        layers = [Layer("plain", by_hand, REFERENCE), Layer("moe_ffn", block)]
+        candidates += [Candidate.training(layer, tokens, PLAIN, name) for layer in layers]
+    results = session.time(candidates, to="plain", more=5)
+    for name in ("dense", "swiglu"):
+        session.say(f"\n{name}")
+        session.show({key: results[key] for key in results if key[0] == name}, ("plain",))
+        mine, plain = (name, "moe_ffn"), (name, "plain")
+        session.promise("time / plain", MAX_RATIO_TO_PLAIN, results, mine, plain)
 
 
 # ----------------------------------------------------------------------------------------- gpu
@@ -375,37 +263,133 @@ GPU_PROMISES = (
     (f"times faster than {HF_GROUPED}", 1.0, None, HF_GROUPED),
     (f"times faster than {SCATTERMOE}", 1.0, None, SCATTERMOE),
 )
-"""Claim, lower limit, goal, and the timing that ours is divided into."""
+"""Claim, lower limit, goal, and the result that ours is divided into."""
 
 
 def gpu(session: Session) -> None:
-    """The layer at the size of a large model, as a share of the rate that one dense product reaches."""
-    on_gpu = session.device.type == "cuda"
-    timings: dict[str, Timing] = {}
-    if on_gpu:
+    """64 experts in bfloat16, as a share of the rate of one dense product; needs CUDA."""
+    results: Results = {}
+    case = str(LARGE)
+    if session.device.type == "cuda":
         # As many multiplications as the experts' products have, in a single matrix product.
-        place: dict[str, Any] = {"device": session.device, "dtype": dtype_of(LARGE)}
-        x_ND = torch.randn(LARGE.num_tokens * LARGE.k, LARGE.d_model, **place)
-        weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, **place)
-        product = Timed(lambda: x_ND @ weight_DO)
-        layers, timings = _time_shape(session, "gpu", LARGE, beside={PRODUCT: product})
-        _show(session, layers, timings, (DENSE, HF_GROUPED, SCATTERMOE))
-        tera, seconds = LARGE.flops / 1e12, timings[PRODUCT].median
-        session.say(
-            f"  one dense product of the same work: {duration(seconds)}, "
-            f"{tera / seconds:.0f} TFLOP/s; goal {SHARE_GOAL:.0%} of it"
-        )
-        for layer in layers:
-            mine = timings[layer.name].median
-            session.say(f"  {layer.name}: {tera / mine:.0f} TFLOP/s, {seconds / mine:.0%}")
+        device, dtype = session.device, dtype_of(LARGE)
+        x_ND = torch.randn(LARGE.num_tokens * LARGE.k, LARGE.d_model, device=device, dtype=dtype)
+        weight_DO = torch.randn(LARGE.d_model, 9 * LARGE.d_ff, device=device, dtype=dtype)
+        product = Candidate(case, PRODUCT, LARGE, lambda: x_ND @ weight_DO, computes=REFERENCE)
+        results = _time_shape(session, LARGE, (DENSE, PRODUCT, HF_GROUPED, SCATTERMOE), product)
+        for (_, name), result in results.items():
+            session.say(f"  {name}: {LARGE.flops / 1e12 / result.median:.0f} TFLOP/s")
     else:
         session.say(f"{LARGE}: not timed, this runs on {session.device.type}")
-    reason = "" if on_gpu else "no GPU here"
     for claim, limit, goal, name in GPU_PROMISES:
-        session.promise(
-            *("gpu", str(LARGE), claim, limit, timings, (name, AUTO)),
-            at_most=False,
-            goal=goal,
-            anywhere=True,
-            reason=reason,
+        of, to = (case, name), (case, AUTO)
+        session.promise(claim, limit, results, of, to, at_most=False, goal=goal, anywhere=True)
+
+
+# ------------------------------------------------------------------------- memory and profile
+
+WIDE, NARROW = Shape(2048, 512, 512, 8, 2, "fp32"), Shape(4096, 256, 128, 32, 4, "fp32")
+
+MAX_KEPT = 0.5
+"""Of what the more frugal of Hugging Face's two keeps."""
+
+WARMUP, STEPS = 2, 5
+"""Of the profile."""
+
+NUM_SHOWN = 14
+"""Operators, those of most time."""
+
+
+def memory(session: Session) -> None:
+    """Bytes the layer keeps for its backward pass."""
+    for shape in (WIDE, NARROW, replace(WIDE, dtype="bf16")):
+        session.say(f"\n{shape}, kept for the backward pass")
+        case = Case.of(shape, session.device)
+        layers = session.layers(case, (HF_EAGER, HF_GROUPED))
+        candidates = [Candidate.training(layer, case.tokens, shape) for layer in layers]
+        kept = [(saved_bytes(layer.module, case.tokens.x_BSD),) for layer in layers]
+        results = session.keep(zip(candidates, kept, strict=True), unit="B")
+        session.show(results)
+        ours, *peers = ((str(shape), name) for name in (AUTO, HF_EAGER, HF_GROUPED))
+        there = [peer for peer in peers if peer in results]
+        frugal = min(there, key=lambda peer: results[peer].median, default=peers[-1])
+        claim = "bytes / those of HF eager or grouped_mm"
+        session.promise(claim, MAX_KEPT, results, ours, frugal, anywhere=True)
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """Bytes of the storages that autograd holds for backward once the forward pass is over.
+
+    Each counts once; parameters and the input are there anyway and do not count. Counted by the hooks that
+    autograd calls on every tensor it saves: what a function keeps by other means is not seen.
+    """
+
+    def address(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    uncounted = {address(tensor) for tensor in (x, *module.parameters())}
+    # The tensors themselves are held, so that no address is given out a second time.
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[address(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(x)
+    return sum(saved[place].untyped_storage().nbytes() for place in saved.keys() - uncounted)
+
+
+def profile(session: Session) -> None:
+    """Where the time of a layer goes, operator by operator; on a CPU."""
+    if session.device.type != "cpu":
+        session.say(f"not watched: operators return before {session.device.type} is done with them")
+        return
+    # Otherwise the profiler announces itself, line by line.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    for shape in (WIDE, NARROW):
+        session.say(f"\n{shape}, forward and backward, time inside each operator of one step")
+        torch.manual_seed(0)
+        tokens = Tokens.of(shape, session.device)
+        dense_block = dense_layer(shape, session.device)
+        moe_block = Layer(AUTO, moe_layer(shape, "auto", session.device))
+        dense, moe = (
+            seconds_by_operator(Candidate.training(layer, tokens, shape))
+            for layer in (dense_block, moe_block)
         )
+        whole = sum(seconds for seconds, _ in dense.values())
+        names = sorted(moe, key=lambda name: -moe[name][0])
+        rest = sum(moe[name][0] for name in names[NUM_SHOWN:])
+        lines = [
+            [
+                name,
+                f"{moe[name][1]:.0f}",
+                amount(moe[name][0]),
+                f"{moe[name][0] / whole:.2f}",
+                f"{dense.get(name, (0.0, 0.0))[0] / whole:.2f}",
+            ]
+            for name in names[:NUM_SHOWN]
+        ]
+        lines.append(["all other operators", "", amount(rest), f"{rest / whole:.2f}", ""])
+        headers = ["operator", "calls", AUTO, f"/ all of {DENSE}", f"{DENSE} / all of it"]
+        session.table(headers, lines)
+
+
+def seconds_by_operator(candidate: Candidate) -> dict[str, tuple[float, float]]:
+    """Operator -> its own seconds in one step, without what it calls, and its calls.
+
+    Watching takes time too, most of it where operators are many and short.
+    """
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            candidate.run()
+            candidate.reset()
+
+    run(WARMUP)
+    with profiler(activities=[ProfilerActivity.CPU]) as watched:
+        run(STEPS)
+    return {
+        event.key: (event.self_cpu_time_total / STEPS / 1e6, event.count / STEPS)
+        for event in watched.key_averages()
+    }

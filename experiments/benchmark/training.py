@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmark.layers import AUTO, REFERENCE, SAME, Layer, ours
-from experiments.benchmark.session import Session, ratio, spread, times
+from experiments.benchmark.layers import AUTO
+from experiments.benchmark.peers import REFERENCE, SAME
+from experiments.benchmark.session import Candidate, Session
 from experiments.benchmark.shapes import Shape
-from experiments.benchmark.timing import Timed, Timing
 from moe_ffn.data.corpus import StdlibConfig
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.ffn.moe import MoEConfig
@@ -26,6 +26,7 @@ from moe_ffn.training.config import TrainerConfig, resolve_precision
 from moe_ffn.training.objective import ObjectiveConfig, objective
 from moe_ffn.training.optimizer import AdamWConfig
 
+CASE = "default model"
 DENSE_MODEL = "dense swiglu"
 
 MIN_RATIO = 0.75
@@ -62,66 +63,44 @@ class Training:
 
 
 def training(session: Session) -> None:
+    """Whole training steps of the default model, on real text."""
     precision = resolve_precision("auto", session.device.type)
     data, moe = DataConfig(), DecoderConfig()
+    ffn, width = moe_of(moe)
     dense = dense_counterpart(moe)
+    models = {DENSE_MODEL: dense, AUTO: moe}
+    for backend in session.backends:
+        experts = ffn.experts.to_dict() | {"backend": backend}
+        models[f"moe_ffn {backend}"] = with_ffn(moe, ffn.to_dict() | {"experts": experts})
     tokens = data.batch_size * data.seq_len
     active = [config.num_active_params(VOCAB_SIZE, data.seq_len) for config in (moe, dense)]
     session.say(
         f"{data.batch_size} x {data.seq_len} tokens a step, {precision}; active parameters: "
         f"{active[0]:,} with experts, {active[1]:,} dense"
     )
-    text = corpus(session.rounds.timed * MORE_ROUNDS + session.rounds.warmup, data)
-    models = {DENSE_MODEL: dense, AUTO: moe}
-    models |= {ours(backend): with_backend(moe, backend) for backend in session.backends}
-    layers: list[Layer] = []
-    candidates: dict[str, Timed] = {}
+    sizes = (width, ffn.num_experts, int(ffn.experts_per_token))
+    shape = Shape(tokens, moe.d_model, *sizes, dtype=precision)
+    text = corpus(session.rounds * MORE_ROUNDS + session.warmup, data)
+    candidates: list[Candidate] = []
     for name, config in models.items():
         trained = Training(config, text, session.device, precision == "bf16-mixed")
         try:
             trained.step()
         except ValueError as error:
-            session.skip(name, str(error))
+            session.note(f"skipped: {name}: {error}")
             continue
-        candidates[name] = Timed(trained.step)
-        layers.append(Layer(name, trained.model, REFERENCE if config is dense else SAME))
-    timings = session.time(candidates, more=MORE_ROUNDS)
-    rates = {
-        name: Timing(tuple(tokens / seconds for seconds in timing.values))
-        for name, timing in timings.items()
-    }
-    session.table(
-        ["model", "tokens/s", "quartiles of a step", f"/ {DENSE_MODEL}"],
-        [
-            [
-                name,
-                f"{rate.median:,.0f}",
-                spread(timings[name]),
-                times(ratio(rates, name, DENSE_MODEL)),
-            ]
-            for name, rate in rates.items()
-        ],
-    )
-    ffn, width = moe_of(moe)
-    sizes = (width, ffn.num_experts, int(ffn.experts_per_token))
-    shape = Shape(tokens, moe.d_model, *sizes, dtype=precision)
-    session.keep("training", "default model", shape, layers, rates, DENSE_MODEL, unit="token/s")
-    claim, pair = f"tokens/s / {DENSE_MODEL}", (AUTO, DENSE_MODEL)
-    session.promise("training", "", claim, MIN_RATIO, rates, pair, at_most=False)
+        computes = REFERENCE if config is dense else SAME
+        candidates.append(Candidate(CASE, name, shape, trained.step, computes=computes))
+    results = session.time(candidates, DENSE_MODEL, more=MORE_ROUNDS, tokens=tokens)
+    session.show(results, (DENSE_MODEL,))
+    claim, mine, plain = f"tokens/s / {DENSE_MODEL}", (CASE, AUTO), (CASE, DENSE_MODEL)
+    session.promise(claim, MIN_RATIO, results, mine, plain, at_most=False)
 
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
     """The same Transformer with SwiGLU blocks as wide as the experts of one token together."""
     ffn, width = moe_of(moe)
-    options = {"type": "swiglu", "d_ff": round(ffn.experts_per_token * width)}
-    options = moe.to_dict() | {"ffn": options}
-    return DecoderConfig.model_validate(options)
-
-
-def with_backend(moe: DecoderConfig, backend: str) -> DecoderConfig:
-    options = moe.to_dict()
-    options["ffn"]["experts"]["backend"] = backend
-    return DecoderConfig.model_validate(options)
+    return with_ffn(moe, {"type": "swiglu", "d_ff": round(ffn.experts_per_token * width)})
 
 
 def moe_of(config: DecoderConfig) -> tuple[MoEConfig, int]:
@@ -129,6 +108,10 @@ def moe_of(config: DecoderConfig) -> tuple[MoEConfig, int]:
     assert isinstance(config.ffn, MoEConfig)
     experts: Any = config.ffn.experts  # of whatever kind; those there are have a width
     return config.ffn, experts.width(config.d_model, config.ffn.experts_per_token)
+
+
+def with_ffn(config: DecoderConfig, ffn: dict[str, Any]) -> DecoderConfig:
+    return DecoderConfig.model_validate(config.to_dict() | {"ffn": ffn})
 
 
 def corpus(num_steps: int, data: DataConfig) -> Tensor:

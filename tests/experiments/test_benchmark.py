@@ -4,52 +4,56 @@ from __future__ import annotations
 
 import csv
 import itertools
-import time
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from plotly.graph_objects import Figure
 from torch import Tensor, nn
 
 from experiments.benchmark import suites, training
 from experiments.benchmark.layers import (
+    AUTO,
     DENSE,
-    OTHER,
-    SAME,
     Case,
     Layer,
     PlainSwiGLU,
     Tokens,
-    checked,
+    compare,
     dense_layer,
+    in_evaluation,
     moe_layer,
-    our_layers,
     outcome,
-    peer_layers,
-    same_function,
-    share_that_differs,
+    sparse_layers,
     weights_of,
 )
-from experiments.benchmark.peers import HF_BATCHED, HF_EAGER, HF_GROUPED, PEERS, Peer, Weights
-from experiments.benchmark.resources import saved_bytes
+from experiments.benchmark.peers import (
+    HF_BATCHED,
+    HF_EAGER,
+    HF_GROUPED,
+    OTHER,
+    PEERS,
+    SAME,
+    Peer,
+    Weights,
+)
 from experiments.benchmark.session import (
+    Candidate,
     Promise,
-    Row,
+    Result,
+    Results,
     Session,
+    amount,
     chart,
-    duration,
+    interleave,
     plots_page,
     ratio,
-    spread,
-    write_promises,
-    write_rows,
+    write_files,
 )
 from experiments.benchmark.shapes import Shape
-from experiments.benchmark.timing import Rounds, Timed, Timing, interleave, order
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import DecoderConfig
 
@@ -57,42 +61,34 @@ CPU = torch.device("cpu")
 SMALL = Shape(64, 16, 8, 4, 2, "fp32")
 
 
-def unheard(name: str, reason: str) -> None:
-    pytest.fail(f"{name} was skipped: {reason}")
+def unheard(remark: str) -> None:
+    pytest.fail(remark)
 
 
 # ------------------------------------------------------------------------------------ stopwatch
 
 
-def fake_clock(seconds: dict[str, list[float]], seen: list[str]) -> Callable[..., float]:
-    """A clock that reads `seconds[name]` in turn, of runs that return their name."""
-
-    def clock(run: Callable[[], object]) -> float:
-        name = str(run())
-        seen.append(name)
-        return seconds[name].pop(0)
-
-    return clock
+def recorded(names: str, seen: list[str], calls: int = 1) -> list[Candidate]:
+    """Candidates that append their name to `seen`."""
+    return [
+        Candidate("", name, SMALL, lambda name=name: seen.append(name), calls=calls)
+        for name in names
+    ]
 
 
-def named(names: str, calls: int = 1) -> dict[str, Timed]:
-    return {name: Timed(lambda name=name: name, calls=calls) for name in names}
+def clock_of(seconds: Sequence[float]) -> Callable[[], float]:
+    """A clock by which runs take so long, one after the other."""
+    ticks = iter([tick for length in seconds for tick in (0.0, length)])
+    return lambda: next(ticks)
 
 
-def test_each_round_runs_everyone_once() -> None:
-    seen: list[str] = []
+def test_each_round_runs_everyone_once_in_an_order_of_its_own() -> None:
+    runs: list[list[str]] = [[], []]
+    for seen in runs:
+        interleave(recorded("abcdefghij", seen), rounds=198, warmup=2)
 
-    interleave(named("abc"), Rounds(4, warmup=2), fake_clock({n: [1.0] * 6 for n in "abc"}, seen))
-
-    rounds = [seen[start : start + 3] for start in range(0, len(seen), 3)]
-    assert len(rounds) == 6
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-
-
-def test_everybody_starts_about_equally_often_and_follows_everybody() -> None:
-    turns = [order("abcdefghij", turn) for turn in range(200)]
-
-    assert turns == [order("abcdefghij", turn) for turn in range(200)]
+    assert runs[0] == runs[1]  # the same in every run
+    turns = [runs[0][start : start + 10] for start in range(0, 2000, 10)]
     assert all(sorted(turn) == list("abcdefghij") for turn in turns)
     starts = Counter(turn[0] for turn in turns)
     assert all(10 <= starts[name] <= 30 for name in "abcdefghij")
@@ -101,51 +97,51 @@ def test_everybody_starts_about_equally_often_and_follows_everybody() -> None:
 
 
 def test_warmup_is_thrown_away_and_calls_divide() -> None:
-    seconds = {"a": [99.0, 2.0, 4.0], "b": [99.0, 6.0, 8.0]}
-
-    timings = interleave(named("ab", calls=2), Rounds(2, warmup=1), fake_clock(seconds, []))
-
-    assert timings == {"a": Timing((1.0, 2.0)), "b": Timing((3.0, 4.0))}
-    assert ratio(timings, "b", "a") == 3.5 / 1.5
-    assert ratio(timings, "b", "c") is None
+    candidates = recorded("a", [], calls=2)
+    assert interleave(candidates, 2, 1, clock=clock_of([99.0, 2.0, 4.0])) == [(1.0, 2.0)]
 
 
 def test_reset_follows_every_run_and_is_not_timed() -> None:
     seen: list[str] = []
-    candidate = Timed(lambda: seen.append("run"), lambda: seen.append("reset"))
+    candidate = Candidate("", "a", SMALL, lambda: seen.append("run"), lambda: seen.append("reset"))
 
-    def clock(run: Callable[[], object]) -> float:
-        run()
-        seen.append("stop")
+    def clock() -> float:
+        seen.append("clock")
         return 1.0
 
-    interleave({"a": candidate}, Rounds(2, warmup=0), clock)
+    interleave([candidate], 2, 0, clock=clock)
 
-    assert seen == ["run", "stop", "reset"] * 2
-
-
-def test_patience_ends_after_three_rounds_and_not_before() -> None:
-    def clock(run: Callable[[], object]) -> float:
-        return 10.0
-
-    def done(patience: float | None) -> int:
-        rounds = Rounds(9, warmup=0, patience=patience)
-        return len(interleave(named("a"), rounds, clock)["a"].values)
-
-    assert [done(1.0), done(55.0), done(None)] == [3, 6, 9]
+    assert seen == ["clock", "run", "clock", "reset"] * 2
 
 
-def test_quartiles() -> None:
-    assert Timing((5.0,)).quartiles == (5.0, 5.0)
-    assert Timing((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2.0, 4.0)
-    assert Timing((3.0, 1.0, 2.0)).median == 2.0
+@pytest.mark.parametrize(("patience", "rounds"), [(1.0, 3), (55.0, 6), (math.inf, 9)])
+def test_patience_ends_after_three_rounds_and_not_before(patience: float, rounds: int) -> None:
+    (values,) = interleave(recorded("a", []), 9, 0, patience, clock_of([10.0] * 9))
+    assert len(values) == rounds
 
 
-def test_a_busy_machine_is_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session(Rounds(3, warmup=0), (), CPU)
-    pauses = itertools.cycle([0.0, 0.004, 0.008])
-    session.time({"a": Timed(lambda: time.sleep(next(pauses)))})
-    assert "is this machine busy?" in capsys.readouterr().out
+def result(name: str, *values: float, computes: str = SAME, unit: str = "s") -> Results:
+    candidate = Candidate("a, b", name, SMALL, lambda: None, computes=computes)
+    return {("a, b", name): Result("rows", candidate, values, unit)}
+
+
+def test_ratios_are_of_medians_and_quartiles_are_inclusive() -> None:
+    results = result("a", 5.0) | result("b", 1.0, 2.0, 4.0, 4.0, 5.0)
+    assert results["a, b", "a"].quartiles == (5.0, 5.0, 5.0)
+    assert results["a, b", "b"].quartiles == (2.0, 4.0, 4.0)
+    assert ratio(results, ("a, b", "a"), ("a, b", "b")) == 1.25
+    assert ratio(results, ("a, b", "a"), ("a, b", "c")) is None
+
+
+def test_a_busy_machine_is_remarked_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = "experiments.benchmark.session.interleave"
+    monkeypatch.setattr(measured, lambda *_: [(1.0, 2.0, 3.0)])
+    Session((), CPU, rounds=9).time(recorded("a", []))
+    printed = capsys.readouterr().out
+    assert "3 rounds instead of 9" in printed
+    assert "the quartiles lie 50% of the median apart; is this machine busy?" in printed
 
 
 # ----------------------------------------------------------------------------------- same function
@@ -158,18 +154,18 @@ def tokens() -> Tokens:
 
 @pytest.fixture
 def case() -> Case:
-    return Case.of(SMALL, moe_layer(SMALL, "loop", CPU), CPU)
+    return Case.of(SMALL, CPU)
 
 
 def test_every_backend_and_block_of_hugging_face_computes_the_same(case: Case) -> None:
     pytest.importorskip("transformers")
+    peers = [HF_EAGER, HF_GROUPED, HF_BATCHED]
 
-    ours = our_layers(case, tuple(BACKENDS), unheard)
-    theirs = peer_layers(case, (HF_EAGER, HF_GROUPED, HF_BATCHED), unheard)
+    layers = sparse_layers(case, tuple(BACKENDS), peers, unheard)
 
-    assert [layer.name for layer in ours] == [f"moe_ffn {name}" for name in ("auto", *BACKENDS)]
-    assert [layer.name for layer in theirs] == [HF_EAGER, HF_GROUPED, HF_BATCHED]
-    assert {layer.computes for layer in (*ours, *theirs)} == {SAME}
+    ours = [f"moe_ffn {name}" for name in ("auto", *BACKENDS)]
+    assert [layer.name for layer in layers] == [*ours, *peers]
+    assert {layer.computes for layer in layers} == {SAME}
 
 
 @pytest.mark.parametrize("wrong", ["gate_EFD", "up_EFD", "down_EDF", "router_ED"])
@@ -180,11 +176,12 @@ def test_a_wrong_peer_is_found_out(wrong: str, case: Case, monkeypatch: pytest.M
     def build(weights: Weights, shape: Shape) -> nn.Module:
         return right(replace(weights, **{wrong: getattr(weights, wrong).flip(0)}), shape)
 
-    monkeypatch.setitem(PEERS, HF_EAGER, Peer(HF_EAGER, "transformers", build))
-    (layer,) = peer_layers(case, [HF_EAGER], unheard)
+    monkeypatch.setitem(PEERS, HF_EAGER, Peer("transformers", build))
+    said: list[str] = []
+    _, layer = sparse_layers(case, (), [HF_EAGER], said.append)
 
     assert layer.computes.startswith("DIFFERS on ")
-    assert not layer.is_comparable
+    assert said == [f"HF eager {layer.computes} at {SMALL}"]
 
 
 class Detached(nn.Module):
@@ -199,10 +196,10 @@ class Detached(nn.Module):
 
 
 def test_the_gradient_of_x_is_compared_too(case: Case) -> None:
-    found = outcome(Layer("detached", Detached(case.source)), case.tokens)
+    found = outcome(Detached(case.source), case.tokens)
 
     assert torch.equal(found.hidden_TD, case.expected.hidden_TD)
-    assert not same_function(found, case.expected)
+    assert compare(found, case.expected).startswith("DIFFERS on ")
 
 
 class Idle(nn.Module):
@@ -220,69 +217,69 @@ class Idle(nn.Module):
 
 
 def test_the_gradient_of_the_parameters_is_compared_too(case: Case) -> None:
-    idle = Layer("idle", Idle(case.source))
-    layer = checked(idle, case, unheard, Exception)
-
-    assert layer is not None
-    assert layer.computes.startswith("DIFFERS in gradients of weights")
+    found = outcome(Idle(case.source), case.tokens)
+    assert compare(found, case.expected).startswith("DIFFERS in gradients of weights")
 
 
-def test_a_layer_that_goes_another_way_without_gradients_is_found_out() -> None:
+def test_a_layer_that_goes_another_way_without_gradients_is_found_out(case: Case) -> None:
     class Other(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return source(x).hidden * (1 if torch.is_grad_enabled() else 2)
+            return case.source(x).hidden * (1 if torch.is_grad_enabled() else 2)
 
-    source = moe_layer(SMALL, "loop", CPU)
-    case = Case.of(SMALL, source, CPU)
-    assert suites.as_decoding(Layer("ours", source), case).computes == SAME
-    assert suites.as_decoding(Layer("other", Other()), case).computes.startswith("DIFFERS")
+    assert in_evaluation(Layer("ours", case.source), case).computes == SAME
+    assert in_evaluation(Layer("other", Other()), case).computes.startswith("DIFFERS")
 
 
 def test_the_share_that_differs_counts_tokens_and_nan(tokens: Tokens) -> None:
-    layer = Layer("plain", PlainSwiGLU(SMALL.d_model, SMALL.active_width))
-    right = outcome(layer, tokens)
+    right = outcome(PlainSwiGLU(SMALL.d_model, SMALL.active_width), tokens)
     hidden_TD = right.hidden_TD.clone()
     hidden_TD[0] *= 1.1
     hidden_TD[1] *= 1.0001  # within the tolerance
     hidden_TD[2] = torch.nan
 
-    assert share_that_differs(right, right) == 0
-    found = right._replace(hidden_TD=hidden_TD)
-    assert share_that_differs(found, right) == pytest.approx(2 / 64)
+    assert compare(right, right) == SAME
+    found = compare(right._replace(hidden_TD=hidden_TD), right)
+    assert found == "DIFFERS on 3% of the tokens"  # 2 of 64
+    assert "times as long" in compare(right._replace(grad_norm=math.nan), right)
 
 
 def test_a_peer_of_another_function_is_marked_and_one_that_breaks_is_named(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refusing(weights: object, shape: Shape) -> nn.Module:
+        raise ValueError("takes no such width")
+
     def broken(weights: object, shape: Shape) -> nn.Module:
         raise RuntimeError("no kernel for this machine\nand more")
 
     def another(weights: object, shape: Shape) -> nn.Module:
         return nn.Linear(shape.d_model, shape.d_model)
 
-    peers = [
-        Peer("broken", "torch", broken),
-        Peer("another", "torch", another, same_function=False),
-        Peer("absent", "no_such_package", another),
-        Peer("for GPUs", "torch", another, gpu_only=True),
-    ]
-    for peer in peers:
-        monkeypatch.setitem(PEERS, peer.name, peer)
-    skipped: list[tuple[str, str]] = []
+    peers = {
+        "refusing": Peer("torch", refusing),
+        "broken": Peer("torch", broken),
+        "another": Peer("torch", another, OTHER),
+        "absent": Peer("no_such_package", another),
+        "for GPUs": Peer("torch", another, gpu_only=True),
+    }
+    for name, peer in peers.items():
+        monkeypatch.setitem(PEERS, name, peer)
+    said: list[str] = []
 
-    names = [peer.name for peer in peers]
-    layers = peer_layers(case, names, lambda *why: skipped.append(why))
+    _, *layers = sparse_layers(case, (), list(peers), said.append)
 
     assert [(layer.name, layer.computes) for layer in layers] == [("another", OTHER)]
-    assert skipped == [("broken", "RuntimeError: no kernel for this machine")]
+    assert said == [
+        "skipped: refusing: takes no such width",
+        "skipped: broken: RuntimeError: no kernel for this machine",
+    ]
 
 
 def test_weights_are_shared_with_ours_and_gradients_are_not(case: Case) -> None:
-    tokens = case.tokens
-    first, second = our_layers(case, ["loop"], unheard)
+    first, second = sparse_layers(case, ["loop"], (), unheard)
 
-    timed = first.training_pass(tokens)
-    timed.run()
+    candidate = Candidate.training(first, case.tokens, SMALL)
+    candidate.run()
 
     for mine, other in zip(
         first.module.get_submodule("experts").parameters(),
@@ -292,8 +289,8 @@ def test_weights_are_shared_with_ours_and_gradients_are_not(case: Case) -> None:
         assert mine.data_ptr() == other.data_ptr()
         assert mine.grad is not None
         assert other.grad is None
-    timed.reset()
-    assert tokens.x_BSD.grad is None
+    candidate.reset()
+    assert case.tokens.x_BSD.grad is None
     assert all(parameter.grad is None for parameter in first.module.parameters())
 
 
@@ -319,11 +316,10 @@ def test_loads_are_what_they_are_called() -> None:
     assert counts["zipf"][:2] == pytest.approx([3014, 1507], abs=1)
 
 
-def test_saved_bytes_of_the_dense_block() -> None:
+def test_saved_bytes_of_the_dense_block(tokens: Tokens) -> None:
     layer = dense_layer(SMALL, CPU)
-    x_BSD = Tokens.of(SMALL, CPU).x_BSD
     # gate x, silu(gate x), up x and their product, 64 x 16 floats each; neither x nor a parameter.
-    assert saved_bytes(layer.module, x_BSD) == 4 * 64 * 16 * 4
+    assert suites.saved_bytes(layer.module, tokens.x_BSD) == 4 * 64 * 16 * 4
 
 
 def test_the_dense_model_has_the_active_width_of_the_default() -> None:
@@ -362,15 +358,12 @@ def test_a_default_training_step_lowers_the_loss_it_is_given() -> None:
 # ---------------------------------------------------------------------------------------- report
 
 
-def a_row(**changes: object) -> Row:
-    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__, 1)
-    return Row(**(values | {"shape": SMALL} | changes))  # pyright: ignore[reportArgumentType]
-
-
-def test_csv_holds_a_line_per_row_with_the_machine(tmp_path: Path) -> None:
-    write_rows(
-        tmp_path / "results.csv", [a_row(case="a, b"), a_row()], {"torch": "2", "threads": "4"}
-    )
+def test_csv_holds_a_line_per_result_with_the_machine(tmp_path: Path) -> None:
+    session = Session((), CPU)
+    for name, values in {DENSE: (1.0, 2.0, 3.0), AUTO: (2.0, 3.0, 4.0)}.items():
+        (found,) = result(name, *values).values()
+        session.keep([(found.candidate, values)])
+    write_files(session, tmp_path, {"torch": "2", "threads": "4"})
 
     with (tmp_path / "results.csv").open() as file:
         first, second = csv.DictReader(file)
@@ -380,7 +373,8 @@ def test_csv_holds_a_line_per_row_with_the_machine(tmp_path: Path) -> None:
         *("num_tokens", "d_model", "d_ff", "num_experts", "k", "dtype", "torch", "threads"),
     ]
     assert first["case"] == "a, b"
-    assert second["threads"] == "4"
+    assert (first["version"], second["version"]) == (torch.__version__, "0.1.0")
+    assert (second["ratio"], second["ratio_to"], second["threads"]) == ("1.5", DENSE, "4")
 
 
 @pytest.mark.parametrize(
@@ -388,10 +382,10 @@ def test_csv_holds_a_line_per_row_with_the_machine(tmp_path: Path) -> None:
     [(1.2, True, "kept"), (1.21, True, "MISSED"), (1.2, False, "kept"), (1.1, False, "MISSED")],
 )
 def test_verdicts(figure: float, at_most: bool, verdict: str, tmp_path: Path) -> None:
-    promise = Promise("rows", "a case", "tax", 1.2, figure, at_most, goal=1.1)
+    session = Session((), CPU)
+    session.promises = [Promise("rows", "a case", "tax", 1.2, figure, at_most, goal=1.1)]
 
-    assert promise.verdict == verdict
-    write_promises(tmp_path / "promises.csv", [promise])
+    write_files(session, tmp_path, {})
     with (tmp_path / "promises.csv").open() as file:
         (line,) = csv.DictReader(file)
     assert (line["limit"], line["goal"], line["verdict"]) == ("1.2", "1.1", verdict)
@@ -400,33 +394,39 @@ def test_verdicts(figure: float, at_most: bool, verdict: str, tmp_path: Path) ->
 def test_what_was_not_measured_is_neither_kept_nor_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    session = Session(Rounds(), (), CPU)
-    odd = Layer(HF_GROUPED, nn.Identity(), "DIFFERS on 50% of the tokens")
-    timings = {"ours": Timing((1.0,)), HF_GROUPED: Timing((2.0,))}
-    session.keep("rows", "", SMALL, [odd], timings, to="ours")
+    session = Session((), CPU)
+    odd = "DIFFERS on 50% of the tokens"
+    results = result("ours", 1.0) | result(HF_GROUPED, 2.0, computes=odd)
+    ours, dense, peer = (("a, b", name) for name in ("ours", DENSE, HF_GROUPED))
 
-    session.promise("rows", "", "tax", 1.2, timings, ("ours", DENSE))
-    session.promise("rows", "", "faster", 1.2, timings, (HF_GROUPED, "ours"))
-    session.promise("gpu", "", "rate", 1.2, timings, ("ours", "ours"), reason="no GPU here")
+    session.promise("tax", 1.2, results, ours, dense)
+    session.promise("faster", 1.2, results, peer, ours)
 
-    assert [promise.verdict for promise in session.promises] == ["not measured"] * 3
+    assert [promise.verdict for promise in session.promises] == ["not measured"] * 2
     printed = capsys.readouterr().out
     assert "no 'dense FFN' here" in printed
     assert "HF grouped_mm DIFFERS on 50% of the tokens" in printed
-    assert "no GPU here" in printed
 
 
-def test_a_skipped_candidate_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session(Rounds(), (), CPU)
+def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
+    session = Session((), torch.device("cuda"))
+    results, key = result("ours", 1.0), ("a, b", "ours")
+    session.promise("tax", 1.2, results, key, key)
+    session.promise("bytes", 1.2, results, key, key, anywhere=True)
+    assert [promise.claim for promise in session.promises] == ["bytes"]
+
+
+def test_a_remark_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session((), CPU)
     for _ in range(2):
-        session.skip("MegaBlocks", "no GPU")
+        session.note("skipped: MegaBlocks: no GPU")
     assert capsys.readouterr().out == "  skipped: MegaBlocks: no GPU\n"
 
 
 def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [["a", "9.99 ms", "[b]"], ["longer" * 20, "12.0 ms", "same"]]
 
-    Session(Rounds(), (), CPU).table(["layer", "median", "computes"], rows)
+    Session((), CPU).table(["layer", "median", "computes"], rows)
 
     header, rule, *lines = capsys.readouterr().out.splitlines()
     wide = len("longer" * 20)  # nothing is cut or wrapped, whatever the width of the terminal
@@ -439,42 +439,41 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(1.234, "1.23 s"), (0.1234, "123 ms"), (0.01234, "12.3 ms"), (0.000056, "56.0 us")],
+    ("value", "unit", "shown"),
+    [
+        (1.234, "s", "1.23 s"),
+        (0.1234, "s", "123 ms"),
+        (0.01234, "s", "12.3 ms"),
+        (0.000056, "s", "56.0 us"),
+        (3 * 2**19, "B", "1.5 MiB"),
+        (12345.6, "token/s", "12,346 token/s"),
+    ],
 )
-def test_durations_have_three_digits(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
-
-
-def test_a_spread_names_a_unit_once_if_it_can() -> None:
-    assert spread(Timing((0.010, 0.012, 0.014))) == "11.0 - 13.0 ms"
-    assert spread(Timing((0.9, 0.9, 1.2, 1.2, 1.2))) == "900 ms - 1.20 s"
+def test_amounts_have_a_unit(value: float, unit: str, shown: str) -> None:
+    assert amount(value, unit) == shown
 
 
 # ----------------------------------------------------------------------------------------- plots
 
 
-def test_a_chart_has_a_line_for_each_series_over_logarithmic_axes() -> None:
-    lines = {f"layer {n}": [(8.0, 1.0 + n), (256.0, 9.0)] for n in range(10)}
-    figure = chart("a title", "x", "ms", lines)
+def test_a_chart_has_a_line_for_each_series_over_a_logarithmic_axis() -> None:
+    lines = {f"layer {n}": {"E 8": 1.0 + n, "E 256": 9.0} for n in range(10)}
+    figure = chart("a title", "seconds", lines).to_dict()
 
     assert [trace["name"] for trace in figure["data"]] == list(lines)
-    assert figure["data"][1]["x"] == [8, 256]
-    assert figure["data"][1]["y"] == [2, 9]
+    assert list(figure["data"][1]["x"]) == ["E 8", "E 256"]
+    assert list(figure["data"][1]["y"]) == [2, 9]
     assert {trace["mode"] for trace in figure["data"]} == {"lines+markers"}
-    assert figure["layout"]["xaxis"]["type"] == figure["layout"]["yaxis"]["type"] == "log"
-    assert figure["layout"]["xaxis"]["ticktext"] == ["8", "256"]
+    assert figure["layout"]["yaxis"]["type"] == "log"
 
 
-def test_a_chart_of_cases_names_them_and_joins_nothing() -> None:
-    figure = chart("t", "x", "y", {"a": [(1, 1.0), (2, 3.0)]}, x_names=["first", "second"])
-
+def test_a_chart_of_unrelated_cases_joins_nothing() -> None:
+    figure = chart("t", "y", {"a": {"first": 1.0, "second": 3.0}}, joined=False).to_dict()
     assert figure["data"][0]["mode"] == "markers"
-    assert figure["layout"]["xaxis"]["ticktext"] == ["first", "second"]
 
 
 def test_the_page_of_plots_opens_without_a_network() -> None:
-    figures = {name: chart(name, "x", "y", {"a": [(1, 1.0)]}) for name in ("rows", "experts")}
+    figures = [chart(name, "y", {"a": {"x": 1.0}}) for name in ("rows", "experts")]
 
     page = plots_page(figures)
 
@@ -482,12 +481,6 @@ def test_the_page_of_plots_opens_without_a_network() -> None:
     assert page.count("plotly.js v") == 1  # the script, once
     assert '"text":"experts"' in page.replace(" ", "")
     assert '<script src="http' not in page
-
-
-def test_every_figure_is_one_that_plotly_draws() -> None:
-    cases = chart("t", "x", "y", {"a": [(1, 1.0)]}, x_names=["first"])
-    for figure in (chart("t", "x", "y", {"a": [(1, 1.0)]}), cases):
-        Figure(figure)  # it refuses a key it does not know
 
 
 def test_promised_rows_are_those_that_can_be_built() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from experiments.benchmark.resources import saved_bytes
+from experiments.benchmark.suites import saved_bytes
 from moe_ffn import build_ffn
 
 T, D, F, E, K = 256, 128, 128, 8, 2
