@@ -21,8 +21,13 @@ from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import short_name
-from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
-from moe_ffn.metrics.table import LAYER_METRICS, result_columns
+from moe_ffn.metrics.table import (
+    LAYER_METRICS,
+    percent,
+    percent_digits,
+    result_columns,
+    summarize_load,
+)
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops

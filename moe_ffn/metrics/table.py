@@ -1,18 +1,20 @@
 """Every metric of a run, once: its key, what it is, what is healthy, and how it is measured.
 
 Rows, wandb, the page, the dashboard, the tables at the end of a run and docs/observing.md read these
-tables. A new metric of routing is written here alone: an entry in `LAYER_METRICS` and, where
-`metrics.functional` lacks it, its function.
+tables. A new metric of routing is one entry in `LAYER_METRICS` and, where `metrics.functional` lacks it, its
+function.
 
 T tokens, E experts, B sequences
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from statistics import median_high
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,19 +29,19 @@ from moe_ffn.balancing.losses import (
     token_entropy,
 )
 from moe_ffn.metrics.functional import (
+    churn,
     coactivation,
     coactivation_counts,
     load_cv,
     logit_max,
     max_violation,
     nonfinite_tokens,
+    rank_max_violation,
     top1_margin,
 )
 from moe_ffn.outputs import Routing
 
 # -- how a metric is measured
-
-Axes = Literal["", "E", "EE"]
 
 
 class Batch:
@@ -73,12 +75,12 @@ class Statistic:
 
     name: str
     of: Callable[[Batch], Tensor]
-    axes: Axes = ""
+    axes: Literal["", "E", "EE"] = ""
     dtype: torch.dtype = torch.float32
     reduce: Literal["sum", "max"] = "sum"
 
     def zeros(self, num_experts: int) -> Tensor:
-        """What it is before the first batch."""
+        """Its value before the first batch."""
         return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
 
     def add(self, before: Tensor, batch: Batch) -> Tensor:
@@ -92,13 +94,56 @@ class Measure:
     """A metric as a function of statistics."""
 
     value: Callable[..., Tensor]
-    """Of `statistics`, in their order. nan says that it does not exist, such as the capacity of a dropless
-    layer."""
+    """Of `statistics`, in their order; nan where a layer has no such value, as the capacity of a dropless
+    one."""
     statistics: tuple[Statistic, ...]
 
 
-def _num_dropped(batch: Batch) -> Tensor:
-    return (batch.routing.dropped_N & batch.routing.real_N).sum()
+@dataclass(frozen=True, kw_only=True)
+class RowEnd:
+    """What is known of one layer when a row of training ends, beside the statistics of its batches."""
+
+    load_E: Tensor
+    """Share of the row's (token, expert) pairs."""
+    idle_steps_E: Tensor
+    """For how many optimizer steps each expert has had no token."""
+    dead_after_steps: int
+    """An expert with so many idle steps is dead."""
+    num_ranks: int
+    num_networks: int
+    """The experts with a network, which are the first; the rest are on no rank."""
+    bias_E: Tensor | None
+    """The correction bias of the router; None without one."""
+    looks: tuple[Tensor, Tensor] | None
+    """`chosen_experts` of the probe batch at the last look and at this one; None without both."""
+
+
+def _counted(
+    name: str, of: Callable[[Batch], Tensor], axes: Literal["", "E", "EE"] = ""
+) -> Statistic:
+    return Statistic(name, of, axes, torch.int64)
+
+
+PAIRS = _counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
+DROPPED = _counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.real_N).sum())
+TOKENS = _counted("num_tokens", lambda b: b.num_tokens)
+SEQUENCES = _counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
+CHOSEN_TOGETHER = _counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
+
+
+def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
+    """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
+    return _summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
+
+
+def _summed(name: str, of: Callable[[Batch], Tensor], over: Statistic = TOKENS) -> Measure:
+    """A sum over the batches, divided by the number of tokens or another count."""
+    total = Statistic(name, of)
+    return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
+
+
+def _load(pairs_E: Tensor) -> Tensor:
+    return pairs_E / pairs_E.sum().clamp(min=1)
 
 
 def _num_places(batch: Batch) -> Tensor:
@@ -106,23 +151,6 @@ def _num_places(batch: Batch) -> Tensor:
     if capacity is None:
         return torch.zeros_like(batch.num_tokens)
     return capacity * batch.routing.num_experts
-
-
-def _shared_shares(batch: Batch) -> Tensor:
-    return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
-
-
-def _load_balance(batch: Batch) -> Tensor:
-    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
-    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
-
-
-def _mean(total: Tensor, num: Tensor) -> Tensor:
-    return total / num.clamp(min=1)
-
-
-def _load(pairs_E: Tensor) -> Tensor:
-    return pairs_E / pairs_E.sum().clamp(min=1)
 
 
 def _capacity_used(pairs_E: Tensor, num_dropped: Tensor, num_places: Tensor) -> Tensor:
@@ -135,37 +163,19 @@ def _entropy_of_mean(scores_E: Tensor) -> Tensor:
     return token_entropy(scores_E / total)
 
 
-def _coactivation_max(counts_EE: Tensor) -> Tensor:
-    return coactivation(counts_EE).fill_diagonal_(0).max()
+def _shared_shares(batch: Batch) -> Tensor:
+    return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
 
 
-def _counted(name: str, of: Callable[[Batch], Tensor], axes: Axes = "") -> Statistic:
-    return Statistic(name, of, axes, torch.int64)
+def _load_balance(batch: Batch) -> Tensor:
+    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
+    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
 
-PAIRS = _counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
-DROPPED = _counted("num_dropped", _num_dropped)
-PLACES = _counted("num_places", _num_places)
-TOKENS = _counted("num_tokens", lambda b: b.num_tokens)
-NONFINITE = _counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing))
-SEQUENCES = _counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
-CHOSEN_TOGETHER = _counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
-
-SCORES = Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E")
-ENTROPIES = Statistic("entropies", lambda b: token_entropy(b.scores_TE).sum())
-MARGINS = Statistic("top1_margins", lambda b: top1_margin(b.scores_TE).sum())
-SHARED = Statistic("shared_shares", _shared_shares)
-BALANCE = Statistic("load_balance", _load_balance)
-VIOLATIONS = Statistic(
-    "sequence_violations", lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum()
-)
-LARGEST_LOGIT = Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max")
-
-
-def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
-    """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
-    total = Statistic(name, lambda batch: function(batch.routing) * batch.num_tokens)
-    return Measure(_mean, (total, TOKENS))
+def _rank_max_violation(row: RowEnd) -> Tensor | None:
+    if row.num_ranks == 1:
+        return None
+    return rank_max_violation(row.load_E[: row.num_networks], row.num_ranks)
 
 
 # -- the tables
@@ -191,7 +201,7 @@ class Metric:
     """As in rows: `routing/layer_03/KEY` of a sparse layer, `train/KEY` or `validation/KEY` of the model."""
     title: str
     quantity: str = ""
-    """What stands at an axis before the unit."""
+    """What an axis is called before the unit."""
     unit: str = ""
     """Of the logged value; pages show a share as percent."""
     formula: str
@@ -200,15 +210,17 @@ class Metric:
     source: str = ""
     """A link in Markdown."""
     requires: str = ""
-    """What a layer or run has that is measured at all; empty where all of them are."""
+    """What a layer or run needs to have it; empty where all have it."""
     per: Literal["layer", "expert", "pair"] = "layer"
     """One number of a sparse layer, of each of its experts, or of each two of them."""
-    measured: Measured
+    measured: Measured = "run"
     """Of which batches; `run` for a metric of the whole model."""
     rows: tuple[Literal["train", "validation"], ...] = ()
-    """Of a metric of the whole model: in which rows it stands."""
+    """The rows that have a metric of the whole model."""
     measure: Measure | None = None
-    """None where a routing does not tell it; `RoutingWindow` and `StepLogger` measure those."""
+    """How routings give it; None of a metric of the whole model, or of a `row_end`."""
+    row_end: Callable[[RowEnd], Tensor | None] | None = None
+    """How the end of a row gives it, where it outlasts batches; None where the layer has no such value."""
     label: str = ""
     """Its short name in a line or table of results."""
 
@@ -219,8 +231,7 @@ class Metric:
     @property
     def form(self) -> str:
         """Python's format of a value in a table of results."""
-        forms = {"share": ".1%", "count": "g"}
-        return forms.get(self.unit, ".2f")
+        return {"share": ".1%", "count": "g"}.get(self.unit, ".2f")
 
     @property
     def sentence(self) -> str:
@@ -293,7 +304,7 @@ LAYER_METRICS = _table(
         "sure",
         healthy="falls from log E as the router decides",
         measured="last step",
-        measure=Measure(_mean, (ENTROPIES, TOKENS)),
+        measure=_summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
         label="entropy",
     ),
     Metric(
@@ -304,7 +315,9 @@ LAYER_METRICS = _table(
         formula="entropy of the mean of that distribution over all tokens",
         healthy="log E: together the tokens use everything",
         measured="last step",
-        measure=Measure(_entropy_of_mean, (SCORES,)),
+        measure=Measure(
+            _entropy_of_mean, (Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E"),)
+        ),
     ),
     Metric(
         key="dead_experts",
@@ -314,6 +327,7 @@ LAYER_METRICS = _table(
         formula="experts without a token for `logging.alarms.after_steps` steps",
         healthy="0",
         measured="row",
+        row_end=lambda row: (row.idle_steps_E >= row.dead_after_steps).sum(),
         label="dead experts",
     ),
     Metric(
@@ -326,6 +340,7 @@ LAYER_METRICS = _table(
         healthy="falls towards 0; what stays is called saturation",
         source="[OLMoE](https://arxiv.org/abs/2409.02060)",
         measured="probe",
+        row_end=lambda row: None if row.looks is None else churn(*row.looks),
     ),
     Metric(
         key="logit_max",
@@ -335,7 +350,9 @@ LAYER_METRICS = _table(
         formula="largest absolute router logit",
         healthy="below 20 or so; growth without end comes before instability",
         measured="last step",
-        measure=Measure(lambda largest: largest, (LARGEST_LOGIT,)),
+        measure=Measure(
+            torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
+        ),
     ),
     Metric(
         key="top1_margin",
@@ -346,7 +363,7 @@ LAYER_METRICS = _table(
         healthy="grows from 0 as the router decides",
         requires="at least two experts",
         measured="last step",
-        measure=Measure(_mean, (MARGINS, TOKENS)),
+        measure=_summed("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
     ),
     Metric(
         key="shared_share",
@@ -357,7 +374,7 @@ LAYER_METRICS = _table(
         healthy="neither 0 nor 1",
         requires="a shared expert",
         measured="last step",
-        measure=Measure(_mean, (SHARED, TOKENS)),
+        measure=_summed("shared_shares", _shared_shares),
     ),
     Metric(
         key="capacity_used",
@@ -368,7 +385,7 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        measure=Measure(_capacity_used, (PAIRS, DROPPED, PLACES)),
+        measure=Measure(_capacity_used, (PAIRS, DROPPED, _counted("num_places", _num_places))),
     ),
     Metric(
         key="experts_per_token",
@@ -388,7 +405,11 @@ LAYER_METRICS = _table(
         formula="each sequence's own MaxVio, mean over sequences",
         healthy="higher than MaxVio where experts specialise by text",
         measured="last step",
-        measure=Measure(_mean, (VIOLATIONS, SEQUENCES)),
+        measure=_summed(
+            "sequence_violations",
+            lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum(),
+            over=SEQUENCES,
+        ),
     ),
     Metric(
         key="rank_max_violation",
@@ -399,6 +420,7 @@ LAYER_METRICS = _table(
         healthy="near 0; a step with expert parallelism takes 1 + this times as long",
         requires="several ranks",
         measured="row",
+        row_end=_rank_max_violation,
     ),
     Metric(
         key="coactivation",
@@ -420,7 +442,9 @@ LAYER_METRICS = _table(
         formula="largest share of one expert's tokens that also went to one other, on the validation split",
         healthy="below 1: two experts that always come together are one",
         measured="validation",
-        measure=Measure(_coactivation_max, (CHOSEN_TOGETHER,)),
+        measure=Measure(
+            lambda counts_EE: coactivation(counts_EE).fill_diagonal_(0).max(), (CHOSEN_TOGETHER,)
+        ),
     ),
     Metric(
         key="bias_spread",
@@ -431,6 +455,7 @@ LAYER_METRICS = _table(
         healthy="settles",
         requires="a correction bias",
         measured="row",
+        row_end=lambda row: None if row.bias_E is None else row.bias_E.max() - row.bias_E.min(),
     ),
     Metric(
         key="load_balance",
@@ -440,7 +465,7 @@ LAYER_METRICS = _table(
         formula="the Switch loss of the layer before its weight, of each batch and rank by itself",
         healthy="1",
         measured="last step",
-        measure=Measure(_mean, (BALANCE, TOKENS)),
+        measure=_summed("load_balance", _load_balance),
     ),
     Metric(
         key="router_z",
@@ -461,7 +486,9 @@ LAYER_METRICS = _table(
         formula="tokens that reached the router with NaN or infinity",
         healthy="0",
         measured="every batch",
-        measure=Measure(lambda num: num, (NONFINITE,)),
+        measure=Measure(
+            torch.clone, (_counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
+        ),
     ),
 )
 """What is measured of each sparse layer, in the order in which pages show it."""
@@ -474,7 +501,6 @@ RUN_METRICS = _table(
         unit="nats per token",
         formula="cross-entropy of the tokens to predict; in training the mean over the steps taken",
         healthy="below that of the unigram model, and falling",
-        measured="run",
         rows=("train", "validation"),
         label="validation loss",
     ),
@@ -484,7 +510,6 @@ RUN_METRICS = _table(
         unit="bits per byte",
         formula="the loss in bits over the bytes of text predicted, so that tokenizers compare",
         healthy="falls",
-        measured="run",
         rows=("validation",),
     ),
     Metric(
@@ -493,7 +518,6 @@ RUN_METRICS = _table(
         unit="tokens per second",
         formula="tokens of the row over its seconds, all ranks together, validations left out",
         healthy="steady",
-        measured="run",
         rows=("train",),
     ),
     Metric(
@@ -502,7 +526,6 @@ RUN_METRICS = _table(
         quantity="learning rate",
         formula="the optimizer's, at the row's last step",
         healthy="as the schedule has it",
-        measured="run",
         rows=("train",),
     ),
     Metric(
@@ -512,7 +535,6 @@ RUN_METRICS = _table(
         unit="L2",
         formula="of all parameters before clipping, at the row's last step",
         healthy="settles",
-        measured="run",
         rows=("train",),
     ),
     Metric(
@@ -522,7 +544,6 @@ RUN_METRICS = _table(
         unit="nats per token",
         formula="what is minimised: the loss and the weighted balancing losses",
         healthy="falls with the loss",
-        measured="run",
         rows=("train",),
     ),
     Metric(
@@ -532,7 +553,6 @@ RUN_METRICS = _table(
         unit="count",
         formula="optimizer steps of the row that were not taken",
         healthy="0",
-        measured="run",
         rows=("train",),
     ),
 )
@@ -544,21 +564,18 @@ def layer_measures() -> list[Metric]:
     return [metric for metric in LAYER_METRICS.values() if metric.per == "layer"]
 
 
-RESULT_COLUMNS = ("max_violation", "entropy", "dropped_fraction")
-"""The keys of what has a column in tables of layers at the end of a run, and a panel of its validations."""
-
-
 def result_columns() -> list[Metric]:
-    return [LAYER_METRICS[key] for key in RESULT_COLUMNS]
+    """The columns of a table of layers at the end of a run, and the panels of its validations."""
+    return [LAYER_METRICS[key] for key in ("max_violation", "entropy", "dropped_fraction")]
 
 
 def measured_in(*measured: Measured) -> list[Metric]:
-    """The metrics of a layer that routings tell, of these batches."""
+    """The metrics of a layer that the routings of these batches give."""
     return [m for m in LAYER_METRICS.values() if m.measured in measured and m.measure is not None]
 
 
 def statistics_of(metrics: Iterable[Metric]) -> list[Statistic]:
-    """What has to be added up for them, each once."""
+    """What has to be added up for these metrics, each statistic once."""
     measures = [metric.measure for metric in metrics if metric.measure is not None]
     return list(dict.fromkeys(s for measure in measures for s in measure.statistics))
 
@@ -570,3 +587,51 @@ def compute(metrics: Iterable[Metric], sums: Mapping[str, Tensor]) -> dict[str, 
         for metric in metrics
         if metric.measure is not None
     }
+
+
+def compute_row_end(row: RowEnd) -> dict[str, Tensor]:
+    """The value of each metric with a `row_end` that the layer has."""
+    found = {m.key: m.row_end(row) for m in LAYER_METRICS.values() if m.row_end is not None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -- a load in a few numbers, for lines and tables with no room for every expert
+
+
+@dataclass(frozen=True)
+class LoadSummary:
+    """Shares of a layer's (token, expert) pairs, between 0 and 1, and experts by their index."""
+
+    busiest: int
+    """The expert with the largest share; the first of several."""
+    highest: float
+    """Its share."""
+    median: float
+    """Of all shares; the higher of the two in the middle."""
+    lowest: float
+    unused: tuple[int, ...]
+    """The experts without a token."""
+
+
+def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
+    """None where the load was not measured: a share is absent or not finite, or there is none."""
+    if not load or not all(isinstance(x, int | float) and math.isfinite(x) for x in load):
+        return None
+    return LoadSummary(
+        busiest=load.index(max(load)),
+        highest=max(load),
+        median=median_high(load),
+        lowest=min(load),
+        unused=tuple(expert for expert, share in enumerate(load) if share == 0),
+    )
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """`12.4`, and `<0.1` where there is something that would round to nothing."""
+    text = f"{100 * share:.{digits}f}"
+    return f"<{10**-digits:.{digits}f}" if share > 0 and not float(text) else text
+
+
+def percent_digits(num_experts: int) -> int:
+    """Digits after the point that tell shares apart: one more where an even share is small."""
+    return 1 if num_experts <= 32 else 2

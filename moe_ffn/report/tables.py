@@ -12,8 +12,15 @@ from pydantic import ValidationError
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.layer_names import is_inner, short_name
-from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
-from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
+from moe_ffn.metrics.table import (
+    LAYER_METRICS,
+    Metric,
+    layer_measures,
+    percent,
+    percent_digits,
+    result_columns,
+    summarize_load,
+)
 from moe_ffn.report.html import NONE, compact, finite, number
 from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run

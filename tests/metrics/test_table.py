@@ -14,13 +14,13 @@ import torch
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
-    RESULT_COLUMNS,
     RUN_METRICS,
     WHERE,
     Batch,
     Metric,
     compute,
     measured_in,
+    result_columns,
     statistics_of,
 )
 
@@ -91,13 +91,14 @@ def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
     assert bool(metric.rows) == (metric.measured == "run")
     is_of_routings = metric.measured in ("every batch", "last step", "validation")
     assert (metric.measure is not None) == is_of_routings
+    assert (metric.row_end is not None) == (metric.measured in ("row", "probe"))
 
 
 def test_titles_and_axes_tell_metrics_apart() -> None:
     titles = [metric.title for metric in ALL]
     assert len(set(titles)) == len(titles)
     assert not RUN_METRICS.keys() & BALANCING_LOSSES.keys(), "both stand in a row as train/NAME"
-    assert all(LAYER_METRICS[key].label for key in RESULT_COLUMNS)
+    assert all(metric.label for metric in result_columns())
 
 
 def test_statistics_of_one_name_are_one_statistic() -> None:

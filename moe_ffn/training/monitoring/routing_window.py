@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from moe_ffn.metrics.functional import chosen_experts, churn, idle_steps, rank_max_violation
-from moe_ffn.metrics.table import Batch, Measured, compute, measured_in, statistics_of
+from moe_ffn.metrics.functional import chosen_experts, idle_steps
+from moe_ffn.metrics.table import (
+    Batch,
+    Measured,
+    RowEnd,
+    compute,
+    compute_row_end,
+    measured_in,
+    statistics_of,
+)
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel
@@ -145,8 +153,8 @@ class RoutingProbe:
         """For each sparse layer, bool (T, E): `chosen_experts` at the last look."""
 
     @torch.no_grad()
-    def look(self, module: LanguageModel) -> dict[str, Tensor]:
-        """The churn of each sparse layer since the last look, on the CPU; empty at the first.
+    def look(self, module: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
+        """What each sparse layer chose at the last look and chooses now; empty at the first look.
 
         Evaluates, so that nothing is random and no generator moves.
         """
@@ -166,7 +174,7 @@ class RoutingProbe:
         before, self.chosen = self.chosen, {k: chosen_experts(r) for k, r in routings.items()}
         # A mixture of depths hands a number of tokens on that differs from look to look.
         return {
-            layer: churn(before[layer].to(now_TE.device), now_TE).cpu()
+            layer: (before[layer].to(now_TE.device), now_TE)
             for layer, now_TE in self.chosen.items()
             if layer in before and before[layer].shape == now_TE.shape
         }
@@ -210,24 +218,25 @@ class RoutingWindow:
         # Of a window that was cut short there are none.
         for layer, of_tokens in self._tokens.close().items():
             values[layer] |= of_tokens
+        looks: Mapping[str, tuple[Tensor, Tensor]] = {}
+        if step - self._last_look >= self.churn_every_n_steps:
+            self._last_look = step
+            looks = self._probe.look(module)
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
             load_E = of_layer["load"]
             before_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
             self._idle_steps[layer] = idle_steps(before_E.to(load_E.device), load_E, num_steps)
-            of_layer["dead_experts"] = (self._idle_steps[layer] >= self.dead_after_steps).sum()
-            if num_ranks > 1:
-                # Zero-computation experts, which stand last, are on no rank.
-                num_networks = infos[layer].num_networks if layer in infos else len(load_E)
-                of_ranks = rank_max_violation(load_E[:num_networks], num_ranks)
-                of_layer["rank_max_violation"] = of_ranks
-            bias_E = routers[layer].correction_bias_E if layer in routers else None
-            if bias_E is not None:
-                of_layer["bias_spread"] = (bias_E.max() - bias_E.min()).cpu()
-        if step - self._last_look >= self.churn_every_n_steps:
-            self._last_look = step
-            for layer, changed in self._probe.look(module).items():
-                values[layer]["churn"] = changed
+            row = RowEnd(
+                load_E=load_E,
+                idle_steps_E=self._idle_steps[layer],
+                dead_after_steps=self.dead_after_steps,
+                num_ranks=num_ranks,
+                num_networks=infos[layer].num_networks if layer in infos else len(load_E),
+                bias_E=routers[layer].correction_bias_E if layer in routers else None,
+                looks=looks.get(layer),
+            )
+            of_layer |= {key: value.cpu() for key, value in compute_row_end(row).items()}
         return values
 
     def state_dict(self) -> dict[str, Any]:

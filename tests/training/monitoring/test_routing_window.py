@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.metrics.functional import churn
+from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LoggingConfig
@@ -41,13 +43,14 @@ def reroute(module: LanguageModel) -> None:
 # -- churn
 
 
+def churns(looks: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
+    return {layer: churn(before, now).item() for layer, (before, now) in looks.items()}
+
+
 def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageModel) -> None:
     probe = RoutingProbe()
     assert probe.look(module) == {}, "the first look has nothing to compare with"
-    assert {layer: churn.item() for layer, churn in probe.look(module).items()} == {
-        "layer_00": 0,
-        "layer_01": 0,
-    }
+    assert churns(probe.look(module)) == {"layer_00": 0, "layer_01": 0}
     before_TE = probe.chosen["layer_01"]
     assert before_TE.shape == (16, 4), "a quarter of the batch"
     reroute(module)
@@ -55,7 +58,7 @@ def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageM
     found = probe.look(module)
 
     # The two best of four turn into the two worst: nobody keeps an expert.
-    assert {layer: churn.item() for layer, churn in found.items()} == {"layer_00": 0, "layer_01": 1}
+    assert churns(found) == {"layer_00": 0, "layer_01": 1}
     assert torch.equal(probe.chosen["layer_01"], ~before_TE)
 
 
@@ -92,6 +95,32 @@ def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:
     told = [step for step, row in rows if "routing/layer_00/churn" in row]
     assert told == [3, 5, 7]
     assert all(0 <= row["routing/layer_01/churn"] <= 1 for step, row in rows if step in told)
+
+
+def test_what_outlasts_batches_is_one_entry_too(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metric = Metric(
+        key="longest_idle",
+        title="Longest idle",
+        unit="steps",
+        formula="steps since the expert that waits longest had a token",
+        healthy="0",
+        measured="row",
+        row_end=lambda row: row.idle_steps_E.max() if row.num_networks == 4 else None,
+    )
+    monkeypatch.setitem(LAYER_METRICS, metric.key, metric)
+    moe: dict[str, object] = {"type": "moe", "num_experts": 4}
+
+    fitted = fit(
+        model={"ffn": moe, "ffn_at": {"1": moe | {"num_experts": 2}}},
+        logging={"every_n_steps": 1},
+        trainer={"max_steps": 2},
+    )
+
+    for _, row in fitted.logger.named("train"):
+        assert row["routing/layer_00/longest_idle"] >= 0
+        assert "routing/layer_01/longest_idle" not in row
 
 
 # -- the batches of a window
