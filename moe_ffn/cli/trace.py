@@ -16,8 +16,7 @@ from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import follow
-from moe_ffn.report.trace_page import page
-from moe_ffn.report.trace_table import render
+from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
 
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     if given.html is not None:
         write_output("--html", given.html, page(trace))
     console = Console(highlight=False)
-    console.print(render(trace, console.width))
+    console.print(table(trace, console.width))
     if given.html is not None:
         print(f"\nwritten: {given.html}")
     return 0

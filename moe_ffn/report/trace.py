@@ -1,6 +1,6 @@
-"""Follows a text through a run's layers.
+"""Which experts each token of a text goes to, layer by layer.
 
-T tokens, E experts, N (token, expert) pairs, V vocabulary
+T tokens, E experts, N (token, expert) pairs
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
@@ -19,7 +19,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.layer_names import layer_number, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.saved_model import SavedModel, load_model
+from moe_ffn.runs.saved_model import load_model
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Visit:
     choices: tuple[Choice, ...]
     """The heaviest first; none where the router chose no expert."""
     entropy: float | None
-    """Of the token's normalised scores, in nats; None where nothing is weighed against anything."""
+    """Of the token's normalised scores, in nats; None with a single expert, and where all scores are 0."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Prediction:
 class TokenTrace:
     position: int
     token: str
-    """As it can be shown: see `visible.py`."""
+    """As it can be shown: see `visible`."""
     visits: Mapping[str, Visit | None]
     """By the name of the layer; None where the token did not come to the router: it is padding, or it
     passed by the mixture of depths that the router is inside of."""
@@ -96,10 +96,20 @@ class TextTrace:
     unrouted: Mapping[str, str]
     """Layers that route nothing, by title, and the type of their block."""
 
+    @property
+    def predicts(self) -> bool:
+        """Whether its tokens have a prediction."""
+        return any(token.prediction for token in self.tokens)
+
     def visits(self, layer: Layer) -> list[Visit]:
-        """Those of the tokens that came to the layer's router."""
+        """What the layer's router decided about the tokens that came to it."""
         found = (token.visits[layer.name] for token in self.tokens)
         return [visit for visit in found if visit is not None]
+
+    def mean_entropy(self, layer: Layer) -> float | None:
+        """Of a layer's router over the tokens, in nats; None where no token has an entropy."""
+        found = [visit.entropy for visit in self.visits(layer) if visit.entropy is not None]
+        return fmean(found) if found else None
 
 
 def follow(
@@ -116,33 +126,42 @@ def follow(
             it, or a layer that it does not route in.
     """
     run = load_model(folder, trust_code=trust_code)
+    model, token_bytes = run.config.model, run.tokenizer.token_bytes
     output = run.run(text, who="--text")
-    ids = run.tokenizer.encode(text).tolist()
-    unrouted = unrouted_layers(run.config.model.layer_ffns(), output.routings)
-    if not output.routings:
+    routings = output.routings
+    unrouted = unrouted_layers(model.layer_ffns(), routings)
+    if not routings:
         types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
         raise ConfigError(
             f"'{folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
             "with model.ffn.type 'moe' or 'mixture_of_depths'"
         )
-    shown = _chosen(output.routings, layers, folder)
-    infos = run.config.model.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
-    visits = visits_by_layer(output.routings, gates)
-    predictions: Sequence[Prediction | None] = [None] * len(ids)
-    if run.config.model.causal:
-        predictions = _predictions(output.logits[0], run)
+    numbers = {name: layer_number(name) for name in routings}
+    for layer in layers or ():
+        if layer not in numbers.values():
+            known = ", ".join(map(str, dict.fromkeys(numbers.values())))
+            raise ConfigError(
+                f"--layers: '{folder}' routes nothing in layer {layer}; it routes in {known}"
+            )
+    shown = [name for name, number in numbers.items() if layers is None or number in layers]
+    infos = model.routers()
+    visits = visits_by_layer(routings, [name for name, info in infos.items() if info.is_gate])
+    tokens = [visible(token_bytes[token_id]) for token_id in run.tokenizer.encode(text).tolist()]
+    predictions: list[Prediction | None] = [None] * len(tokens)
+    if model.causal:
+        best = output.logits[0].float().softmax(dim=-1).max(dim=-1)
+        predictions = [
+            Prediction(visible(token_bytes[token_id]), probability)
+            for token_id, probability in zip(
+                best.indices.tolist(), best.values.tolist(), strict=True
+            )
+        ]
     return TextTrace(
         run=folder.resolve().name,
-        layers=tuple(_layer(name, output.routings[name], infos.get(name)) for name in shown),
+        layers=tuple(_layer(name, routings[name], infos.get(name)) for name in shown),
         tokens=tuple(
-            TokenTrace(
-                position=position,
-                token=visible(run.tokenizer.token_bytes[token_id]),
-                visits={name: visits[name][position] for name in shown},
-                prediction=predictions[position],
-            )
-            for position, token_id in enumerate(ids)
+            TokenTrace(position, token, {name: visits[name][position] for name in shown}, guess)
+            for position, (token, guess) in enumerate(zip(tokens, predictions, strict=True))
         ),
         unrouted=unrouted if layers is None else {},
     )
@@ -176,24 +195,29 @@ def visits_of(routing: Routing) -> list[Visit | None]:
     """What a router decided about each of its tokens, (T,); None for padding."""
     scores_TE = routing.require("scores_TE", "a trace")
     choices: list[list[Choice]] = [[] for _ in range(routing.num_tokens)]
-    pairs = zip(
-        routing.token_ids_N.tolist(),
-        routing.expert_ids_N.tolist(),
-        routing.weights_N.tolist(),
-        scores_TE[routing.token_ids_N, routing.expert_ids_N].tolist(),
-        routing.dropped_N.tolist(),
-        routing.real_N.tolist(),
-        strict=True,
+    pairs = (
+        routing.token_ids_N,
+        routing.expert_ids_N,
+        routing.weights_N,
+        scores_TE[routing.token_ids_N, routing.expert_ids_N],
+        routing.dropped_N,
     )
-    for token, expert, weight, score, dropped, real in pairs:
-        if real:
-            choices[token].append(Choice(expert, weight, score, dropped))
-    mask_T = routing.mask_T
-    real_T = [True] * routing.num_tokens if mask_T is None else mask_T.tolist()
-    entropies = _entropies(routing)
+    for token, *choice in zip(
+        *(values_N[routing.real_N].tolist() for values_N in pairs), strict=True
+    ):
+        choices[token].append(Choice(*choice))
+    normalized_TE = normalized_scores(routing)
+    entropies = torch.special.entr(normalized_TE).sum(dim=-1).tolist()
+    # A token that every expert scored 0, as ReLU may, has no distribution; nor has a single expert.
+    has_entropy_T = (normalized_TE.sum(dim=-1) > 0) & (routing.num_experts > 1)
+    mask_T = torch.ones_like(has_entropy_T) if routing.mask_T is None else routing.mask_T
     return [
-        Visit(tuple(sorted(listed, key=lambda choice: -choice.weight)), entropy) if real else None
-        for listed, entropy, real in zip(choices, entropies, real_T, strict=True)
+        Visit(tuple(sorted(listed, key=lambda c: -c.weight)), entropy if has_entropy else None)
+        if is_real
+        else None
+        for listed, entropy, has_entropy, is_real in zip(
+            choices, entropies, has_entropy_T.tolist(), mask_T.tolist(), strict=True
+        )
     ]
 
 
@@ -203,62 +227,23 @@ def unrouted_layers(ffns: Sequence[FFNConfig], routings: Mapping[str, Routing]) 
     return {f"layer {index}": ffn.type for index, ffn in enumerate(ffns) if index not in routed}
 
 
-def _entropies(routing: Routing) -> list[float | None]:
-    if routing.num_experts == 1:
-        return [None] * routing.num_tokens
-    scores_TE = normalized_scores(routing)
-    entropy_T = torch.special.entr(scores_TE).sum(dim=-1)
-    # A token that every expert scored 0, as ReLU may, has no distribution.
-    scored_T = scores_TE.sum(dim=-1) > 0
-    return [
-        value if scored else None
-        for value, scored in zip(entropy_T.tolist(), scored_T.tolist(), strict=True)
-    ]
-
-
-def _predictions(logits_TV: Tensor, run: SavedModel) -> list[Prediction]:
-    best = logits_TV.float().softmax(dim=-1).max(dim=-1)
-    return [
-        Prediction(visible(run.tokenizer.token_bytes[token_id]), probability)
-        for token_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-
-
-def _chosen(
-    routings: Mapping[str, Routing], layers: Sequence[int] | None, folder: Path
-) -> list[str]:
-    """The names of the layers to show, in the model's order."""
-    if layers is None:
-        return list(routings)
-    numbers = {name: layer_number(name) for name in routings}
-    for layer in layers:
-        if layer not in numbers.values():
-            known = ", ".join(map(str, dict.fromkeys(numbers.values())))
-            raise ConfigError(
-                f"--layers: '{folder}' routes nothing in layer {layer}; it routes in {known}"
-            )
-    return [name for name, number in numbers.items() if number in layers]
-
-
 def _layer(name: str, routing: Routing, info: RouterInfo | None) -> Layer:
     """`info` is None for a router that its block does not name."""
+    capacity = "dropless"
+    if routing.capacity is not None:
+        places = int(routing.capacity)
+        capacity = f"{places} place{'' if places == 1 else 's'} per expert"
+        if info is not None and info.capacity.eval_factor is not None:
+            capacity = f"factor {info.capacity.eval_factor}, {capacity}"
     if info is None:
-        return Layer(name, tuple(map(str, range(routing.num_experts))), _capacity(routing, None))
+        return Layer(name, tuple(map(str, range(routing.num_experts))), capacity)
     return Layer(
         name,
         ("through",) if info.is_gate else info.expert_names(),
-        _capacity(routing, info.capacity.eval_factor),
+        capacity,
         shared_expert=None if info.shared_expert is None else info.shared_expert.type,
         is_gate=info.is_gate,
     )
-
-
-def _capacity(routing: Routing, factor: float | None) -> str:
-    if routing.capacity is None:
-        return "dropless"
-    places = int(routing.capacity)
-    text = f"{places} place{'' if places == 1 else 's'} per expert"
-    return text if factor is None else f"factor {factor}, {text}"
 
 
 END_OF_DOCUMENT = "<end>"

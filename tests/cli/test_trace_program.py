@@ -22,9 +22,7 @@ from rich.console import Console
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.trace import main
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
-from moe_ffn.report.trace_legend import ground
-from moe_ffn.report.trace_page import page
-from moe_ffn.report.trace_table import render
+from moe_ffn.report.trace_view import ground, page, table
 from moe_ffn.runs.saved_model import load_model
 from tests.helpers.browser import PHONE, opened
 
@@ -183,7 +181,7 @@ def small_way() -> TextTrace:
 
 def shown(way: TextTrace, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
-    console.print(render(way, width))
+    console.print(table(way, width))
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
@@ -264,7 +262,7 @@ def test_an_expert_has_one_colour_and_a_dropped_one_none() -> None:
     console = Console(
         width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False
     )
-    console.print(render(small_way(), 80))
+    console.print(table(small_way(), 80))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
 

@@ -15,13 +15,15 @@ from moe_ffn.outputs import Routing
 from moe_ffn.report.trace import (
     Choice,
     Layer,
+    TextTrace,
+    TokenTrace,
     Visit,
     unrouted_layers,
     visible,
     visits_by_layer,
     visits_of,
 )
-from moe_ffn.report.trace_legend import ground, ink, luminance, mean_entropy, short
+from moe_ffn.report.trace_view import ground, ink, luminance, short
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
 
@@ -194,8 +196,15 @@ def test_every_expert_s_colours_can_be_read_on_any_ground() -> None:
 
 
 def test_the_mean_entropy_is_of_the_tokens_that_have_one() -> None:
-    assert mean_entropy([Visit((), 1.0), Visit((), None), Visit((), 0.5)]) == 0.75
-    assert mean_entropy([Visit((), None)]) is None
+    layers = tuple(Layer(f"layer_0{n}", ("0", "1"), "dropless") for n in (0, 1))
+    entropies = (1.0, None, 0.5)
+    tokens = tuple(
+        TokenTrace(n, "a", {"layer_00": Visit((), entropy), "layer_01": Visit((), None)}, None)
+        for n, entropy in enumerate(entropies)
+    )
+    trace = TextTrace("run", layers, tokens, {})
+
+    assert [trace.mean_entropy(layer) for layer in layers] == [0.75, None]
 
 
 def test_experts_without_a_network_are_called_what_they_do() -> None:
