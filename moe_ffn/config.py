@@ -66,9 +66,8 @@ class Config(BaseModel, frozen=True):
         if said := cls.explain_unknown(key):
             return _mistake(shorten(key), said, data)
         known = list(cls.known_keys())
-        near = did_you_mean(key, known)
-        said = "unknown" + (near or f"; known: {', '.join(known)}")
-        return _mistake(shorten(key), said, data, kind=UNKNOWN_KEY, has_near=bool(near))
+        hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
+        return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -216,10 +215,8 @@ def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> Vali
     return ValidationError.from_exception_data(cls.__name__, details)
 
 
-def _mistake(
-    key: str, message: str, data: Any, kind: Any = "config", **context: Any
-) -> InitErrorDetails:
-    error = PydanticCustomError(kind, "{message}", {"message": message, **context})
+def _mistake(key: str, message: str, data: Any, kind: Any = "config") -> InitErrorDetails:
+    error = PydanticCustomError(kind, "{message}", {"message": message})
     return InitErrorDetails(type=error, loc=(key,), input=data)
 
 

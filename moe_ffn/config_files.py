@@ -1,16 +1,10 @@
-"""From YAML files and dotted overrides to one config, and from mistakes to exit code 2.
-
-pydantic-settings would build the arguments from closed types. The families here are open (a `type`
-may name a class in a user's own file), so what is left is small and stands here: argparse takes the
-named flags, PyYAML reads files and values alike, pydantic judges the merged result.
-"""
+"""From YAML to one config, and back: files and values are read, laid over each other, and validated."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +22,7 @@ from moe_ffn.import_path import (
     is_file_tag,
     telling_imports,
 )
-from moe_ffn.option_tree import belongs_to_another_type, option_tree, same_name
+from moe_ffn.option_tree import explain_unknown, option_tree
 from moe_ffn.ranks import is_first_rank
 from moe_ffn.trust import UntrustedCodeError, trusted_code_alone
 
@@ -47,18 +41,11 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
         with telling_imports(_say_import), explaining_outside_errors():
             return root.model_validate(options)
     except ValidationError as error:
-        meant = partial(_explain_unknown, root=root, options=options)
-        raise ConfigError("\n".join(explain(error, meant))) from error
 
+        def unknown(path: str, message: str) -> str:
+            return explain_unknown(path, message, option_tree(root, options))
 
-def _explain_unknown(
-    path: str, has_near: bool, root: type[Config], options: Mapping[str, Any]
-) -> str:
-    """What is said of a path that is no option; empty where its own section says it better."""
-    tree = option_tree(root, options)
-    if hint := same_name(path, tree):
-        return f"unknown{hint}"
-    return "" if has_near else belongs_to_another_type(path, tree)
+        raise ConfigError("\n".join(explain(error, unknown))) from error
 
 
 def _say_import(code: Code) -> None:

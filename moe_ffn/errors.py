@@ -56,19 +56,16 @@ def is_near(name: str, other: str) -> bool:
 
 
 UNKNOWN_KEY = "unknown_key"
-"""The type of a pydantic error about a key that a config does not take; its context says `has_near`: whether
-its message names one that looks like it.
-"""
+"""The type of a pydantic error about a key that a config does not take."""
 
 
 def explain(
-    error: ValidationError, unknown: Callable[[str, bool], str] = lambda path, has_near: ""
+    error: ValidationError, unknown: Callable[[str, str], str] = lambda path, message: message
 ) -> list[str]:
     """One sentence per mistake, `model.ffn.num_experts: must be at least 1, got 0`.
 
     Args:
-        unknown: given the path of an unknown key, and whether its message names one that looks like it,
-            returns what is said instead; empty for what the config says.
+        unknown: given the path of an unknown key, and what its config says of it, returns what is said.
     """
     lines: list[str] = []
     for item in error.errors(include_url=False):
@@ -77,7 +74,7 @@ def explain(
         if rule is None:
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] == UNKNOWN_KEY:
-                message = unknown(path, item.get("ctx", {})["has_near"]) or message
+                message = unknown(path, message)
         else:
             message = rule.format(**item.get("ctx", {}))
             if item["type"] != "missing":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -30,16 +30,31 @@ class Option:
         return self.path.rpartition(".")[2]
 
     @property
+    def declared(self) -> type[Config] | None:
+        """The class that its value may be of, of a family the base; None for a plain value."""
+        is_union = get_origin(self.annotation) in (Union, UnionType)
+        for candidate in get_args(self.annotation) if is_union else [self.annotation]:
+            if isinstance(candidate, type) and issubclass(candidate, Config):
+                return candidate
+        return None
+
+    @property
     def family(self) -> type[TaggedConfig] | None:
         """The family whose member this is; None where there is nothing to choose."""
-        declared = _declared_config(self.annotation)
-        if (
-            declared is not None
-            and issubclass(declared, TaggedConfig)
-            and declared.is_family_root()
-        ):
-            return declared
-        return None
+        found = self.declared
+        if found is None or not issubclass(found, TaggedConfig) or not found.is_family_root():
+            return None
+        return found
+
+    @property
+    def type(self) -> Any:
+        """The `type` that a section names."""
+        return self.value.get("type") if isinstance(self.value, Mapping) else self.value
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it is of a class from outside of this package, whose code is not run for this."""
+        return self.family is not None and isinstance(self.type, str) and ":" in self.type
 
     @property
     def config(self) -> type[Config] | None:
@@ -48,31 +63,24 @@ class Option:
         Raises:
             ConfigError: the value names a type that there is not.
         """
-        declared = _declared_config(self.annotation)
-        if declared is None or self.value is None or self.outside_type is not None:
-            return None
         value = {"type": self.value} if isinstance(self.value, str) else self.value
-        if not isinstance(value, Mapping):
+        if self.declared is None or self.is_from_outside or not isinstance(value, Mapping):
             return None
         try:
-            return declared.class_for(value)
+            return self.declared.class_for(value)
         except ValidationError as error:
-            raise ConfigError(
-                "\n".join(f"{self.path}.{line}" for line in explain(error))
-            ) from error
-
-    @property
-    def outside_type(self) -> str | None:
-        """The type, where it names a class from outside of this package, whose code nobody runs for this."""
-        tag = self.value.get("type") if isinstance(self.value, Mapping) else self.value
-        return tag if self.family is not None and isinstance(tag, str) and ":" in tag else None
+            lines = (f"{self.path}.{line}" for line in explain(error))
+            raise ConfigError("\n".join(lines)) from error
 
     def children(self) -> list[Option]:
-        """The options of a section, in order; none of a plain value."""
-        if (tag := self.outside_type) is not None:
+        """The options of a section, in order; none of a plain value, nor of a type that there is not."""
+        if self.is_from_outside:
             text = "Its own options are not listed, since --help runs nobody's code; --print-config has them."
-            return [Option(self._below("type"), None, tag, f"{self.meaning} {text}".lstrip())]
-        config = self.config
+            return [Option(self._below("type"), None, self.type, f"{self.meaning} {text}".lstrip())]
+        try:
+            config = self.config
+        except ConfigError:
+            return []
         return [] if config is None else self.options_of(config)
 
     def options_of(self, config: type[Config]) -> list[Option]:
@@ -85,7 +93,8 @@ class Option:
             value = value.to_dict() if isinstance(value, Config) else value
             meaning = " ".join((field.description or "").split())
             if name == "type" and issubclass(config, TaggedConfig):
-                meaning = f"{first_sentence(config)} One of: {', '.join(_types(config))}.".lstrip()
+                known = ", ".join([*config.members, "my_file.py:ClassName"])
+                meaning = f"{first_sentence(config)} One of: {known}.".lstrip()
             elif get_origin(field.annotation) is Literal:
                 meaning += f" One of: {', '.join(map(str, get_args(field.annotation)))}."
             fields.append(Option(self._below(name), field.annotation, value, meaning))
@@ -93,36 +102,31 @@ class Option:
 
     def switched_on(self) -> Option:
         """A section that is null as it would be with its defaults; others as they are."""
-        if self.value is None and self.family is None and _declared_config(self.annotation):
-            return Option(self.path, self.annotation, {}, self.meaning)
-        return self
-
-    def leaves(self) -> Iterator[Option]:
-        """Every option at and below this one that is no section."""
-        children = self.children()
-        if not children and self.config is None:
-            yield self
-        for child in children:
-            yield from child.leaves()
+        is_off = self.value is None and self.family is None and self.declared is not None
+        return replace(self, value={}) if is_off else self
 
     def everything(self) -> Iterator[Option]:
-        """Every option and section below this one; what names an unknown type is passed over."""
-        try:
-            children = self.children()
-        except ConfigError:
-            return
-        for child in children:
+        """Every option and section below this one."""
+        for child in self.children():
             yield child
             yield from child.everything()
 
+    def leaves(self) -> Iterator[Option]:
+        """Every option at and below this one that is no section.
+
+        Raises:
+            ConfigError: a section names a type that there is not.
+        """
+        for option in (self, *self.everything()):
+            if not option.children() and option.config is None:
+                yield option
+
     def find(self, path: str) -> Option | None:
         """The option or section below this one that has this path; sections that are null are gone into."""
-        option = self
+        option: Option | None = self
         for name in path.split("."):
-            found = [child for child in option.switched_on().children() if child.name == name]
-            if not found:
-                return None
-            (option,) = found
+            below = [] if option is None else option.switched_on().children()
+            option = next((child for child in below if child.name == name), None)
         return option
 
     def _below(self, name: str) -> str:
@@ -155,20 +159,7 @@ def show_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _types(config: type[TaggedConfig]) -> list[str]:
-    root = next(
-        base for base in config.__mro__ if issubclass(base, TaggedConfig) and base.is_family_root()
-    )
-    return [*root.members, "my_file.py:ClassName"]
-
-
-def _declared_config(annotation: Any) -> type[Config] | None:
-    """The config that a field with this annotation may hold."""
-    is_union = get_origin(annotation) in (Union, UnionType)
-    for candidate in get_args(annotation) if is_union else [annotation]:
-        if isinstance(candidate, type) and issubclass(candidate, Config):
-            return candidate
-    return None
+# -- names that are no option
 
 
 ALSO_CALLED = {
@@ -199,83 +190,77 @@ MAX_NAMED = 3
 """Of more options than this that might be meant, the first are named."""
 
 
-def same_name(typed: str, tree: Option, prefix: str = "") -> str:
-    """`"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, or for `lr`.
-
-    The empty string where no option of the chosen types is called that.
+def explain_unknown(path: str, message: str, tree: Option) -> str:
+    """What is said of a path that is no option of `tree`.
 
     Args:
-        typed: the path that is no option.
-        prefix: before each path in the answer.
+        message: what its own section says of it, with or without a name like it.
     """
-    return _ask(_same_name(typed, [option.path for option in tree.everything()]), prefix)
+    if found := _same_name(path, tree.everything()):
+        return f"unknown{_did_you_mean(found)}"
+    if "did you mean" in message:
+        return message
+    if of_another_type := _of_another_type(path, tree):
+        return of_another_type
+    near = nearest_options(path, tree)
+    return f"unknown{near}" if near else message
 
 
-def did_you_mean_option(typed: str, tree: Option, prefix: str = "") -> str:
-    """The same where an option of another type is called that, or one that looks like it."""
-    here = [option.path for option in tree.everything()]
-    found = (
+def nearest_options(typed: str, tree: Option) -> str:
+    """`"; did you mean 'optimizer.learning_rate'?"` for `trainer.learning_rate`, for `lr` or `learn_rate`.
+
+    The empty string where no option is called so, or nearly so.
+    """
+    here = list(tree.everything())
+    above, _, name = typed.replace("-", "_").rpartition(".")
+    near = difflib.get_close_matches(name, {option.name: None for option in here}, n=1)
+    return _did_you_mean(
         _same_name(typed, here)
-        or _same_name(typed, _of_other_types(tree))
-        or _similar_name(typed, here)
+        or _same_name(typed, _options_of_all_types(here))
+        or (_same_name(f"{above}.{near[0]}", here) if near else [])
     )
-    return _ask(found, prefix)
 
 
-def belongs_to_another_type(typed: str, tree: Option) -> str:
+def _did_you_mean(paths: Sequence[str]) -> str:
+    named = " or ".join(f"'{path}'" for path in paths[:MAX_NAMED])
+    return f"; did you mean {named}?" if named else ""
+
+
+def _of_another_type(typed: str, tree: Option) -> str:
     """Which types of its section know the last part of this path; the empty string where none does."""
     path, _, name = typed.rpartition(".")
     section = tree.find(path) if path else None
     if section is None or section.family is None:
         return ""
-    members = members_of(section.family)
-    types = [
-        type_ for member in members if name in member.known_keys() for type_ in members[member]
-    ]
+    members = section.family.members
+    types = [type_ for type_, member in members.items() if name in member.known_keys()]
     if not types:
         return ""
-    chosen = section.value["type"] if isinstance(section.value, Mapping) else section.value
     named = " or ".join(f"'{type_}'" for type_ in types[:MAX_NAMED])
-    return f"unknown with {path}.type '{chosen}'; it belongs to type {named}: add --{path}.type {types[0]}"
+    return (
+        f"unknown with {path}.type '{section.type}'; it belongs to type {named}: add --{path}.type "
+        f"{types[0]}"
+    )
 
 
-def _ask(paths: Sequence[str], prefix: str) -> str:
-    named = " or ".join(f"'{prefix}{path}'" for path in paths[:MAX_NAMED])
-    return f"; did you mean {named}?" if named else ""
-
-
-def _same_name(typed: str, paths: Iterable[str]) -> list[str]:
+def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
     """The paths that end as `typed` does: those that have most of it, and of them the shortest first."""
     *above, name = typed.replace("-", "_").split(".")
-    names = (name, ALSO_CALLED.get(name))
-    found = [path for path in dict.fromkeys(paths) if path.rpartition(".")[2] in names]
-    common = {path: _num_common(above, path.split(".")[:-1]) for path in found}
+    common: dict[str, int] = {}
+    for option in options:
+        if option.name in (name, ALSO_CALLED.get(name)):
+            parts = option.path.split(".")[:-1]
+            same = [one == other for one, other in zip(above[::-1], parts[::-1], strict=False)]
+            common[option.path] = [*same, False].index(False)
     most = max(common.values(), default=0)
-    return sorted((p for p in found if common[p] == most), key=lambda path: path.count("."))
+    return sorted((p for p in common if common[p] == most), key=lambda path: path.count("."))
 
 
-def _similar_name(typed: str, paths: Sequence[str]) -> list[str]:
-    above, _, name = typed.replace("-", "_").rpartition(".")
-    names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
-    near = difflib.get_close_matches(name, names, n=1)
-    return _same_name(f"{above}.{near[0]}", paths) if near else []
-
-
-def _num_common(above: Sequence[str], of_path: Sequence[str]) -> int:
-    """How many parts of a path, from its end, are the same."""
-    count = 0
-    for one, other in zip(reversed(above), reversed(of_path), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
-
-
-def _of_other_types(tree: Option) -> list[str]:
+def _options_of_all_types(options: Iterable[Option]) -> list[Option]:
     """The options of the types that are not chosen, where they would stand."""
     return [
-        option.path
-        for section in tree.everything()
+        option
+        for section in options
         if section.family is not None
         for member in members_of(section.family)
         for option in section.options_of(member)

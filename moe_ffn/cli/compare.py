@@ -4,13 +4,11 @@
 
 Further options are those of moe-ffn train, for all of them. The runs are in runs/NAME/; given the same
 NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
-unfinished run with other options left is set aside. --trust-code: run the code that those runs name,
-though no run of yours began with it; read it before.
+unfinished run with other options left is set aside.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -22,8 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.parser import versions, wrap
-from moe_ffn.commands import as_typed, command, process
+from moe_ffn.cli.parser import Parser
+from moe_ffn.commands import command, process
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, first_line, printable, reason, show
 from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
@@ -37,27 +35,15 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.lock import locked
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.trust import FLAG, UntrustedCodeError, take_trust
-
-HELP = (
-    f"{(__doc__ or 'moe-ffn compare').rstrip()}\n\nFlags\n"
-    "  --version   print the versions of this package, torch and Python, and stop"
-)
+from moe_ffn.trust import FLAG, HELP, UntrustedCodeError
 
 
 class UnreadableRunError(ConfigError):
-    """What a finished run was cannot be read; the other runs are compared all the same."""
+    """The options of a finished run cannot be read; the other runs are compared all the same."""
 
 
 def main(argv: Sequence[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(wrap(as_typed(HELP), shutil.get_terminal_size().columns))
-        return 0
-    if "--version" in argv:
-        print(versions())
-        return 0
-    trust_code, argv = take_trust(argv)
-    files, name, overrides = split_arguments(argv)
+    files, name, overrides, trust_code = parse_arguments(argv or ["--help"])
     configs = {file: resolve(file, name, overrides) for file in files}
     todo: list[Path] = []
     problems: dict[Path, str] = {}
@@ -86,13 +72,12 @@ def main(argv: Sequence[str]) -> int:
         results.append(result)
         if result.lost:
             problems[file] = f"'{named_run_folder(config)}': {result.lost}"
-    folder = output_dir(next(iter(configs.values())))
-    path = folder / "comparison.md"
+    path = output_dir(next(iter(configs.values()))) / "comparison.md"
     Console().print(comparison_table(results))
     if results:
         try:
             write_markdown(results, path)
-            print(f"\nThe runs, and this table as {path.name}, are in {folder}/")
+            print(f"\nThe runs, and this table as {path.name}, are in {path.parent}/")
         except OSError as error:
             problems[path] = f"'{path}' cannot be written ({reason(error)})"
     for problem in problems.values():
@@ -100,32 +85,29 @@ def main(argv: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def split_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str]]:
-    """The config files, the name of the comparison, and options for every run."""
-    files: list[Path] = []
-    rest = list(argv)
-    while rest and not rest[0].startswith("--"):
-        files.append(Path(rest.pop(0)))
-    if not files:
+def parse_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str], bool]:
+    """The config files, the name of the comparison, options for every run, and `--trust-code`."""
+    parser = Parser(
+        prog=command("compare"),
+        usage=f"{command('compare')} FILE ... [--name NAME] [--SECTION.OPTION VALUE ...]",
+        description=__doc__,
+    )
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="config files")
+    parser.add_argument("--name", help="folder of the comparison in run.output_dir")
+    parser.add_argument(FLAG, action="store_true", help=HELP)
+    given, overrides = parser.parse_known_args(argv)
+    if argv[0].startswith("-"):
         raise ConfigError(
             f"give the config files first: {command('compare')} configs/routers/*.yaml"
         )
-    name = f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
-    if rest.count("--name") > 1:
-        raise ConfigError("--name: is given twice; the runs of a comparison are in one folder")
-    if "--name" in rest:
-        at = rest.index("--name")
-        if at + 1 == len(rest) or rest[at + 1].startswith("--"):
-            raise ConfigError("--name: needs a value, as in --name routers")
-        name = rest[at + 1]
-        if problem := not_a_folder_name(name):
-            raise ConfigError(f"--name: {problem}")
-        del rest[at : at + 2]
-    stems = [file.stem for file in files]
+    if given.name is not None and (problem := not_a_folder_name(given.name)):
+        raise ConfigError(f"--name: {problem}")
+    stems = [file.stem for file in given.files]
     for stem in stems:
         if stems.count(stem) > 1:
             raise ConfigError(f"two config files are called '{stem}'; a run is named by its file")
-    return files, name, rest
+    name = given.name or f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
+    return given.files, name, overrides, given.trust_code
 
 
 def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:

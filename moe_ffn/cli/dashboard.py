@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
@@ -19,7 +18,7 @@ _OPENING = '{\n  "entity": '
 """How the JSON of a workspace begins."""
 
 _NOT_IN_NAMES = "/\\#?%:"
-"""What wandb takes neither in an entity's name nor in a project's."""
+"""Characters that wandb takes neither in an entity's name nor in a project's."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,14 +48,30 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         ConfigError: one sentence that names the option.
     """
     options = _parser().parse_args(argv)
-    _check_address("--entity", options.entity, "the user or team that owns the project")
-    _check_address("--project", options.project, "the project that the runs are in")
+    for name in ("entity", "project"):
+        given = getattr(options, name)
+        is_name = given.isprintable() and given == given.strip() != ""
+        if not is_name or set(given) & set(_NOT_IN_NAMES):
+            raise ConfigError(
+                f"--{name} ({given!r}) is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty "
+                f"and has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
+            )
     if hasattr(options, "name"):
-        _check_display_name(options.name)
+        symbols = [c for c in options.name if unicodedata.category(c).startswith(("S", "C"))]
+        if symbols or not options.name.strip():
+            what = f"hold {symbols[0]!r}: wandb takes no symbols" if symbols else "be empty"
+            raise ConfigError(f"--name ({options.name!r}) must not {what}")
     if hasattr(options, "layers"):
-        options.layers = tuple(dict.fromkeys(_layer(text) for text in options.layers))
+        layers = {text: whole_number(text) for text in options.layers}
+        for text, number in layers.items():
+            if number is None:
+                raise ConfigError(f"--layers '{text}' is not the number of a layer, such as 0")
+        options.layers = tuple(dict.fromkeys(layers.values()))
     options.replace = _saved_view(options)
-    options.json = None if options.json is None else _output(options.json)
+    if options.json is not None:
+        options.json = expand_path(options.json, "--json")
+        if str(options.json) != "-":
+            check_output("--json", options.json, _OPENING)
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError(
             f"the dashboard needs wandb-workspaces; install with: {install('dashboard')}"
@@ -70,11 +85,10 @@ def _parser() -> Parser:
         description=__doc__,
         epilog="Each call saves a new view in the project's list of saved views and prints its URL. "
         "What is there is never changed, a view of the same name neither, unless --replace names it.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--entity", metavar="E", help="the user or team that owns the project")
-    add("--project", metavar="P", help="the project that the runs are in")
+    add("--entity", required=True, metavar="E", help="the user or team that owns the project")
+    add("--project", required=True, metavar="P", help="the project that the runs are in")
     add(
         "--name",
         default=argparse.SUPPRESS,
@@ -103,42 +117,6 @@ def _parser() -> Parser:
     return parser
 
 
-def _check_address(option: str, given: str | None, meaning: str) -> None:
-    """Refuse what is no name of an entity or a project, as in https://wandb.ai/ENTITY/PROJECT."""
-    if given is None:
-        raise ConfigError(f"{option} is missing: {meaning}, as in https://wandb.ai/ENTITY/PROJECT")
-    if not given.strip():
-        raise ConfigError(f"{option} is empty: it must be {meaning}")
-    if "/" in given:
-        raise ConfigError(
-            f"{option} ('{given}') must not hold '/'; ENTITY/PROJECT is given as "
-            "--entity ENTITY --project PROJECT"
-        )
-    for character in given:
-        if character in _NOT_IN_NAMES or not character.isprintable():
-            raise ConfigError(f"{option} ({given!r}) must not hold {character!r}")
-    if given != given.strip():
-        raise ConfigError(f"{option} ('{given}') must not begin or end with a space")
-
-
-def _check_display_name(given: str) -> None:
-    if not given.strip():
-        raise ConfigError("--name is empty: it must be the name that the saved view will have")
-    for character in given:
-        category = unicodedata.category(character)
-        if category.startswith(("S", "C")):
-            raise ConfigError(
-                f"--name ({given!r}) must not hold {character!r}: wandb takes no symbols"
-            )
-
-
-def _layer(text: str) -> int:
-    number = whole_number(text)
-    if number is None:
-        raise ConfigError(f"--layers '{text}' is not the number of a layer, such as 0")
-    return number
-
-
 def _saved_view(given: argparse.Namespace) -> str | None:
     """The URL of `--replace`, which must be one of a saved view of this very project."""
     url: str | None = given.replace
@@ -165,13 +143,3 @@ def _saved_view(given: argparse.Namespace) -> str | None:
             f"--replace '{url}' is somebody's personal workspace; only saved views can be replaced"
         )
     return f"{address.scheme}://{address.netloc}{path}?nw={view}"
-
-
-def _output(given: str) -> Path:
-    path = expand_path(given, "--json")
-    if given == "-":
-        return path
-    if not given:
-        raise ConfigError("--json is empty: it must be a file, or - for standard output")
-    check_output("--json", path, _OPENING)
-    return path

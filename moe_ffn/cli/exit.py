@@ -1,4 +1,4 @@
-"""How a program ends: its exit code, a mistake as one line on stderr, and output that nobody takes."""
+"""How a program ends: its exit code, a mistake as one line on stderr, and output that cannot be written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
 from moe_ffn.errors import ConfigError, printable, reason, without_middle
@@ -29,7 +28,7 @@ EXIT_SIGNAL = 128
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
 
 MAX_LINES = 3
-"""What is said of one command: the first mistakes are often the cause of the others."""
+"""Mistakes that are printed: the first are often the cause of the others."""
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -38,30 +37,26 @@ def exit_on_bad_input(main: Callable[[Sequence[str]], int]) -> int:
     """Run `main` on the command line; a ConfigError becomes up to three lines and exit code 2.
 
     Ctrl-C, SIGTERM and SIGHUP end it without a traceback, and what it has half-written is removed. Output
-    that nobody takes ends nothing: of a reader that went away (`| head`) nothing is said, of a full disk a
-    sentence at the end, with exit code 1.
+    that cannot be written ends nothing: of a reader that went away (`| head`) nothing is said, of a full
+    disk a sentence at the end, with exit code 1.
+
+    Returns:
+        the exit code, that of a SystemExit too.
     """
-    _forget_no_width()
-    streams = keep_printing()
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "1").strip("0"):  # rich would print nothing to a width of 0
+            del os.environ[name]
+    files = keep_printing()
     try:
         code = _exit_code(main)
     except SystemExit as end:
-        if streams.say_lost() and not end.code:
-            return EXIT_FAILED
-        raise
-    return EXIT_FAILED if streams.say_lost() and not code else code
-
-
-def _forget_no_width() -> None:
-    """A terminal without columns is one whose width nobody knows, to which rich would print nothing."""
-    for name in ("COLUMNS", "LINES"):
-        if os.environ.get(name, "") and not os.environ[name].strip("0"):
-            del os.environ[name]
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    return EXIT_FAILED if _say_lost(files) and not code else code
 
 
 def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
     try:
-        with _ending_cleanly():
+        with _signals_as_exits():
             return main(sys.argv[1:])
     except ConfigError as error:
         lines = [without_middle(line) for line in str(error).split("\n")]
@@ -95,12 +90,12 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _ending_cleanly() -> Iterator[None]:
+def _signals_as_exits() -> Iterator[None]:
     """Within, signals that would end the process at once raise SystemExit, so that `finally` is heard."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.signal(signum, _end) for signum in _ENDING}
+    before = {signum: signal.signal(signum, _exit) for signum in _ENDING}
     try:
         yield
     finally:
@@ -108,12 +103,12 @@ def _ending_cleanly() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _end(signum: int, frame: object) -> None:
+def _exit(signum: int, frame: object) -> None:
     raise SystemExit(EXIT_SIGNAL + signum)
 
 
 class OutputFile(io.FileIO):
-    """An open file descriptor to which every write succeeds, whether or not anybody takes the bytes."""
+    """An open file descriptor to which every write succeeds, whether or not the bytes can be written."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -138,71 +133,55 @@ class OutputFile(io.FileIO):
         return len(everything)
 
 
-@dataclass(frozen=True)
-class StandardStreams:
-    """What a program prints to."""
-
-    output: OutputFile | None
-    error: OutputFile | None
-    """None where the caller of the program has put something else in its place."""
-
-    def say_lost(self) -> bool:
-        """Whether something could not be written so far; then a sentence says so where it can be read."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        lost = [
-            (f"error: {name}: {reason(file.problem)}; not all that was printed is there", other)
-            for name, file, other in (
-                ("standard output", self.output, sys.stderr),
-                ("standard error", self.error, sys.stdout),
-            )
-            if file is not None and file.problem is not None
-        ]
-        for sentence, stream in lost:
-            print(sentence, file=stream, flush=True)
-        return bool(lost)
-
-
-def keep_printing() -> StandardStreams:
+def keep_printing() -> Mapping[str, OutputFile]:
     r"""Put streams in the place of this process's own that never fail, until its very end.
 
-    Those of a test or of a calling program stay as they are. A stream that was closed (`>&-`) goes nowhere.
-    What the encoding of a stream lacks is printed as an escape, `\u2423`.
+    A stream that was closed (`>&-`) goes nowhere. What the encoding of a stream lacks is printed as an
+    escape, `\u2423`.
+
+    Returns:
+        the files behind stdout and stderr, by these names; none where the caller of the program has put
+        a stream of its own there, which stays.
     """
-    _occupy_standard_descriptors()
-    sys.stdout, output = _unfailing(sys.stdout, sys.__stdout__)
-    sys.stderr, error = _unfailing(sys.stderr, sys.__stderr__)
-    return StandardStreams(output, error)
-
-
-def _occupy_standard_descriptors() -> None:
-    """Open what was closed (`2>&-`), or a file of the run would get that number, and what C code says."""
+    # Closed descriptors are opened, or a file of the run would get their number, and what C code prints.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    files: dict[str, OutputFile] = {}
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            files[name] = OutputFile(stream.fileno())
+            setattr(sys, name, _like(stream, files[name]))
+    return files
 
 
-_FOR_ANY_CHARACTER = ("replace", "ignore", "xmlcharrefreplace", "namereplace")
-"""What else a person may have chosen for the characters that an encoding lacks (`PYTHONIOENCODING`)."""
-
-
-def _unfailing(stream: TextIO | None, own: TextIO | None) -> tuple[TextIO, OutputFile | None]:
-    if stream is None:
-        return open(os.devnull, "w", encoding="utf-8"), None  # noqa: PTH123 - to the end
-    if stream is not own or not isinstance(stream, io.TextIOWrapper):
-        return stream, None
-    stream.flush()
-    file = OutputFile(stream.fileno())
-    # Typed as buffers alone, but what has no buffer (python -u) works as Python's own does.
-    below: io.BufferedWriter = file if stream.write_through else io.BufferedWriter(file)  # pyright: ignore
-    replaced = io.TextIOWrapper(
-        below,
+def _like(stream: io.TextIOWrapper, file: OutputFile) -> io.TextIOWrapper:
+    """A stream that writes to `file` as `stream` would."""
+    for_any_character = ("replace", "ignore", "xmlcharrefreplace", "namereplace")
+    return io.TextIOWrapper(
+        # Typed as buffers alone, but what has no buffer (python -u) works as Python's own does.
+        file if stream.write_through else io.BufferedWriter(file),
         encoding=stream.encoding,
-        errors=stream.errors if stream.errors in _FOR_ANY_CHARACTER else "backslashreplace",
+        errors=stream.errors if stream.errors in for_any_character else "backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-    return replaced, file
+
+
+def _say_lost(files: Mapping[str, OutputFile]) -> bool:
+    """Whether output could not be written; then a sentence on the other stream says so."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    lost = {name: file.problem for name, file in files.items() if file.problem is not None}
+    for name, problem in lost.items():
+        own, other = ("output", "stderr") if name == "stdout" else ("error", "stdout")
+        sentence = f"error: standard {own}: {reason(problem)}; not all that was printed is there"
+        print(sentence, file=getattr(sys, other), flush=True)
+    return bool(lost)
 
 
 def announce_import(*packages: str) -> None:

@@ -31,9 +31,10 @@ class Parser(argparse.ArgumentParser):
     """Answers `--version`, raises ConfigError for a mistake, and splits no word of its help."""
 
     def __init__(self, **options: Any) -> None:
-        """A parser with the options of `argparse.ArgumentParser`; `moe-ffn NAME` is said as it was typed."""
+        """The options of `argparse.ArgumentParser`; a `moe-ffn NAME` in the description is said as typed."""
         description = as_typed(options.pop("description", None) or "")  # none in `python -OO`
-        super().__init__(description=description, **{"formatter_class": _Formatter, **options})
+        defaults = {"formatter_class": _Formatter, "allow_abbrev": False}
+        super().__init__(description=description, **(defaults | options))
         self.add_argument(
             "--version",
             action=_Version,
@@ -64,8 +65,6 @@ class _Version(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """The description and the epilog keep their lines, wrapped at the terminal's width."""
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return wrap(text, width)
 
@@ -75,22 +74,21 @@ class _Formatter(argparse.HelpFormatter):
 
 def versions() -> str:
     """`moe_ffn 0.1.0, torch 2.13.0, Python 3.11.4`."""
-    packages = ", ".join(f"{name} {_version(name)}" for name in ("moe_ffn", "torch"))
+    found = {"moe_ffn": "(not installed)", "torch": ""}
+    for package in found:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # run from a checkout that is not installed
+            continue
+    packages = ", ".join(f"{package} {number}" for package, number in found.items())
     return f"{packages}, Python {platform.python_version()}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "(not installed)"
 
 
 def check_output(option: str, path: Path, opening: str) -> None:
     """Look whether `write_output` could write this file; writes nothing.
 
     Args:
-        opening: how such a file begins. What begins otherwise is somebody else's, as a run's own files are.
+        opening: how such a file begins. What begins otherwise was made by another program, or is a run's own.
 
     Raises:
         ConfigError: it could not, or something else would be lost.
@@ -100,11 +98,13 @@ def check_output(option: str, path: Path, opening: str) -> None:
             raise IsADirectoryError(21, "Is a directory")
         if path.exists() and not path.is_file():  # it would be replaced, /dev/null too
             raise ConfigError(f"{option}: '{path}' is no regular file; choose another file")
-        if path.exists() and not _begins(path, opening):
-            raise ConfigError(
-                f"{option}: '{path}' exists and was not made by this program; choose another file, or "
-                "remove it"
-            )
+        if path.exists():
+            with path.open("rb") as file:
+                if file.read(len(opening)) not in (b"", opening.encode()):
+                    raise ConfigError(
+                        f"{option}: '{path}' exists and was not made by this program; choose another "
+                        "file, or remove it"
+                    )
         # Only trying tells: root may write anywhere, except where the file system says no.
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -120,12 +120,6 @@ def write_output(option: str, path: Path, text: str) -> None:
         raise _cannot_write(option, path, error) from error
 
 
-def _begins(path: Path, opening: str) -> bool:
-    """Whether the file begins so, or is empty."""
-    with path.open("rb") as file:
-        return file.read(len(opening)) in (b"", opening.encode())
-
-
 def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{option}: '{path}' cannot be written ({reason(error)}); choose another file"
@@ -133,7 +127,7 @@ def _cannot_write(option: str, path: Path, error: OSError) -> ConfigError:
 
 
 _MIN_WIDTH = 30
-_COLUMN_GAP = re.compile(r"\s*\S.*?\s{2,}(?=\S)")
+"""Characters that the second of two columns needs."""
 
 
 def wrap(text: str, width: int) -> str:
@@ -142,45 +136,23 @@ def wrap(text: str, width: int) -> str:
     Of a line in two columns (`  --name VALUE   what it means`) that is the second. Lines without indentation
     that follow each other are one paragraph. A word longer than the width stands out.
     """
-    return "\n".join(part for line in _paragraphs(text) for part in _wrap_line(line, width))
+    paragraphs = re.sub(r"(?m)^(\S.*)\n(?=\S)", r"\1 ", text)
+    return "\n".join(_wrap_line(line, width) for line in paragraphs.split("\n"))
 
 
-def _paragraphs(text: str) -> list[str]:
-    lines: list[str] = []
-    for line in text.splitlines():
-        if lines and _is_prose(lines[-1]) and _is_prose(line):
-            lines[-1] += f" {line}"
-        else:
-            lines.append(line)
-    return lines
-
-
-def _is_prose(line: str) -> bool:
-    return bool(line) and not line[0].isspace() and not _COLUMN_GAP.match(line)
-
-
-def _wrap_line(line: str, width: int) -> list[str]:
-    indent = len(line) - len(line.lstrip())
-    columns = _COLUMN_GAP.match(line)
-    hanging = len(columns[0]) if columns else indent
-    head, rest = line[:hanging], line[hanging:]
-    if hanging + _MIN_WIDTH > width and columns:  # no room for two columns: one under the other
-        hanging = indent + 4
-        rest = textwrap.fill(
-            rest,
-            max(width, hanging + _MIN_WIDTH),
-            initial_indent=" " * hanging,
-            subsequent_indent=" " * hanging,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        return [head.rstrip(), *rest.splitlines()]
-    wrapped = textwrap.wrap(
-        rest,
-        max(width - hanging, 1),
+def _wrap_line(line: str, width: int) -> str:
+    columns = re.match(r"\s*\S.*?\s{2,}(?=\S)", line)
+    indent = line[: len(line) - len(line.lstrip())]
+    above, first = "", columns[0] if columns else indent
+    text, hanging = line[len(first) :], " " * len(first)
+    if columns and len(hanging) + _MIN_WIDTH > width:  # one column under the other
+        above, first = f"{first.rstrip()}\n", f"{indent}    "
+        hanging, width = first, max(width, len(first) + _MIN_WIDTH)
+    return above + textwrap.fill(
+        text,
+        max(width, len(hanging) + 1),
+        initial_indent=first,
+        subsequent_indent=hanging,
         break_long_words=False,
         break_on_hyphens=False,
     )
-    if not wrapped:
-        return [""]
-    return [head + wrapped[0], *(" " * hanging + part for part in wrapped[1:])]

@@ -1,15 +1,14 @@
-"""What a run says at its end, on the screen and in `summary.json`."""
+"""The results of a run, on the screen and in `summary.json`; and what is printed before it begins."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,122 +28,107 @@ from moe_ffn.metrics.table import (
     summarize_load,
 )
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import ALARMS_FILE, CHECKPOINTS_FOLDER, SUMMARY_FILE
+from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops
-from moe_ffn.training.monitoring.alarms import Advice
-from moe_ffn.training.recovery.checkpoint_file import step_checkpoints
-from moe_ffn.training.recovery.guard import Diverged
 
-
-@dataclass(frozen=True)
-class Results:
-    """The results of one run."""
-
-    folder: Path
-    loss: float
-    """Of the final weights on the validation split, in nats per token."""
-    bits_per_byte: float
-    """The same per byte of text, so that tokenizers compare."""
-    unigram_loss: float
-    """What a model that knows only the frequencies scores there, in nats per token."""
-    tokens_per_second: float
-    num_alarms: int
-    not_judged: Sequence[str]
-    """What no alarm could have rung for, since the run is too short; a sentence each."""
-    num_skipped_steps: int
-    """Optimizer steps that were not taken, because their numbers had gone wrong."""
-    routing: Mapping[str, Mapping[str, Tensor]]
-    """For each sparse layer, what was measured of it on the validation split."""
-    sample: str
-    """What the model made of `sample_prompt`."""
-    sample_prompt: str
-    profile: str
-    """Where the time went, of a run with trainer.profiler; empty without."""
-
-    def print(self, console: Console) -> None:
-        say, warn = _plain_printer(console), _plain_printer(console, style="yellow")
-        say(
-            f"\nvalidation loss {self.loss:.4f} nats per token, {self.bits_per_byte:.3f} bits per byte\n"
-            f"unigram model   {self.unigram_loss:.4f} nats per token\n"
-            f"throughput      {self.tokens_per_second:,.0f} tokens/s"
-        )
-        if not math.isfinite(self.loss):
-            warn(
-                "training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val"
-            )
-        if self.loss > self.unigram_loss:
-            warn(WORSE_THAN_UNIGRAM)
-        if self.num_skipped_steps:
-            say(f"skipped steps   {self.num_skipped_steps}")
-        if self.num_alarms:
-            warn(f"alarms          {self.num_alarms}; see {self.folder / ALARMS_FILE}")
-        for sentence in self.not_judged:
-            warn(f"not judged yet: {sentence}")
-        if self.routing:
-            console.print()
-            console.print(load_table(self.routing, console.width))
-            say(expert_use(self.routing))
-            say(_LEGEND)
-        if self.sample:
-            say("\nSample:")
-            prompt = Text(printable(self.sample_prompt, also="\n\t"), style="bold")
-            console.print(prompt + Text(printable(self.sample, also="\n\t")))
-        say(f"\nResults in {self.folder}/")
-        for pattern, meaning in _FILES.items():
-            for path in sorted(self.folder.glob(pattern))[-1:]:
-                name = path.relative_to(self.folder).as_posix()
-                say(f"  {name:31} {meaning}")
-
-    def write(self) -> None:
-        """Write the sample, the profile and `summary.json`, which says that the run is finished.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        summary = {
-            "validation_loss": self.loss,
-            "validation_bits_per_byte": self.bits_per_byte,
-            "unigram_loss": self.unigram_loss,
-            "tokens_per_second": self.tokens_per_second,
-            "num_alarms": self.num_alarms,
-            "num_skipped_steps": self.num_skipped_steps,
-            "routing": {
-                layer: {
-                    name: _rounded(value)
-                    for name, value in values.items()
-                    if value.ndim < 2 or len(value) <= MAX_COACTIVATION_EXPERTS
-                }
-                for layer, values in self.routing.items()
-            },
-        }
-        if self.sample:
-            write_whole(self.folder / "sample.txt", self.sample_prompt + self.sample)
-        if self.profile:
-            write_whole(self.folder / "profile.txt", self.profile)
-        else:  # one that was resumed may have had it before
-            (self.folder / "profile.txt").unlink(missing_ok=True)
-        text = json.dumps(_without_nan(summary), indent=2)
-        write_whole(self.folder / SUMMARY_FILE, text + "\n")
-
-
-def say_diverged(error: Diverged, config: TrainConfig, folder: Path) -> None:
-    """On stderr: what happened and where it began, what is left, and what to try."""
-    saved = step_checkpoints(folder / CHECKPOINTS_FOLDER)
-    left = f"the last good checkpoint is {saved[0]}" if saved else "no checkpoint was saved before"
-    advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
-    what_to_try = advice.against("loss_spike", None)
-    print(f"diverged: {error}\ndiverged: {left}; {what_to_try}", file=sys.stderr)
+if TYPE_CHECKING:
+    from moe_ffn.runs.assemble import RunCallbacks
 
 
 MAX_COACTIVATION_EXPERTS = 64
-"""Of more experts than this the summary keeps no matrix of who comes with whom; it would be a megabyte."""
+"""Of more experts than this the summary has no matrix of which are chosen together, to stay small."""
 
 
-def _rounded(value: Tensor) -> Any:
-    """As it is, but a matrix to four digits, which is what a picture of it shows."""
-    if value.ndim < 2:
-        return value.tolist()
-    return [[round(share, 4) for share in row] for row in value.tolist()]
+def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
+    """What a run that has come to its end has in `summary.json`; see `runs.documents.Summary`.
+
+    Args:
+        unigram_loss: what a model that knows only the frequencies scores, in nats per token.
+    """
+    steps, validation = callbacks.steps, callbacks.validation
+    return {
+        "validation_loss": validation.last["loss"],
+        "validation_bits_per_byte": validation.last["bits_per_byte"],
+        "unigram_loss": unigram_loss,
+        "tokens_per_second": steps.tokens_per_second,
+        "num_alarms": steps.bell.num_alarms,
+        "num_skipped_steps": steps.num_skipped,
+        "routing": validation.routing,
+    }
+
+
+def print_results(
+    console: Console, folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks
+) -> None:
+    """The numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
+    loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
+    samples, routing = callbacks.samples, summary["routing"]
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style=style), soft_wrap=True)  # brackets in it are no markup
+
+    warn = partial(say, style="yellow")
+    say(
+        f"\nvalidation loss {loss:.4f} nats per token, "
+        f"{summary['validation_bits_per_byte']:.3f} bits per byte\n"
+        f"unigram model   {unigram_loss:.4f} nats per token\n"
+        f"throughput      {summary['tokens_per_second']:,.0f} tokens/s"
+    )
+    if not math.isfinite(loss):
+        warn("training has diverged: lower optimizer.learning_rate or trainer.gradient_clip_val")
+    if loss > unigram_loss:
+        warn(WORSE_THAN_UNIGRAM)
+    if summary["num_skipped_steps"]:
+        say(f"skipped steps   {summary['num_skipped_steps']}")
+    if summary["num_alarms"]:
+        warn(f"alarms          {summary['num_alarms']}; see {folder / ALARMS_FILE}")
+    for sentence in callbacks.steps.not_judged():
+        warn(f"not judged yet: {sentence}")
+    if routing:
+        console.print()
+        console.print(load_table(routing, console.width))
+        say(expert_use(routing))
+        say(_LEGEND)
+    if samples.last:
+        say("\nSample:")
+        prompt = Text(printable(samples.prompt, also="\n\t"), style="bold")
+        console.print(prompt + Text(printable(samples.last, also="\n\t")))
+    say(f"\nResults in {folder}/")
+    for pattern, meaning in _FILES.items():
+        for path in sorted(folder.glob(pattern))[-1:]:
+            say(f"  {path.relative_to(folder).as_posix():31} {meaning}")
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallbacks) -> None:
+    """Write the sample, the profile and `summary.json`, which says that the run is finished.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if callbacks.samples.last:
+        write_whole(folder / "sample.txt", callbacks.samples.prompt + callbacks.samples.last)
+    if callbacks.profile.text:
+        write_whole(folder / "profile.txt", callbacks.profile.text)
+    else:  # one that was resumed may have had it before
+        (folder / "profile.txt").unlink(missing_ok=True)
+    write_whole(folder / SUMMARY_FILE, json.dumps(_plain(summary), indent=2) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it: null for NaN and infinity; a matrix to four digits, and none of very many experts."""
+    if isinstance(value, Mapping):
+        return {
+            key: _plain(item)
+            for key, item in value.items()
+            if not isinstance(item, Tensor)
+            or item.ndim < 2
+            or len(item) <= MAX_COACTIVATION_EXPERTS
+        }
+    if isinstance(value, Tensor):
+        return _plain((value if value.ndim < 2 else value.double().round(decimals=4)).tolist())
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _LEGEND = f"MaxVio: {LAYER_METRICS['max_violation'].formula}; entropy in nats"
@@ -166,20 +150,6 @@ _FILES = {
     "checkpoints/step_*.ckpt": "what --resume goes on from",
     "wandb": "the run for wandb",
 }
-
-
-def _plain_printer(console: Console, style: str = "") -> Callable[[str], None]:
-    """Prints text as it is: brackets in it are no markup."""
-    return lambda text: console.print(Text(text, style=style), soft_wrap=True)
-
-
-def _without_nan(value: Any) -> Any:
-    """NaN says that a value does not exist; JSON's word for that is null, and for infinity too."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def model_table(config: TrainConfig, vocab_size: int) -> Table:
@@ -204,10 +174,11 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     params = attention.num_params(d_model)
     flops = attention.flops_per_token(d_model, seq_len, model.causal)
     add(f"attention x {model.num_layers}", what, params, params, flops, count=model.num_layers)
-    for ffn, layers in _runs(model.layer_ffns()):
+    for ffn, layers in _equal_neighbours(model.layer_ffns()):
+        span = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         params, active = ffn.num_params(d_model), ffn.num_active_params(d_model)
         flops = ffn.flops_per_token(d_model, seq_len)
-        add(f"ffn {_span(layers)}", ffn.describe(), params, active, flops, count=len(layers))
+        add(f"ffn {span}", ffn.describe(), params, active, flops, count=len(layers))
     params = model.num_norm_params() + model.positions.num_params(d_model, seq_len)
     add("norms, positions", f"{model.norm.type}, {model.positions.type}", params, params, 0)
     table.add_section()
@@ -232,47 +203,45 @@ def describe_data(data: PreparedData) -> str:
 
 
 def load_table(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> Table:
-    """How the validation's tokens spread over the experts: percent of the pairs, layer by layer.
+    """The share of the validation's pairs that each expert takes, in percent, layer by layer.
 
     Where `width` has no room for every expert: the busiest, the median, the idlest, and how many had no
     token.
     """
-    whole = _every_expert(routing)
-    fits = Console(width=_UNBOUNDED).measure(whole).maximum <= width
-    return whole if fits else _extremes(routing)
+    num_experts = max(len(values["load"]) for values in routing.values())
+
+    def every_expert(load: list[float]) -> list[Text]:
+        shares = [_shade(share, len(load)) for share in load]
+        return shares + [Text("")] * (num_experts - len(load))
+
+    whole = _load_table(routing, map(str, range(num_experts)), every_expert)
+    if Console(width=_UNBOUNDED).measure(whole).maximum <= width:
+        return whole
+    columns = ("experts", "busiest", "median", "idlest", "unused")
+    return _load_table(routing, columns, _extremes)
 
 
 _UNBOUNDED = 1_000_000
 
 
-def _every_expert(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    num_experts = max(len(values["load"]) for values in routing.values())
-    table = _load_table(map(str, range(num_experts)))
-    for layer, values in routing.items():
-        load = values["load"].tolist()
-        cells = [_shade(share, len(load)) for share in load]
-        cells += [Text("")] * (num_experts - len(load))
-        table.add_row(short_name(layer), *cells, *_ends(values))
-    return table
+def _extremes(load: list[float]) -> list[Text]:
+    summary = summarize_load(load)
+    if summary is None:
+        return [Text(str(len(load))), *[Text("-")] * 4]
+    return [
+        Text(str(len(load))),
+        Text(f"#{summary.busiest} ") + _shade(summary.highest, len(load)),
+        _shade(summary.median, len(load)),
+        _shade(summary.lowest, len(load)),
+        Text(str(len(summary.unused)), style="bold red" if summary.unused else ""),
+    ]
 
 
-def _extremes(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    table = _load_table(("experts", "busiest", "median", "idlest", "unused"))
-    for layer, values in routing.items():
-        load = values["load"].tolist()
-        summary = summarize_load(load)
-        if summary is None:
-            cells = [Text("-")] * 4
-        else:
-            busiest = Text(f"#{summary.busiest} ") + _shade(summary.highest, len(load))
-            unused = Text(str(len(summary.unused)), style="bold red" if summary.unused else "")
-            others = [_shade(share, len(load)) for share in (summary.median, summary.lowest)]
-            cells = [busiest, *others, unused]
-        table.add_row(short_name(layer), str(len(load)), *cells, *_ends(values))
-    return table
-
-
-def _load_table(columns: Iterable[str]) -> Table:
+def _load_table(
+    routing: Mapping[str, Mapping[str, Tensor]],
+    columns: Iterable[str],
+    cells: Callable[[list[float]], list[Text]],
+) -> Table:
     table = Table(
         title="Load of each expert on the validation split, percent of its pairs",
         title_justify="left",
@@ -281,23 +250,22 @@ def _load_table(columns: Iterable[str]) -> Table:
     )
     for name in ("layer", *columns, *(metric.label for metric in result_columns())):
         table.add_column(name, justify="right")
+    for layer, values in routing.items():
+        measures = [
+            f"{percent(value)}%" if metric.is_share else f"{value:{metric.form}}"
+            for metric in result_columns()
+            for value in [values[metric.key].item()]
+        ]
+        table.add_row(short_name(layer), *cells(values["load"].tolist()), *measures)
     return table
-
-
-def _ends(values: Mapping[str, Tensor]) -> list[str]:
-    cells: list[str] = []
-    for metric in result_columns():
-        value = values[metric.key].item()
-        cells.append(f"{percent(value)}%" if metric.is_share else f"{value:{metric.form}}")
-    return cells
 
 
 MAX_NAMED_EXPERTS = 6
 
 
 def expert_use(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Which experts had no token on the validation split, a line for each layer that has such experts; a
-    layer whose load was not measured is named as that.
+    """The experts that had no token on the validation split, a line for each layer that has such experts or
+    whose load was not measured.
     """
     lines: list[str] = []
     for layer, values in routing.items():
@@ -330,12 +298,8 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _span(layers: list[int]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-
-
-def _runs(ffns: list[FFNConfig]) -> list[tuple[FFNConfig, list[int]]]:
-    """Neighbouring layers with the same block, together."""
-    groups = groupby(enumerate(ffns), key=lambda item: item[1].to_dict())
-    runs = [list(items) for _, items in groups]
-    return [(items[0][1], [layer for layer, _ in items]) for items in runs]
+def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:
+    """Each block with the neighbouring layers that have it."""
+    for _, items in groupby(enumerate(ffns), key=lambda item: item[1].to_dict()):
+        layers, blocks = zip(*items, strict=True)
+        yield blocks[0], list(layers)

@@ -6,13 +6,15 @@ moe-ffn train --help
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import, undisturbed
 from moe_ffn.cli.memory import check_fits, out_of_memory, training_needs
+from moe_ffn.cli.parser import Parser
 from moe_ffn.commands import command
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.import_path import explaining_outside_errors
@@ -34,32 +36,22 @@ from moe_ffn.runs.lock import is_trained_here
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.runs.record import fixed_options
 from moe_ffn.trust import FLAG as TRUST_CODE
-from moe_ffn.trust import take_trust
-
-FLAGS = {
-    "--resume [RUN]": "go on with the run in this folder, or with the newest unfinished one, from its "
-    "newest good checkpoint and with its own options",
-    "--trust-code": "beside --resume: run the code that the run's folder names, though no run of yours "
-    "began with it; read it before",
-}
-"""The flags of the training program that are taken here, with their meaning."""
 
 NEWEST = ""
-"""What `--resume` without a run stands for."""
+"""What `--resume` is without a run."""
 
 
 def main(argv: Sequence[str]) -> int:
-    trust_code, argv = take_trust(argv)
-    run, options = take_resume(argv)
-    if run is None:
-        if trust_code:
-            raise ConfigError(
-                f"{TRUST_CODE}: goes with --resume; a class that you name here is yours, and runs unasked"
-            )
-        resume, config = None, parse_config(options, TrainConfig, command("train"), FLAGS)
-    else:
-        resume = find_resume(run, options, trust_code=trust_code)
+    flags, options = take_flags(argv)
+    if flags.resume is not None:
+        resume = find_resume(flags.resume, options, trust_code=flags.trust_code)
         config = resume.config
+    elif flags.trust_code:
+        raise ConfigError(
+            f"{TRUST_CODE}: goes with --resume; a class that you name here is yours, and runs unasked"
+        )
+    else:
+        resume, config = None, parse(options)
     check_environment(config.trainer.num_nodes)
     if resume is None and is_first_rank():  # which makes the folder
         check_run_folder(config)
@@ -67,41 +59,45 @@ def main(argv: Sequence[str]) -> int:
         check_fits(config)
     # Only now: a mistake in the options should not wait for lightning.
     announce_import("lightning")
-    with _saying_what_it_needs(config):
+    try:
         with undisturbed():
             from moe_ffn.cli.training_run import train
 
         train(config, resume)
-    return 0
-
-
-@contextmanager
-def _saying_what_it_needs(config: TrainConfig) -> Iterator[None]:
-    """Memory that is not to be had ends the block with what the model needs, and exit code 1."""
-    try:
-        yield
     except Exception as error:
         if not (sentence := out_of_memory(error)):
             raise
         print(f"error: {sentence}; {training_needs(config)}", file=sys.stderr)
-        raise SystemExit(EXIT_FAILED) from None
+        return EXIT_FAILED
+    return 0
 
 
-# -- --resume
+def take_flags(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """`resume` (None, NEWEST or a folder) and `trust_code`; and the other arguments."""
+    parser = Parser(add_help=False)
+    _add_flags(parser)
+    return parser.parse_known_args(argv)
 
 
-def take_resume(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """What `--resume` names, None where it is not given; and the other arguments."""
-    rest = list(argv)
-    places = [i for i, word in enumerate(rest) if word.partition("=")[0] == "--resume"]
-    if not places:
-        return None, rest
-    if len(places) > 1:
-        raise ConfigError("--resume: given twice; a process goes on with one run")
-    _, has_value, run = rest.pop(places[0]).partition("=")
-    if not has_value and len(rest) > places[0] and not rest[places[0]].startswith("--"):
-        run = rest.pop(places[0])
-    return run or NEWEST, rest
+def _add_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="RUN",
+        help="go on with the run in this folder, or with the newest unfinished one, from its newest good "
+        "checkpoint and with its own options",
+    )
+    parser.add_argument(
+        TRUST_CODE,
+        action="store_true",
+        help="beside --resume: run the code that the run's folder names, though no run of yours began with "
+        "it; read it before",
+    )
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    return parse_config(argv, TrainConfig, command("train"), _add_flags)
 
 
 def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> Resume:
@@ -110,26 +106,20 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
     Args:
         run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
             that was written last.
-        trust_code: run the code that its folder names, whoever's it is.
+        trust_code: run the code that its folder names.
 
     Raises:
-        ConfigError: there is no such run, or it is finished, or names code that nobody trusts.
+        ConfigError: there is no such run, or it is finished, or names code that is not trusted.
     """
-    folder = (
-        Path(run).expanduser()
-        if run
-        else _newest(parse_config(argv, TrainConfig, command("train")))
-    )
+    folder = Path(run).expanduser() if run else _newest(parse(argv))
     check_is_run(folder)
     check_can_be_read(folder)
     # In one word, or what stands first in `argv` would be another file.
     given = [f"--config={folder / CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
-        parse_config(
-            given, TrainConfig, command("train"), FLAGS
-        )  # which exits, and runs nobody's code
+        parse(given)  # which exits, and runs no code
     own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
-    config = parse_config(given, TrainConfig, command("train"), FLAGS)
+    config = parse(given)
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():
         raise ConfigError(
@@ -141,19 +131,14 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
         )
     config = config.model_copy(update={"run": own.run})
     if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
+        page = f", but its page was not written: {command('report')} {folder}"
         raise ConfigError(
-            f"'{folder}' is finished{_without_page(folder)}; raise trainer.max_steps (now "
-            f"{own.trainer.max_steps}) to train on, or leave --resume out to start a new run"
+            f"'{folder}' is finished{'' if (folder / REPORT_FILE).is_file() else page}; raise "
+            f"trainer.max_steps (now {own.trainer.max_steps}) to train on, or leave --resume out to start "
+            "a new run"
         )
     changes = differences(comparable_options(own), comparable_options(config))
     return Resume(folder, config, changes, own)
-
-
-def _without_page(folder: Path) -> str:
-    """What is said of a run that died between its summary and its page; empty of others."""
-    if (folder / REPORT_FILE).is_file():
-        return ""
-    return f", but its page was not written: {command('report')} {folder}"
 
 
 def _newest(config: TrainConfig) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,13 @@ from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
-from moe_ffn.cli.results import Results, describe_data, model_table, say_diverged
+from moe_ffn.cli.results import (
+    describe_data,
+    model_table,
+    print_results,
+    summary_of,
+    write_summary,
+)
 from moe_ffn.commands import command
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
@@ -46,7 +52,6 @@ from moe_ffn.runs.folder import (
     SAVED_FILE,
     TOKENIZER_FILE,
     check_entries,
-    check_run_folder,
     make_run_folder,
 )
 from moe_ffn.runs.lock import locked
@@ -68,8 +73,9 @@ from moe_ffn.runs.start import (
 )
 from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
-from moe_ffn.training.recovery.checkpoint_file import BEST_NAME
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, step_checkpoints
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted
 from moe_ffn.trust import trust
@@ -91,8 +97,6 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     console = Console(quiet=not is_main)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
-    if is_main and resume is None:
-        check_run_folder(config)
     precision = check_trainer(config)
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
@@ -101,39 +105,31 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
         say(f"\n{describe_data(data)}")
     with ExitStack() as stack:
+        start = None
         if resume is not None:
-            folder = resume.folder
-            stack.enter_context(locked(folder) if is_main else nullcontext())
-            check_entries(folder)  # again, now that nobody else trains it
+            stack.enter_context(locked(resume.folder) if is_main else nullcontext())
+            check_entries(resume.folder)  # again, now that no other process trains it
             start = go_on(resume, data, module, say)
-            checkpoint = start.checkpoint
-            run_id = start.run_id or new_run_id()
             if config.trainer.precision == "auto":
-                precision = first_precision(folder, start, precision)
-            facts = run_facts(config, data, precision, run_id)
-            files = run_files(
-                config, data, facts, Saved(run_id=run_id, last_saved_step=start.saved_step)
-            )
+                precision = first_precision(resume.folder, start, precision)
+        run_id = (start and start.run_id) or new_run_id()
+        facts = run_facts(config, data, precision, run_id)
+        saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)
+        files = run_files(config, data, facts, saved)
+        if resume is not None and start is not None:
+            folder = resume.folder
             files = go_back(resume, start, files) if is_main else files
+        elif is_main:
+            folder = make_run_folder(config, files)
+            trust(named_code(config))
+            stack.enter_context(locked(folder))
         else:
-            run_id = new_run_id()
-            facts = run_facts(config, data, precision, run_id)
-            files = run_files(config, data, facts, Saved(run_id=run_id, last_saved_step=None))
-            folder = make_run_folder(config, files) if is_main else Path(config.run.output_dir)
-            if is_main:
-                trust(named_code(config))
-            stack.enter_context(locked(folder) if is_main else nullcontext())
-            checkpoint = None
+            folder = Path(config.run.output_dir)
         loggers: list[Logger] = []
         if is_main:
             loggers, wandb_line = make_loggers(config, folder, facts)
-            code_lines = describe_code(files, folder) if resume is None else ()
-            for line in (
-                f"precision {precision}",
-                wandb_line,
-                *code_lines,
-                f"writing to {folder}/\n",
-            ):
+            code = describe_code(files, folder) if resume is None else ()
+            for line in (f"precision {precision}", wandb_line, *code, f"writing to {folder}/\n"):
                 say(line)
         whose = checkpoint_identity(config, data, run_id, precision)
         callbacks = make_callbacks(config, data, folder, files, whose)
@@ -144,6 +140,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         status = "failed"
         try:
             with ending_as_documented(config, trainer, callbacks, say):
+                checkpoint = start and start.checkpoint
                 trainer.fit(module, datamodule=token_data, ckpt_path=checkpoint)
                 if callbacks.validation.last_step != trainer.global_step:
                     trainer.validate(module, datamodule=token_data, verbose=False)
@@ -157,9 +154,11 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if is_main:
             if trainer.global_step < config.trainer.max_steps:
                 say(ended_early(config, trainer.global_step))
-            results = make_results(config, data, callbacks, folder)
-            lost = write_results(results, callbacks, loggers, trainer.global_step)
-            results.print(console)
+            targets = validation_batches(config.data, data).targets
+            unigram = unigram_loss(data.train, targets, data.tokenizer.vocab_size)
+            summary = summary_of(callbacks, unigram)
+            lost = write_results(folder, summary, callbacks, loggers, trainer.global_step)
+            print_results(console, folder, summary, callbacks)
             if lost:
                 print(f"error: {lost}", file=sys.stderr)
                 raise SystemExit(EXIT_FAILED)
@@ -168,7 +167,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 def go_on(
     resume: Resume, data: PreparedData, module: LanguageModel, say: Callable[[str], None]
 ) -> Start:
-    """Where the run goes on, said and found to be possible; changes nothing.
+    """Where the run goes on, which is printed; changes nothing.
 
     Raises:
         ConfigError: it cannot go on.
@@ -185,7 +184,7 @@ def go_on(
 
 
 def ended_early(config: TrainConfig, step: int) -> str:
-    """Why a run that nobody interrupted ended before its last step."""
+    """Why a run that was not interrupted ended before its last step."""
     limits = {
         "trainer.early_stopping": config.trainer.early_stopping,
         "trainer.max_time": config.trainer.max_time,
@@ -212,7 +211,15 @@ def ending_as_documented(
         raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
     except Diverged as error:
         if is_main:
-            say_diverged(error, config, folder)
+            saved = step_checkpoints(folder / CHECKPOINTS_FOLDER)
+            left = (
+                f"the last good checkpoint is {saved[0]}"
+                if saved
+                else "no checkpoint was saved before"
+            )
+            advice = Advice(config.model, config.objective, config.optimizer, config.trainer)
+            print(f"diverged: {error}", file=sys.stderr)
+            print(f"diverged: {left}; {advice.against('loss_spike', None)}", file=sys.stderr)
         raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
     except SystemExit:  # Lightning's answer to Ctrl-C a second time
         how = how_to_go_on(folder, callbacks.checkpoints)
@@ -223,9 +230,7 @@ def ending_as_documented(
 def run_files(
     config: TrainConfig, data: PreparedData, facts: dict[str, Any], saved: Saved
 ) -> dict[str, str]:
-    """What the run is, before its first step, each the text of a file: options, facts, tokenizer, what was
-    read, what is saved, and the code from outside.
-    """
+    """The files that a run begins with, name -> text: options, facts, tokenizer, documents, code."""
     return {
         CONFIG_FILE: to_yaml(portable_options(config)),
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",
@@ -237,20 +242,23 @@ def run_files(
 
 
 def write_results(
-    results: Results, callbacks: RunCallbacks, loggers: list[Logger], step: int
+    folder: Path,
+    summary: Mapping[str, Any],
+    callbacks: RunCallbacks,
+    loggers: list[Logger],
+    step: int,
 ) -> str:
-    """The summary and the page; what the disk did not take, as a sentence, empty where it took all.
+    """Write the summary and the page; returns what could not be written, as a sentence, or the empty string.
 
     A run without its last weights has no summary, so that `--resume` can still bring it to its end.
     """
-    folder = results.folder
     callbacks.kept.put_back()
     lost = ""
     if problem := callbacks.checkpoints.problem:
         lost = f"the weights of step {step} are not saved ({problem})"
     else:
         try:
-            results.write()
+            write_summary(folder, summary, callbacks)
         except OSError as error:
             lost = f"the summary is not written ({reason(error)})"
     has_page = add_report(folder)
@@ -280,31 +288,3 @@ def add_report(folder: Path) -> bool:
         print(f"{REPORT_FILE}: {why}", file=sys.stderr)
         return not isinstance(cause, OSError)
     return True
-
-
-def make_results(
-    config: TrainConfig,
-    data: PreparedData,
-    callbacks: RunCallbacks,
-    folder: Path,
-) -> Results:
-    return Results(
-        folder=folder,
-        loss=callbacks.validation.last["loss"],
-        bits_per_byte=callbacks.validation.last["bits_per_byte"],
-        unigram_loss=unigram_loss_of(config, data),
-        tokens_per_second=callbacks.steps.tokens_per_second,
-        num_alarms=callbacks.steps.bell.num_alarms,
-        not_judged=callbacks.steps.not_judged(),
-        num_skipped_steps=callbacks.steps.num_skipped,
-        routing=callbacks.validation.routing,
-        sample=callbacks.samples.last,
-        sample_prompt=callbacks.samples.prompt,
-        profile=callbacks.profile.text,
-    )
-
-
-def unigram_loss_of(config: TrainConfig, data: PreparedData) -> float:
-    """Nats per token of the unigram model of the train split, on what validation looks at."""
-    targets = validation_batches(config.data, data).targets
-    return unigram_loss(data.train, targets, data.tokenizer.vocab_size)

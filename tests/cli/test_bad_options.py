@@ -439,21 +439,6 @@ def test_process_answers_soon_after_torch_is_imported(tmp_path: Path) -> None:
     [
         ("--resum", "--resume"),
         ("--confg", "--config"),
-        ("--max_steps", "--trainer.max_steps"),
-        ("--lr", "--optimizer.learning_rate"),
-        ("--learning-rate", "--optimizer.learning_rate"),
-        ("--bs", "--data.batch_size"),
-        ("--batchsize", "--data.batch_size"),
-        ("--epochs", "--trainer.max_steps"),
-        ("--steps", "--trainer.max_steps"),
-        ("--wd", "--optimizer.weight_decay"),
-        ("--num_experts", "--model.ffn.num_experts"),
-        ("--k", "--model.ffn.router.k"),
-        ("--seq_len", "--data.seq_len"),
-        ("--precision", "--trainer.precision"),
-        ("--device", "--trainer.accelerator"),
-        ("--ffn", "--model.ffn"),
-        ("--text_column", "--data.corpus.text_column"),  # of a type that is not chosen
     ],
 )
 def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, meant: str) -> None:
@@ -463,6 +448,21 @@ def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, m
 @pytest.mark.parametrize(
     ("flag", "meant"),
     [
+        ("--max_steps", "trainer.max_steps"),
+        ("--lr", "optimizer.learning_rate"),
+        ("--learning-rate", "optimizer.learning_rate"),
+        ("--bs", "data.batch_size"),
+        ("--batchsize", "data.batch_size"),
+        ("--epochs", "trainer.max_steps"),
+        ("--steps", "trainer.max_steps"),
+        ("--wd", "optimizer.weight_decay"),
+        ("--num_experts", "model.ffn.num_experts"),
+        ("--k", "model.ffn.router.k"),
+        ("--seq_len", "data.seq_len"),
+        ("--precision", "trainer.precision"),
+        ("--device", "trainer.accelerator"),
+        ("--ffn", "model.ffn"),
+        ("--text_column", "data.corpus.text_column"),  # of a type that is not chosen
         ("--trainer.learning_rate", "optimizer.learning_rate"),
         ("--optimizer.lr", "optimizer.learning_rate"),
         ("--model.batch_size", "data.batch_size"),
@@ -488,8 +488,8 @@ def test_an_option_that_stands_elsewhere_in_a_file(
 
 def test_one_of_several_options_of_that_name(refuse: Callable[..., str]) -> None:
     assert refuse("--dropout", "0.1") == (
-        "--dropout: unknown; did you mean '--model.dropout' or '--model.attention.dropout' or "
-        "'--model.ffn.experts.dropout'?"
+        "dropout: unknown; did you mean 'model.dropout' or 'model.attention.dropout' or "
+        "'model.ffn.experts.dropout'?"
     )
 
 

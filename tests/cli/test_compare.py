@@ -110,7 +110,7 @@ def test_results_stand_side_by_side_and_are_kept(
             ["--trainer.max_steps", "3"],
             "give the config files first: moe-ffn compare configs/routers/*.yaml",
         ),
-        (["a.yaml", "--name"], "--name: needs a value, as in --name routers"),
+        (["a.yaml", "--name"], "argument --name: expected one argument"),
         (["a.yaml", "b/a.yaml"], "two config files are called 'a'; a run is named by its file"),
         (["nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
     ],

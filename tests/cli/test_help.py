@@ -14,7 +14,7 @@ import pytest
 from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import wrap
-from moe_ffn.cli.train import FLAGS
+from moe_ffn.cli.train import parse
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.option_tree import ALSO_CALLED, option_tree
@@ -32,7 +32,7 @@ def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     def printed(*argv: str, columns: int = 80) -> str:
         monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as stopped:
-            parse_config(argv, TrainConfig, "train", FLAGS)
+            parse(argv)
         assert stopped.value.code == 0
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= columns

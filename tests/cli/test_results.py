@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from moe_ffn.cli import results
-from moe_ffn.cli.results import Results
+from moe_ffn.cli.results import print_results
+from moe_ffn.runs.documents import Summary
 
 
-def shown(tmp_path: Path, **replaced: Any) -> str:
+def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> str:
     """The screen of a good run, unless `replaced` says otherwise."""
-    good: dict[str, Any] = {
-        "folder": tmp_path,
-        "loss": 2.5,
-        "bits_per_byte": 3.6,
+    summary: dict[str, Any] = {
+        "validation_loss": 2.5,
+        "validation_bits_per_byte": 3.6,
         "unigram_loss": 3.0,
         "tokens_per_second": 1000.0,
         "num_alarms": 0,
-        "not_judged": [],
         "num_skipped_steps": 0,
         "routing": {},
-        "sample": "",
-        "sample_prompt": "",
-        "profile": "",
     }
+    assert summary.keys() == Summary.model_fields.keys()
+    callbacks: Any = SimpleNamespace(
+        steps=SimpleNamespace(not_judged=lambda: not_judged),
+        samples=SimpleNamespace(last="", prompt=""),
+    )
     console = Console(width=80, file=io.StringIO(), record=True)
-    Results(**(good | replaced)).print(console)
+    print_results(console, tmp_path, summary | replaced, callbacks)
     return console.export_text()
 
 
@@ -43,10 +46,10 @@ def routing(*load: float) -> dict[str, torch.Tensor]:
 def test_a_run_worse_than_the_unigram_model_is_told_so(tmp_path: Path) -> None:
     said = "\nworse than the unigram model, which only counts tokens: too short, or broken\n"
 
-    assert said in shown(tmp_path, loss=3.0001)
-    assert "worse than" not in shown(tmp_path, loss=3.0)
-    assert "worse than" not in shown(tmp_path, loss=math.nan)
-    assert "training has diverged" in shown(tmp_path, loss=math.nan)
+    assert said in shown(tmp_path, validation_loss=3.0001)
+    assert "worse than" not in shown(tmp_path, validation_loss=3.0)
+    assert "worse than" not in shown(tmp_path, validation_loss=math.nan)
+    assert "training has diverged" in shown(tmp_path, validation_loss=math.nan)
 
 
 def test_what_could_not_be_judged_is_said(tmp_path: Path) -> None:
