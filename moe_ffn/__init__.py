@@ -12,7 +12,7 @@ Below are the names that a user of the layers needs. Every router, kind of exper
 from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch.
-from moe_ffn import before_torch  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from moe_ffn import environment  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from yaml.composer import ComposerError
 
 from moe_ffn.config import Config
+from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, explain, first_line, reason, shorten
 from moe_ffn.files import read_given
 from moe_ffn.import_path import (
@@ -23,7 +24,6 @@ from moe_ffn.import_path import (
     telling_imports,
 )
 from moe_ffn.option_tree import explain_unknown, option_tree
-from moe_ffn.ranks import is_first_rank
 from moe_ffn.trust import UntrustedCodeError, trusted_code_alone
 
 RootConfig = TypeVar("RootConfig", bound=Config)

@@ -1,9 +1,10 @@
-"""Mistakes of the user, one sentence each: the key, what is wrong, and the fix."""
+"""Mistakes of the user, one sentence each: the key, what is wrong, and the fix, as it is typed."""
 
 from __future__ import annotations
 
 import difflib
 import reprlib
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -134,6 +135,27 @@ def expand_path(path: str, key: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:  # `~somebody` who does not exist
         raise ConfigError(f"{key}: '{path}': {first_line(error)}") from error
+
+
+_ROOT = Path(__file__).resolve().parents[1]
+"""The clone, or the folder that the package is installed in."""
+
+
+def command(program: str) -> str:
+    """`moe-ffn train`, or `python -m experiments.train` where this process was started so, from a clone."""
+    return f"python -m experiments.{program}" if is_from_clone() else f"moe-ffn {program}"
+
+
+def is_from_clone() -> bool:
+    """Whether this process is a program of `experiments/`."""
+    started = Path(sys.argv[0])
+    return started.is_absolute() and _ROOT / "experiments" in started.resolve().parents
+
+
+def install(extra: str) -> str:
+    """`pip install 'moe_ffn[train]'`, or `pip install '.[train]'` in a clone."""
+    name = "." if (_ROOT / "pyproject.toml").is_file() else "moe_ffn"
+    return f"pip install '{name}[{extra}]'"
 
 
 _RULES = {

@@ -26,7 +26,6 @@ FOUNDATION = {
     "outputs",
     "sizes",
     "transforms",
-    "commands",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,13 +39,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layer_names": set(),
     "files": set(),
     "transforms": set(),
-    "commands": set(),
-    "before_torch": set(),
-    "ranks": {"errors"},
-    "trust": {"errors", "files", "import_path", "ranks"},
+    "environment": {"errors"},
+    "trust": {"errors", "import_path"},
     # Options from YAML files.
     "option_tree": {"config", "errors"},
-    "config_files": {"config", "errors", "files", "import_path", "option_tree", "ranks", "trust"},
+    "config_files": {
+        "config",
+        "errors",
+        "files",
+        "import_path",
+        "environment",
+        "option_tree",
+        "trust",
+    },
     # The five independent parts. Routing, dispatch and experts never import each other, with one
     # exception: `Plan`, the value by which dispatch tells experts and kernels what to compute, is
     # theirs to read (but `make_plan`, which decides, is called by ffn/moe.py alone).
@@ -72,7 +77,7 @@ for _room, _below in {
         "experts",
         "ffn",
         "trust",
-        "ranks",
+        "environment",
         "config_files",
         "import_path",
     },
@@ -81,7 +86,7 @@ for _room, _below in {
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
-    "before_torch",
+    "environment",
     "capacity",
     "balancing",
     "routing",

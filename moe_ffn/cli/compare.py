@@ -21,9 +21,8 @@ from rich.console import Console
 
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.parser import Parser
-from moe_ffn.commands import command, process
 from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError, first_line, printable, reason, show
+from moe_ffn.errors import ConfigError, command, first_line, is_from_clone, printable, reason, show
 from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
 from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
 from moe_ffn.runs.folder import (
@@ -181,13 +180,15 @@ def train(
 ) -> bool:
     """Train in a process of its own, so that no run finds the memory or threads of another."""
     start = time.monotonic()
-    resume = ["--resume", str(named_run_folder(config))] if begun else []
-    resume += [FLAG] if begun and trust_code else []
+    # -P: a folder called moe_ffn in the current one is not taken for this package.
+    installed = ["-P", "-m", "moe_ffn.cli", "train"]
     done = subprocess.run(
         [
-            *(*process("train"), "--config", str(file), *overrides),
+            *(sys.executable, *(["-m", "experiments.train"] if is_from_clone() else installed)),
+            *("--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
-            *resume,
+            *(["--resume", str(named_run_folder(config))] if begun else []),
+            *([FLAG] if begun and trust_code else []),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from urllib.parse import parse_qs, urlsplit
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.commands import command, install
-from moe_ffn.errors import ConfigError, expand_path
+from moe_ffn.errors import ConfigError, command, expand_path, install
 
 _OPENING = '{\n  "entity": '
 """How the JSON of a workspace begins."""

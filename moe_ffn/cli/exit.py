@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
+from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, printable, reason, without_middle
-from moe_ffn.ranks import is_first_rank
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

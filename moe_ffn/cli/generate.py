@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.commands import command
 from moe_ffn.config_files import parse_value, validate
-from moe_ffn.errors import ConfigError, printable
+from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.saved_model import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn import trust
-from moe_ffn.commands import as_typed
 from moe_ffn.config import MAX_COUNT
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.files import write_whole
 
 
@@ -56,6 +55,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
+
+
+def as_typed(text: str) -> str:
+    """`text` in which every `moe-ffn NAME` is what this user types."""
+    return re.sub(r"moe-ffn (\w+)", lambda found: command(found[1]), text)
 
 
 class _Version(argparse.Action):

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.commands import command
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import check_plotly, write_report
 from moe_ffn.report.watch import watch

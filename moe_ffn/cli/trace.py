@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
-from moe_ffn.commands import command
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import follow
 from moe_ffn.report.trace_view import page, table

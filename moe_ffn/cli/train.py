@@ -15,10 +15,9 @@ from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import, undisturbed
 from moe_ffn.cli.memory import check_fits, out_of_memory, training_needs
 from moe_ffn.cli.parser import Parser
-from moe_ffn.commands import command
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.environment import check_environment, is_first_rank
+from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.import_path import explaining_outside_errors
-from moe_ffn.ranks import check_environment, is_first_rank
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,

@@ -23,12 +23,11 @@ from moe_ffn.cli.results import (
     summary_of,
     write_summary,
 )
-from moe_ffn.commands import command
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
-from moe_ffn.errors import first_line, reason
+from moe_ffn.environment import is_first_rank
+from moe_ffn.errors import command, first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
-from moe_ffn.ranks import is_first_rank
 from moe_ffn.report.page import write_report
 from moe_ffn.runs.assemble import (
     RunCallbacks,

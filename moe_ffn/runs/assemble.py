@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
-from moe_ffn.ranks import check_number_of_processes
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
 from moe_ffn.runs.documents import Saved

@@ -19,9 +19,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import Code, file_of_module, imported_code
-from moe_ffn.ranks import is_first_rank
 from moe_ffn.runs.documents import CodeEntries, CodeEntry
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.commands import command
 from moe_ffn.data.split import Documents, changed
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, command
 from moe_ffn.files import read_object
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_resume
 from moe_ffn.runs.config import TrainConfig

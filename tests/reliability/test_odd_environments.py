@@ -18,8 +18,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moe_ffn import ranks
 from moe_ffn.cli.exit import exit_on_bad_input, keep_printing
+from moe_ffn.environment import (
+    VARIABLES,
+    check_environment,
+    check_number_of_processes,
+    is_first_rank,
+)
 from moe_ffn.errors import ConfigError, printable
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 from tests.helpers.tiny_runs import (
@@ -50,7 +55,7 @@ SHORT = {
 def _of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs the tests may be inside a job of SLURM's."""
     for name in os.environ:
-        if name in ranks.VARIABLES or name.startswith(("SLURM_", "PL_TRAINER_")):
+        if name in VARIABLES or name.startswith(("SLURM_", "PL_TRAINER_")):
             monkeypatch.delenv(name)
 
 
@@ -60,13 +65,13 @@ def _of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is '1' in the environment, as if lightning had started"),
-        ({"LOCAL_RANK": "1"}, "but lightning sets WORLD_SIZE and MASTER_ADDR and MASTER_PORT too,"),
-        ({"LOCAL_RANK": "1"}, "or where nobody did: unset LOCAL_RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK is '1' in the environment, but lightning sets"),
+        ({"LOCAL_RANK": "1"}, "but lightning sets WORLD_SIZE and MASTER_ADDR and MASTER_PORT too;"),
+        ({"LOCAL_RANK": "1"}, "or unset LOCAL_RANK"),
         ({"LOCAL_RANK": "0"}, "unset LOCAL_RANK"),
         ({"LOCAL_RANK": "1", "RANK": "1"}, "unset RANK LOCAL_RANK"),
         ({"RANK": "0"}, "torchrun sets WORLD_SIZE and LOCAL_RANK and MASTER_ADDR and"),
-        ({"RANK": "banana"}, "RANK is 'banana' in the environment, but no launcher"),
+        ({"RANK": "banana"}, "RANK is 'banana' in the environment, but a launcher"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK is '' in the environment"),
         ({"LOCAL_RANK": "-1"}, "unset LOCAL_RANK"),
         ({"WORLD_SIZE": "two"}, "unset WORLD_SIZE"),
@@ -76,11 +81,14 @@ def _of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"MASTER_PORT": "http"}, "unset MASTER_PORT"),
         ({"STANDALONE_PORT": "x"}, "unset STANDALONE_PORT"),
         ({"TORCHELASTIC_RUN_ID": "none"}, "unset TORCHELASTIC_RUN_ID"),
-        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING}, "RANK is less than WORLD"),
+        (
+            {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2", **MEETING},
+            "RANK has to be less than WORLD",
+        ),
         (
             {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING},
             "but this run trains in 1 process; give --trainer.devices and --trainer.num_nodes whose "
-            "product is 2, or where nobody did: unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
+            "product is 2, or unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT",
         ),
         ({"LOCAL_RANK": "1", "WORLD_SIZE": "4", **MEETING}, "trains in 1 process; give"),
         ({"SLURM_PROCID": "banana"}, "unset SLURM_PROCID"),
@@ -88,10 +96,10 @@ def _of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**JOB, "SLURM_NTASKS": "4"}, "srun sets SLURM_PROCID and SLURM_LOCALID and SLURM_NODEID"),
         (
             {**JOB, **TASK, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
-            "as if srun had started",
+            "but this run trains in 1 process; give",
         ),
         ({**JOB, "SLURM_NTASKS": "1", "RANK": "1"}, "unset RANK"),
-        ({"PL_TRAINER_DETECT_ANOMALY": "1"}, "say it as --trainer.detect_anomaly, or unset PL_TR"),
+        ({"PL_TRAINER_DETECT_ANOMALY": "1"}, "give --trainer.detect_anomaly, or unset PL_TR"),
         ({"PL_TRAINER_FAST_DEV_RUN": "1"}, "unset PL_TRAINER_FAST_DEV_RUN"),
     ],
     ids=str,
@@ -129,8 +137,8 @@ def test_overhead_refuses_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"RANK": "0", "WORLD_SIZE": "1"}, "trains in 2 processes; give"),
         ({**JOB, "SLURM_NTASKS": "1"}, "unset SLURM_NTASKS"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999' in the environment, where"),
-        ({"MASTER_ADDR": "192.0.2.1"}, "cannot meet (Cannot assign requested address); unset"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999' in the environment, but the processes"),
+        ({"MASTER_ADDR": "192.0.2.1"}, "cannot meet there (Cannot assign requested address); "),
         ({"MASTER_ADDR": "\n"}, "unset MASTER_ADDR"),
         ({"SLURM_PROCID": "2"}, "unset SLURM_PROCID"),
     ],
@@ -141,10 +149,10 @@ def test_processes_that_could_never_meet_are_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    ranks.check_environment(num_nodes=1)
+    check_environment(num_nodes=1)
 
     with pytest.raises(ConfigError) as refused:
-        ranks.check_number_of_processes(num_devices=2, num_nodes=1)
+        check_number_of_processes(num_devices=2, num_nodes=1)
 
     assert said in str(refused.value)
 
@@ -187,10 +195,10 @@ def test_what_launchers_say_is_taken(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    ranks.check_environment(nodes)
-    ranks.check_number_of_processes(devices, nodes)
+    check_environment(nodes)
+    check_number_of_processes(devices, nodes)
 
-    assert ranks.is_first_rank() is is_first
+    assert is_first_rank() is is_first
 
 
 # -- terminals
@@ -574,7 +582,5 @@ def test_more_processes_than_the_run_has_are_refused_by_each(tmp_path: Path) -> 
     done = shell("", *argv, *options(tmp_path, **SHORT), variables={})
 
     assert done.code != 0
-    assert "as if torchrun had started this process among others, but this run trains in 1" in (
-        done.stderr
-    )
+    assert "in the environment, but this run trains in 1" in (done.stderr)
     assert not (tmp_path / "runs").exists()

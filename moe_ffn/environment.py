@@ -1,17 +1,42 @@
-"""Which of several processes this is, by its environment, and what contradicts it; needs no torch."""
+"""What the environment of a process says: folders that torch needs, and which of several processes it is.
+
+Importing this before torch ends the process with a sentence where importing torch would end it without one.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+import tempfile
 from dataclasses import dataclass
 
 from moe_ffn.errors import ConfigError, reason
 
 
+def _require_folders_of_torch() -> None:
+    """Exit with code 2 where there is no current folder, or none for temporary files."""
+    try:
+        problem = (
+            "the current folder was removed, and torch cannot be imported in it; cd to another"
+        )
+        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
+        problem = (
+            "TMPDIR: no folder for temporary files can be written, and torch cannot be imported without; "
+            "make room in /tmp, or set TMPDIR to another folder"
+        )
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+_require_folders_of_torch()
+
+
 @dataclass(frozen=True)
 class Launcher:
-    """What starts several processes, and the variables that it sets for each of them."""
+    """A program that starts several processes, and the variables that it sets for each of them."""
 
     name: str
     rank: str
@@ -30,14 +55,14 @@ LSF = Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", ("JSM_NAMESP
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Of these Lightning takes the first that is set, whoever set it."""
+"""Of these Lightning takes the first that is set, whichever launcher it has found."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM, LSF) for name in launcher.variables),
     *("NODE_RANK", "GROUP_RANK", "STANDALONE_PORT", "TORCHELASTIC_RUN_ID"),
 }
 _NUMBERS = VARIABLES - {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
 _TRAINER = "PL_TRAINER_"
-"""How the variables begin that Lightning's Trainer takes for what it was not told."""
+"""The prefix of variables that Lightning's Trainer takes for arguments that it is not given."""
 
 
 def is_first_rank() -> bool:
@@ -54,26 +79,26 @@ def check_environment(num_nodes: int) -> None:
         num_nodes: machines that the run is to be on.
 
     Raises:
-        ConfigError: a variable is none that a launcher sets, or what it sets beside it is not there.
+        ConfigError: a variable has a value that no launcher sets, or lacks others that it would set too.
     """
     for name, value in os.environ.items():
         if name.startswith(_TRAINER):
             option = f"--trainer.{name.removeprefix(_TRAINER).lower()}"
-            raise _unusable(
-                name, f"Lightning would train by it, and nobody would know; say it as {option}"
-            )
+            raise _refusal(f"Lightning would train by it unsaid; give {option}", name)
         if name in _NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
-            raise _unusable(name, "no launcher of processes sets that, but a whole number")
+            raise _refusal("a launcher of processes sets a whole number; set one", name)
     launcher, node = _launcher(), _node_rank()
     if launcher in (None, LIGHTNING) and _number(node) >= max(num_nodes, 1):
-        raise _unusable(node, f"trainer.num_nodes is {num_nodes}; give another")
+        raise _refusal(f"trainer.num_nodes is {num_nodes}; give another", node)
     if launcher is None:
         return
     missing = [name for name in launcher.variables if name not in os.environ]
     if missing and os.environ.get(launcher.size) != "1":
-        raise _stray(launcher, f"{launcher.name} sets {' and '.join(missing)} too")
+        raise _stray(
+            launcher, f"{launcher.name} sets {' and '.join(missing)} too; start it with that"
+        )
     if _number(launcher.rank) >= _number(launcher.size):
-        raise _stray(launcher, f"{launcher.rank} is less than {launcher.size} where both are right")
+        raise _stray(launcher, f"{launcher.rank} has to be less than {launcher.size}; set it so")
 
 
 def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
@@ -89,20 +114,18 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
     launcher, num_processes = _launcher(), num_devices * num_nodes
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
     if launcher is not None and _number(launcher.size) != num_processes:
-        raise _stray(
-            launcher,
-            f"{train}; give --trainer.devices and --trainer.num_nodes whose product is "
-            f"{os.environ[launcher.size]}",
-        )
+        size = os.environ[launcher.size]
+        give = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
+        raise _stray(launcher, f"{train}; {give}")
     first = next((name for name in _RANKS if name in os.environ), None)
     if first is not None and _number(first) >= num_processes:
-        raise _unusable(first, train)
+        raise _refusal(train, first)
     if launcher is None and num_processes > num_nodes == 1:
         _check_meeting_place()
 
 
 def _launcher() -> Launcher | None:
-    """Who started this process among others, as Lightning judges; None where nobody did."""
+    """The program that started this process among others, as Lightning judges; None where none did."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return TORCHRUN
     is_interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -126,8 +149,8 @@ def _number(name: str) -> int:
 
 def _check_meeting_place() -> None:
     """ConfigError where the processes that this one is to start, on this machine, would wait for ever."""
-    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
-    if not given:
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    if not {*names} & {*os.environ}:
         return
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
@@ -136,27 +159,19 @@ def _check_meeting_place() -> None:
             tried.bind((place[0], _number("MASTER_PORT")))
     except (OSError, OverflowError, UnicodeError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"{_values(given)} in the environment, where the processes of this run cannot meet ({why}); "
-            f"unset {' '.join(given)}"
+        raise _refusal(
+            f"the processes of this run cannot meet there ({why}); set others", *names
         ) from error
 
 
-def _unusable(name: str, why: str) -> ConfigError:
-    return ConfigError(f"{_values([name])} in the environment, but {why}, or unset {name}")
-
-
 def _stray(launcher: Launcher, why: str) -> ConfigError:
-    """That of a process which looks like one of several."""
-    names = dict.fromkeys([*launcher.variables, *_RANKS])
-    if launcher is TORCHRUN:
-        names = dict.fromkeys([*names, "TORCHELASTIC_RUN_ID"])
-    given = [name for name in names if name in os.environ]
-    return ConfigError(
-        f"{_values(given)} in the environment, as if {launcher.name} had started this process among "
-        f"others, but {why}, or where nobody did: unset {' '.join(given)}"
-    )
+    """The refusal of a process that looks like one of several."""
+    of_elastic = ("TORCHELASTIC_RUN_ID",) if launcher is TORCHRUN else ()
+    return _refusal(why, *launcher.variables, *_RANKS, *of_elastic)
 
 
-def _values(names: list[str]) -> str:
-    return ", ".join(f"{name} is '{os.environ[name]}'" for name in names)
+def _refusal(why: str, *names: str) -> ConfigError:
+    """Of the variables that are set among `names`."""
+    given = [name for name in dict.fromkeys(names) if name in os.environ]
+    values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
+    return ConfigError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("module", ["moe_ffn.cli", "experiments.train"])
 @pytest.mark.parametrize(
     ("script", "said"),
     [
@@ -28,10 +27,10 @@ ROOT = Path(__file__).parents[1]
     ],
     ids=["folder removed", "no file may be written"],
 )
-def test_a_sentence_comes_before_torch(tmp_path: Path, module: str, script: str, said: str) -> None:
+def test_a_sentence_comes_before_torch(tmp_path: Path, script: str, said: str) -> None:
     variables = {"GONE": str(tmp_path / "gone"), "PYTHONPATH": str(ROOT), "TMPDIR": "/nowhere"}
     done = subprocess.run(
-        ["bash", "-c", f'{script}; exec "$0" -m {module} --help', sys.executable],
+        ["bash", "-c", f'{script}; exec "$0" -m moe_ffn.cli --help', sys.executable],
         cwd=tmp_path,
         env={**os.environ, **variables, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
