@@ -16,10 +16,8 @@ from moe_ffn.errors import ConfigError, reason
 
 def _require_folders_of_torch() -> None:
     """Exit with code 2 where there is no current folder, or none for temporary files."""
+    problem = "the current folder was removed, and torch cannot be imported in it; cd to another"
     try:
-        problem = (
-            "the current folder was removed, and torch cannot be imported in it; cd to another"
-        )
         os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
         problem = (
             "TMPDIR: no folder for temporary files can be written, and torch cannot be imported without; "

@@ -78,7 +78,7 @@ class ValidationLoader:
 class TokenData(LightningDataModule):
     """Windows of the train split in the order of the seed, and the fixed windows of validation."""
 
-    trainer: Trainer
+    trainer: Trainer  # pyright: ignore[reportIncompatibleVariableOverride]  # None only before fit
 
     def __init__(
         self, config: DataConfig, data: PreparedData, *, num_batches: int, seed: int

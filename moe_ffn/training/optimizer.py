@@ -78,7 +78,7 @@ class _TorchConfig(OptimizerConfig, frozen=True):
     embeddings have none."""
 
     def build(self, model: nn.Module) -> Optimizer:
-        options = self.model_dump(exclude=set(OptimizerConfig.model_fields)) | self.always
+        options = self.model_dump(exclude=set(OptimizerConfig.model_fields)) | dict(self.always)
         groups = decay_groups(model, self.weight_decay)
         return self.in_torch(groups, lr=self.learning_rate, **options)
 

@@ -219,7 +219,10 @@ def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -
     assert run.code == 0, run.stderr
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
-    assert "its loss is nan, though all of it is finite when the step is repeated; if it comes again" in run.stderr
+    assert (
+        "its loss is nan, though all of it is finite when the step is repeated; if it comes again"
+        in run.stderr
+    )
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)
