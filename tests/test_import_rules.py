@@ -99,13 +99,13 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
 
 ONLY_PLACES = {
     "lightning": {"moe_ffn/training", "moe_ffn/runs", "moe_ffn/cli/training_run.py", "experiments"},
-    "wandb": {"moe_ffn/training/monitoring/wandb.py", "moe_ffn/report/dashboard"},
+    "wandb": {"moe_ffn/training/monitoring/loggers.py", "moe_ffn/report/dashboard"},
     "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "moe_ffn/runs"},
     "yaml": {"moe_ffn/config_files.py"},
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
-    "plotly": {"experiments/benchmark", "moe_ffn/report", "moe_ffn/training/monitoring/wandb.py"},
+    "plotly": {"experiments/benchmark", "moe_ffn/report", "moe_ffn/training/monitoring/loggers.py"},
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""
