@@ -431,7 +431,7 @@ def test_process_answers_soon_after_torch_is_imported(tmp_path: Path) -> None:
 
     pairs = [(seconds_of_work(misspelt), seconds_of_work(import_torch)) for _ in range(3)]
     ours, torch_alone = (min(seconds) for seconds in zip(*pairs, strict=True))
-    assert ours < 1.5 * torch_alone
+    assert ours < 1.8 * torch_alone
 
 
 @pytest.mark.parametrize(

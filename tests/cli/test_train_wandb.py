@@ -23,6 +23,10 @@ from tests.helpers.wandb_records import history, inspect
 from tests.helpers.wandb_runs import KEY, Outcome, client_environment, train
 
 MAX_SECONDS_ADDED = 25
+"""As docs/observing.md says; held on a machine that has nothing else to do."""
+MAX_SECONDS_OF_A_BUSY_MACHINE = 150
+"""That it does not wait for ever."""
+
 FOLDER = r"runs/kept/wandb/offline-run-\S+"
 COMMANDS = rf"look: wandb leet {FOLDER}; upload: wandb sync {FOLDER}"
 NO_KEY = r"wandb: offline \(No API key configured\. Use `wandb login` to log in\); " + COMMANDS
@@ -202,12 +206,16 @@ def run_in(tiny_config: Path, tmp_path: Path) -> Callable[[Situation], Outcome]:
 
 
 @pytest.mark.parametrize(
-    "situation",
-    [pytest.param(situation, id=name) for name, situation in DEFAULT.items()]
-    + [pytest.param(s, id=name, marks=pytest.mark.slow) for name, s in SLOW.items()],
+    ("situation", "max_added"),
+    [pytest.param(s, MAX_SECONDS_OF_A_BUSY_MACHINE, id=name) for name, s in DEFAULT.items()]
+    + [
+        pytest.param(s, MAX_SECONDS_ADDED, id=f"{name}, in time", marks=pytest.mark.slow)
+        for name, s in (DEFAULT | SLOW).items()
+    ],
 )
 def test_a_run_ends_as_if_there_were_no_wandb(
     situation: Situation,
+    max_added: float,
     run_in: Callable[[Situation], Outcome],
     seconds_without: float,
     measure_without: Callable[[], float],
@@ -215,11 +223,11 @@ def test_a_run_ends_as_if_there_were_no_wandb(
     outcome = run_in(situation)
 
     added = outcome.seconds - seconds_without
-    if added > MAX_SECONDS_ADDED:  # the machine may have become busier since
+    if added > max_added:  # the machine may have become busier since
         added = outcome.seconds - measure_without()
     print(f"{added:+.1f} s\n{outcome.printed}")
     assert outcome.code == 0
-    assert added <= MAX_SECONDS_ADDED
+    assert added <= max_added
     assert not re.search(r"enter your choice|paste an api key|/authorize", outcome.printed, re.I)
     lines = [line for line in outcome.printed.splitlines() if line.startswith("wandb: ")]
     assert any(re.fullmatch(situation.line, line) for line in lines), lines
