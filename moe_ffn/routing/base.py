@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import TaggedConfig, describe_options
+from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
 from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
@@ -34,10 +34,6 @@ class RouterConfig(TaggedConfig, frozen=True):
     def not_causal_because(self) -> Refusal | None:
         """Why a later token can change where an earlier one goes, and what to use instead; None if causal."""
         return None
-
-    @property
-    def is_causal(self) -> bool:
-        return self.not_causal_because is None
 
     @property
     def has_correction_bias(self) -> bool:
@@ -101,6 +97,13 @@ class FixedKConfig(RouterConfig, frozen=True):
         return f"{self.type} k={self.k:g}"
 
 
+class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """A linear router that is told how many experts every token goes to, a whole number."""
+
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
+    """Experts per token."""
+
+
 class Router(nn.Module, ABC):
     """Chooses experts for tokens. Holds no counters: all it observed is in the `Routing` it returns."""
 
@@ -130,17 +133,20 @@ class Router(nn.Module, ABC):
 class LinearRouter(Router):
     """A router whose logits are a projection of the token, with jitter in training if asked."""
 
+    config: Any
+    """The config that built it, of the router's own class."""
+
     def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
         self.config = config
-        self.jitter = config.jitter
         self.projection = RouterLinear(d_model, num_experts, config.bias)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """(T, E), float32 or wider. The experts themselves see the tokens without the jitter."""
-        if self.training and self.jitter:
+        jitter = self.config.jitter
+        if self.training and jitter:
             noise_TD = torch.empty_like(x_TD, dtype=self.projection.dtype_for(x_TD))
-            x_TD = x_TD * noise_TD.uniform_(1 - self.jitter, 1 + self.jitter)
+            x_TD = x_TD * noise_TD.uniform_(1 - jitter, 1 + jitter)
         return self.projection(x_TD)
 
     def extra_repr(self) -> str:
@@ -184,11 +190,8 @@ class RouterLinear(nn.Module):
 def _as_given(x_TD: Tensor) -> AbstractContextManager[object]:
     """Products in the dtype of their factors, also where autocast is on."""
     device = x_TD.device.type
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    )
+    is_on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 class _WiderLinear(torch.autograd.Function):

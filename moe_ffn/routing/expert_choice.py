@@ -59,15 +59,14 @@ class ExpertChoiceRouter(LinearRouter):
     def __init__(self, config: ExpertChoiceRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
         self.share = share_of(config.k, parts=num_experts)
-        self.per_sequence = config.among == "sequence"
-        self.score = config.score
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.softmax(dim=-1) if self.score == "softmax" else logits_TE.sigmoid()
+        by_softmax = self.config.score == "softmax"
+        scores_TE = logits_TE.softmax(dim=-1) if by_softmax else logits_TE.sigmoid()
         num_tokens, num_experts = logits_TE.shape
         sequence_length = context.sequence_length or num_tokens
-        size = max(sequence_length if self.per_sequence else num_tokens, 1)
+        size = max(sequence_length if self.config.among == "sequence" else num_tokens, 1)
 
         comparable_T = comparable(logits_TE, context.mask)
         ranking_TE = scores_TE.detach().masked_fill(~comparable_T.unsqueeze(-1), -1)
@@ -82,12 +81,8 @@ class ExpertChoiceRouter(LinearRouter):
 
         starts_B11 = torch.arange(num_groups, device=x_TD.device).view(-1, 1, 1) * size
         token_ids_N = (token_ids_BEC + starts_B11).flatten()
-        expert_ids_N = repeat(
-            torch.arange(num_experts, device=x_TD.device),
-            "e -> (b e c)",
-            b=num_groups,
-            c=num_listed,
-        )
+        ids_E = torch.arange(num_experts, device=x_TD.device)
+        expert_ids_N = repeat(ids_E, "e -> (b e c)", b=num_groups, c=num_listed)
         chosen_N = repeat(chosen_BC, "b c -> (b e c)", e=num_experts)
         order_N = token_ids_N.argsort(stable=True)  # token-major, as all pairs are
         token_ids_N, expert_ids_N = token_ids_N[order_N], expert_ids_N[order_N]

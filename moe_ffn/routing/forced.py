@@ -12,18 +12,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from moe_ffn.config import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import (
-    FixedKConfig,
-    LinearRouter,
-    LinearRouterConfig,
-    Router,
-    routing_of_pairs,
-)
+from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
 
-class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class ForcedRouterConfig(LinearTopKConfig, frozen=True):
     """Forced balance or imbalance, whatever the token: for benchmarks and tests.
 
     The k experts of a token are decided by its position; their weights are softmax probabilities, so
@@ -31,8 +24,6 @@ class ForcedRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """
 
     type: Literal["forced"] = "forced"
-    k: int = Field(default=2, ge=1, le=MAX_COUNT)
-    """Experts per token."""
     skew: float = Field(default=0.0, ge=0, le=1)
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
 
@@ -50,13 +41,12 @@ class ForcedRouter(LinearRouter):
 
     def __init__(self, config: ForcedRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        self.k = config.k
         self.skew = Fraction(config.skew).limit_denominator(1_000_000)
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
-        num_experts = logits_TE.shape[-1]
+        num_experts, k = logits_TE.shape[-1], self.config.k
         mask_T = context.mask
         # Padding takes no turn, so that the real tokens are as balanced as they are without it.
         real_T = torch.ones_like(logits_TE[:, 0], dtype=torch.bool) if mask_T is None else mask_T
@@ -65,7 +55,7 @@ class ForcedRouter(LinearRouter):
         num_skewed_T = number_T * self.skew.numerator // self.skew.denominator
         skewed_T = num_skewed_T > (number_T - 1) * self.skew.numerator // self.skew.denominator
         turn_T = number_T - num_skewed_T - 1
-        first_T1 = torch.where(skewed_T, 0, turn_T * self.k).unsqueeze(-1)
-        expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % num_experts
+        first_T1 = torch.where(skewed_T, 0, turn_T * k).unsqueeze(-1)
+        expert_ids_TK = (first_T1 + torch.arange(k, device=x_TD.device)) % num_experts
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

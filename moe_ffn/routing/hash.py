@@ -46,8 +46,6 @@ class HashRouter(Router):
     def __init__(self, config: HashRouterConfig, num_experts: int) -> None:
         super().__init__()
         self.config = config
-        self.k = config.k
-        self.seed = config.seed
         self.num_experts = num_experts
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
@@ -62,11 +60,14 @@ class HashRouter(Router):
                 "router.type 'hash' routes by token id: call the block with "
                 "TokenContext(token_ids=...)"
             )
-        first_T1 = hash_of(context.token_ids, self.seed).remainder(self.num_experts).unsqueeze(-1)
-        expert_ids_TK = (first_T1 + torch.arange(self.k, device=x_TD.device)) % self.num_experts
+        k = self.config.k
+        first_T1 = (
+            hash_of(context.token_ids, self.config.seed).remainder(self.num_experts).unsqueeze(-1)
+        )
+        expert_ids_TK = (first_T1 + torch.arange(k, device=x_TD.device)) % self.num_experts
         dtype = RouterLinear.dtype_for(x_TD)
         scores_TE = torch.zeros(len(x_TD), self.num_experts, dtype=dtype, device=x_TD.device)
-        weights_TK = torch.full_like(expert_ids_TK, 1 / self.k, dtype=dtype)
+        weights_TK = torch.full_like(expert_ids_TK, 1 / k, dtype=dtype)
         scores_TE.scatter_(1, expert_ids_TK, weights_TK)
         whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
         logits_TE = torch.zeros_like(scores_TE).masked_fill(~whole_T1, torch.nan)

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
-    FixedKConfig,
     LinearRouter,
-    LinearRouterConfig,
+    LinearTopKConfig,
     Router,
     RouterLinear,
     routing_of_pairs,
@@ -28,7 +27,7 @@ MIN_NOISE = 1e-2
 """Added to the noise's scale, as in the implementations since: a scale of 0 has no gradient."""
 
 
-class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
     """Top-k of logits with learned Gaussian noise, softmax over the k (Shazeer et al. 2017).
 
     arXiv:1701.06538, section 2.1. The noise is added in training only.
@@ -50,9 +49,8 @@ class NoisyTopKRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
         return self
 
     def num_params(self, d_model: int, num_experts: int) -> int:
-        return super().num_params(d_model, num_experts) + linear_params(
-            d_model, num_experts, bias=False
-        )
+        noise = linear_params(d_model, num_experts, bias=False)
+        return super().num_params(d_model, num_experts) + noise
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
         return 2 * super().flops_per_token(d_model, num_experts)  # logits, and the noise's scale
@@ -69,18 +67,18 @@ class NoisyTopKRouter(LinearRouter):
 
     def __init__(self, config: NoisyTopKRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        self.k = config.k
         self.noise = RouterLinear(d_model, num_experts)
         nn.init.zeros_(self.noise.weight)  # section A: no token starts noisier than another
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
+        k = self.config.k
         noisy_TE, selection_probs_TE = logits_TE, None
         if self.training:
             scale_TE = F.softplus(self.noise(x_TD)) + MIN_NOISE
             noisy_TE = logits_TE + torch.randn_like(logits_TE) * scale_TE
-            selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, self.k)
-        top_TK, expert_ids_TK = noisy_TE.topk(self.k, dim=-1)
+            selection_probs_TE = selection_probabilities(logits_TE, noisy_TE, scale_TE, k)
+        top_TK, expert_ids_TK = noisy_TE.topk(k, dim=-1)
         return routing_of_pairs(
             top_TK.softmax(dim=-1),
             expert_ids_TK,

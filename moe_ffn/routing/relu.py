@@ -39,25 +39,21 @@ class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 class ReLURouter(LinearRouter):
     """Every expert with a positive logit, weighted by it (ReMoE, arXiv:2412.14711, equation 5)."""
 
-    def __init__(self, config: ReLURouterConfig, d_model: int, num_experts: int) -> None:
-        super().__init__(config, d_model, num_experts)
-        self.k = config.k
+    config: ReLURouterConfig
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.relu()
         num_tokens, num_experts = logits_TE.shape
-        expert_ids_TE = repeat(
-            torch.arange(num_experts, device=x_TD.device), "e -> t e", t=num_tokens
-        )
+        ids_E = torch.arange(num_experts, device=x_TD.device)
         return routing_of_pairs(
             scores_TE,
-            expert_ids_TE,
+            repeat(ids_E, "e -> t e", t=num_tokens),
             logits_TE,
             scores_TE,
             context,
             # Not `> 0`: a token whose logits are NaN must not pass as one that chose nobody.
             chosen_TK=~(logits_TE <= 0),
-            capacity_k=self.k,
-            target_k=self.k,
+            capacity_k=self.config.k,
+            target_k=self.config.k,
         )

@@ -15,16 +15,15 @@ from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import (
-    FixedKConfig,
     LinearRouter,
-    LinearRouterConfig,
+    LinearTopKConfig,
     Router,
     comparable,
     routing_of_pairs,
 )
 
 
-class SinkhornRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
     """Sinkhorn: in training, top-k of the scores after they were made balanced by Sinkhorn's rule.
 
     Clark et al. 2022, S-BASE (arXiv:2202.01169), as Megatron-LM has it. Weights are of the plain
@@ -54,24 +53,18 @@ class SinkhornRouter(LinearRouter):
     the balancing, weights are the plain scores of the chosen.
     """
 
-    def __init__(self, config: SinkhornRouterConfig, d_model: int, num_experts: int) -> None:
-        super().__init__(config, d_model, num_experts)
-        self.k = config.k
-        self.tolerance = config.tolerance
-        self.max_iterations = config.max_iterations
+    config: SinkhornRouterConfig
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.sigmoid() if self.k == 1 else logits_TE.softmax(dim=-1)
+        config, logits_TE = self.config, self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid() if config.k == 1 else logits_TE.softmax(dim=-1)
         ranking_TE = scores_TE.detach()
         if self.training:
+            counted_T = comparable(logits_TE, context.mask)
             ranking_TE = sinkhorn(
-                logits_TE.detach(),
-                comparable(logits_TE, context.mask),
-                self.tolerance,
-                self.max_iterations,
+                logits_TE.detach(), counted_T, config.tolerance, config.max_iterations
             )
-        expert_ids_TK = ranking_TE.topk(self.k, dim=-1).indices
+        expert_ids_TK = ranking_TE.topk(config.k, dim=-1).indices
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing.base import (
-    FixedKConfig,
-    LinearRouter,
-    LinearRouterConfig,
-    Router,
-    routing_of_pairs,
-)
+from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
 
 class GroupsConfig(Config, frozen=True):
@@ -69,11 +63,9 @@ class GroupsConfig(Config, frozen=True):
             )
 
 
-class TopKOptionsConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
-    k: int = Field(default=2, ge=1, le=MAX_COUNT)
-    """Experts per token."""
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
     scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
@@ -146,32 +138,30 @@ class SelectingRouter(LinearRouter):
 
     def __init__(self, config: TopKOptionsConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        self.k = config.k
-        self.groups = config.groups
-        self.renormalize = config.renormalize
-        self.scale = config.scale
         if config.correction_bias:
             bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
             self.register_buffer("correction_bias_E", bias_E)
 
     def select(self, scores_TE: Tensor) -> Tensor:
         """int64 (T, K), the best expert first."""
+        k, groups = self.config.k, self.config.groups
         ranking_TE = scores_TE.detach()
         if self.correction_bias_E is not None:
             ranking_TE = ranking_TE + self.correction_bias_E
-        if self.groups is not None:
-            allowed_TE = experts_of_best_groups(ranking_TE, self.groups, self.k)
+        if groups is not None:
+            allowed_TE = experts_of_best_groups(ranking_TE, groups, k)
             # -inf and not 0, under which a negative bias would let the masked experts win.
             ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
-        return ranking_TE.topk(self.k, dim=-1).indices
+        return ranking_TE.topk(k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
         """(T, K), the scores of these experts, divided by their sum if asked, times the scale."""
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        if self.renormalize:
+        if self.config.renormalize:
             tiny = torch.finfo(weights_TK.dtype).tiny
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=tiny)
-        return weights_TK if self.scale == 1 else weights_TK * self.scale
+        scale = self.config.scale
+        return weights_TK if scale == 1 else weights_TK * scale
 
 
 class TopKRouter(SelectingRouter):
@@ -180,16 +170,12 @@ class TopKRouter(SelectingRouter):
     With `softmax: after`, the weights are the softmax of the k chosen logits instead.
     """
 
-    def __init__(self, config: TopKRouterConfig, d_model: int, num_experts: int) -> None:
-        super().__init__(config, d_model, num_experts)
-        self.softmax_after = config.softmax == "after"
-
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         expert_ids_TK = self.select(scores_TE)
-        if self.softmax_after:
-            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.scale
+        if self.config.softmax == "after":
+            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.config.scale
         else:
             weights_TK = self.weigh(scores_TE, expert_ids_TK)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

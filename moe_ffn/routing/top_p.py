@@ -73,9 +73,7 @@ class TopPRouter(LinearRouter):
 
     def __init__(self, config: TopPRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
-        self.p = config.p
         self.max_k = config.max_k or num_experts
-        self.renormalize = config.renormalize
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
@@ -83,9 +81,9 @@ class TopPRouter(LinearRouter):
         weights_TK, expert_ids_TK = scores_TE.topk(self.max_k, dim=-1)
         # What the more probable ones reach without it; the first one always counts.
         before_TK = weights_TK.detach().cumsum(dim=-1) - weights_TK.detach()
-        chosen_TK = ~(before_TK >= self.p)
+        chosen_TK = ~(before_TK >= self.config.p)
         weights_TK = torch.where(chosen_TK, weights_TK, 0)
-        if self.renormalize:
+        if self.config.renormalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return routing_of_pairs(
             weights_TK,
