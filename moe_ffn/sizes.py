@@ -63,16 +63,6 @@ def linear_params(d_in: int, d_out: int, bias: bool) -> int:
     return d_in * d_out + (d_out if bias else 0)
 
 
-def mlp_params(d_model: int, width: int, bias: bool) -> int:
-    """Two matrices, up and down."""
-    return linear_params(d_model, width, bias) + linear_params(width, d_model, bias)
-
-
-def gated_params(d_model: int, width: int, bias: bool) -> int:
-    """Three matrices, gate, up and down."""
-    return linear_params(d_model, width, bias) + mlp_params(d_model, width, bias)
-
-
 def linear_flops(d_in: int, d_out: int) -> int:
     """Forward FLOPs for one token: a multiply and an add per weight. Training costs three times that."""
     return 2 * d_in * d_out

@@ -6,22 +6,22 @@ T tokens, D model width, E experts, F hidden width
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
 from moe_ffn.config import MAX_COUNT
-from moe_ffn.dispatch import Plan
-from moe_ffn.experts.base import Experts, MatrixExpertsConfig, describe_experts, stacked_linear
+from moe_ffn.experts.base import Experts, MatrixExperts, MatrixExpertsConfig, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.select import run_experts
-from moe_ffn.sizes import gated_params, gated_width, linear_flops
+from moe_ffn.sizes import gated_width
 
 
 class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
+
+    num_matrices: ClassVar[int] = 3
 
     @property
     def clamped(self) -> ClampedSwiGLU | None:
@@ -34,12 +34,6 @@ class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
 
     def width(self, d_model: int, experts_per_token: float) -> int:
         return self.d_ff or gated_width(d_model / experts_per_token)
-
-    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
-        return gated_params(d_model, self.width(d_model, experts_per_token), self.bias)
-
-    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
-        return 3 * linear_flops(d_model, self.width(d_model, experts_per_token))
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         return GatedExperts(self, d_model, num_experts, experts_per_token)
@@ -73,7 +67,7 @@ class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
         return "silu"
 
 
-class GatedExperts(Experts):
+class GatedExperts(MatrixExperts):
     """E networks down(act(gate x) * up x).
 
     `gate_up` (E, 2 F, D) holds gate's rows before up's; `gate` and `up` are views of it.
@@ -88,28 +82,24 @@ class GatedExperts(Experts):
     ) -> None:
         super().__init__()
         self.config = config
+        self.activation = config.gate_activation
         width = config.width(d_model, experts_per_token)
         self.gate_up, self.gate_up_bias = stacked_linear(
             num_experts, d_model, 2 * width, config.bias
         )
         self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)
 
-    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        weights = ExpertWeights(
-            activation=self.config.gate_activation,
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            activation=self.activation,
             up_EHD=self.gate_up,
             down_EDF=self.down,
             gated=True,
             up_bias_EH=self.gate_up_bias,
             down_bias_ED=self.down_bias,
-            dropout=self.config.dropout if self.training else 0.0,
+            dropout=self.dropout,
             clamped=self.config.clamped,
         )
-        return run_experts(x_TD, plan, weights, self.config.backend)
-
-    def extra_repr(self) -> str:
-        activation = self.config.gate_activation
-        return describe_experts(self.down, activation, self.config)
 
     @property
     def gate(self) -> Tensor:
@@ -120,13 +110,3 @@ class GatedExperts(Experts):
     def up(self) -> Tensor:
         """(E, F, D)"""
         return self.gate_up.chunk(2, dim=1)[1]
-
-    @property
-    def gate_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[0]
-
-    @property
-    def up_bias(self) -> Tensor | None:
-        """(E, F)"""
-        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[1]

@@ -1,20 +1,13 @@
-"""Plain experts, down(act(up x)).
-
-T tokens, D model width, E experts, F hidden width
-"""
+"""Plain experts, down(act(up x))."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from moe_ffn.activations import Activation
-from moe_ffn.dispatch import Plan
-from moe_ffn.experts.base import Experts, MatrixExpertsConfig, describe_experts, stacked_linear
+from moe_ffn.experts.base import Experts, MatrixExperts, MatrixExpertsConfig, stacked_linear
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.select import run_experts
-from moe_ffn.sizes import linear_flops, mlp_params, round_width
+from moe_ffn.sizes import round_width
 
 
 class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
@@ -27,43 +20,29 @@ class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
     def width(self, d_model: int, experts_per_token: float) -> int:
         return self.d_ff or round_width(4 * d_model / experts_per_token)
 
-    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
-        return mlp_params(d_model, self.width(d_model, experts_per_token), self.bias)
-
-    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
-        return 2 * linear_flops(d_model, self.width(d_model, experts_per_token))
-
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         return MLPExperts(self, d_model, num_experts, experts_per_token)
 
 
-class MLPExperts(Experts):
+class MLPExperts(MatrixExperts):
     """E networks down(act(up x))."""
 
     def __init__(
-        self,
-        config: MLPExpertsConfig,
-        d_model: int,
-        num_experts: int,
-        experts_per_token: float,
+        self, config: MLPExpertsConfig, d_model: int, num_experts: int, experts_per_token: float
     ) -> None:
         super().__init__()
         self.config = config
+        self.activation = config.activation
         width = config.width(d_model, experts_per_token)
         self.up, self.up_bias = stacked_linear(num_experts, d_model, width, config.bias)
         self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)
 
-    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        weights = ExpertWeights(
-            activation=self.config.activation,
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            activation=self.activation,
             up_EHD=self.up,
             down_EDF=self.down,
             up_bias_EH=self.up_bias,
             down_bias_ED=self.down_bias,
-            dropout=self.config.dropout if self.training else 0.0,
+            dropout=self.dropout,
         )
-        return run_experts(x_TD, plan, weights, self.config.backend)
-
-    def extra_repr(self) -> str:
-        activation = self.config.activation
-        return describe_experts(self.down, activation, self.config)

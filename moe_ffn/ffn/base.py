@@ -84,10 +84,6 @@ class FFNConfig(TaggedConfig, frozen=True):
         """Why a token's output may depend on later tokens, and what to use instead; None if causal."""
         return None
 
-    @property
-    def is_causal(self) -> bool:
-        return self.not_causal_because is None
-
     def routers(self) -> dict[str, RouterInfo]:
         """The routers of the block, named as in `FFNOutput.routings`."""
         return {}

@@ -14,14 +14,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.activations import Activation, activation_function
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.errors import Refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.dense import HiddenWidthConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_dtype, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops, linear_params
 
 
-class ConvConfig(FFNConfig, frozen=True):
+class ConvConfig(HiddenWidthConfig, frozen=True):
     """Two 1-D convolutions over positions; with kernel size 1 it is the dense block.
 
     Vaswani et al. 2017, section 3.3: "another way of describing this is as two convolutions with
@@ -33,14 +34,8 @@ class ConvConfig(FFNConfig, frozen=True):
     """Positions each convolution sees."""
     causal: bool = True
     """Look back only. False centres the kernel, which a causal model refuses."""
-    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Hidden width; 4 * d_model by default."""
     activation: Activation = "gelu"
     """Element-wise function between the two convolutions."""
-    bias: bool = False
-    """Add a bias to both convolutions."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Probability of zeroing a hidden unit, in training."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -49,9 +44,6 @@ class ConvConfig(FFNConfig, frozen=True):
         return Refusal(
             f"causal (false) with kernel_size ({self.kernel_size}) looks ahead", "set it to true"
         )
-
-    def width(self, d_model: int) -> int:
-        return self.d_ff or 4 * d_model
 
     def build(self, d_model: int) -> FFNBlock:
         return ConvFFN(self, d_model)
@@ -90,10 +82,8 @@ class ConvFFN(FFNBlock):
         return FFNOutput(self.down(hidden, mask_BS).reshape(x.shape).to(x.dtype))
 
     def extra_repr(self) -> str:
-        config = self.config
-        sizes = f"d_model={self.d_model}, d_ff={config.width(self.d_model)}"
-        window = f"kernel_size={config.kernel_size}, causal={config.causal}"
-        return f"{sizes}, {window}, activation={config.activation}"
+        sizes = f"d_model={self.d_model}, d_ff={self.config.width(self.d_model)}"
+        return f"{sizes}, {describe_options(self.config, without=['d_ff', 'bias', 'dropout'])}"
 
 
 class _PositionConv(nn.Module):

@@ -135,11 +135,11 @@ def test_printing_does_not_disturb_torch_compile(config: str) -> None:
 
 PRINTED: dict[str, tuple[Any, list[str]]] = {
     "identity": ("identity", ["IdentityFFN(d_model=16)"]),
-    "dense": ("dense", ["d_model=16, d_ff=64, activation=gelu"]),
-    "gated": ({"type": "reglu", "d_ff": 24}, ["d_model=16, d_ff=24, activation=relu, type=reglu"]),
+    "dense": ("dense", ["d_model=16, d_ff=64, type=dense, activation=gelu"]),
+    "gated": ({"type": "reglu", "d_ff": 24}, ["d_model=16, d_ff=24, type=reglu"]),
     "conv": (
         {"type": "conv", "causal": False},
-        ["d_model=16, d_ff=64, kernel_size=3, causal=False, activation=gelu"],
+        ["d_model=16, d_ff=64, type=conv, kernel_size=3, activation=gelu"],
     ),
     "moe": (
         "moe",

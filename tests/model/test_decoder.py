@@ -59,7 +59,11 @@ FFNS: dict[str, Any] = {
         "router": {"type": "relu", "k": 0.5},
     },
 }
-CAUSAL = {name: ffn for name, ffn in FFNS.items() if FFNConfig.model_validate(ffn).is_causal}
+CAUSAL = {
+    name: ffn
+    for name, ffn in FFNS.items()
+    if FFNConfig.model_validate(ffn).not_causal_because is None
+}
 DRAWS = {"moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"}
 """In training these draw a number per place of the batch, and padding moves the places."""
 
@@ -68,7 +72,9 @@ def build(seed: int = 0, **config: Any) -> Decoder:
     torch.manual_seed(seed)
     small = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
     ffn = FFNConfig.model_validate(config.get("ffn", "moe"))
-    parsed = DecoderConfig.model_validate({**small, "causal": ffn.is_causal, **config})
+    parsed = DecoderConfig.model_validate(
+        {**small, "causal": ffn.not_causal_because is None, **config}
+    )
     return parsed.build(vocab_size=VOCAB, max_seq_len=MAX_LEN)
 
 

@@ -172,7 +172,7 @@ def test_bad_options_are_refused_by_path(config: dict[str, Any], message: str) -
 
 def test_a_centred_window_of_one_position_is_causal() -> None:
     ffn = {"type": "conv", "causal": False, "kernel_size": 1}
-    assert DecoderConfig.model_validate({"ffn": ffn}).ffn.is_causal
+    assert DecoderConfig.model_validate({"ffn": ffn}).ffn.not_causal_because is None
 
 
 def test_yaml_layers_go_to_a_dict_and_back() -> None:
