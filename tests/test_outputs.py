@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from moe_ffn import FFNOutput, Router, TokenContext, build_ffn, routing_of_pairs
-from moe_ffn.balancing.bias_rules import QuantileRule, QuantileRuleConfig, SignRule, SignRuleConfig
+from moe_ffn.balancing.bias_rules import QuantileRuleConfig, SignRuleConfig
 from moe_ffn.balancing.losses import (
     global_load_balancing_loss,
     importance_cv2_loss,
@@ -129,7 +129,7 @@ NEEDING: dict[str, tuple[str, Callable[[Routing], object]]] = {
     "relu_sparsity": ("scores_TE", relu_sparsity_loss),
     "objective.bias_rule 'quantile'": (
         "scores_TE",
-        lambda r: QuantileRule(QuantileRuleConfig()).observe(r, torch.zeros(4)),
+        lambda r: QuantileRuleConfig().observe(r, torch.zeros(4)),
     ),
     "logit_max": ("logits_TE", logit_max),
     "nonfinite_tokens": ("logits_TE", nonfinite_tokens),
@@ -157,7 +157,7 @@ def test_what_counts_pairs_needs_no_table(tableless: Routing) -> None:
     assert pairs_per_sequence(tableless).tolist() == [[2, 2, 1, 1]]
     assert chosen_experts(tableless).sum() == 6
     assert importance_cv2_loss(tableless) > 0
-    assert SignRule(SignRuleConfig()).observe(tableless, torch.zeros(4)).tolist() == [2, 2, 1, 1]
+    assert SignRuleConfig().observe(tableless, torch.zeros(4)).tolist() == [2, 2, 1, 1]
 
 
 class Tableless(Router):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.bias_rules import SignRule, SignRuleConfig
+from moe_ffn.balancing.bias_rules import SignRuleConfig
 from moe_ffn.balancing.losses import (
     cv_squared,
     load_balancing_loss,
@@ -162,7 +162,7 @@ def tutels_importance_and_load() -> float:
 
 
 def bias_after(centre: bool) -> list[float]:
-    rule = SignRule(SignRuleConfig(rate=1e-3, centre=centre))
+    rule = SignRuleConfig(rate=1e-3, centre=centre)
     observed_E = torch.tensor(PUBLISHED["bias_update"]["counts"]).long()
     return rule.update(torch.zeros(8), observed_E, num_batches=1).tolist()
 
@@ -287,7 +287,7 @@ def test_a_mean_move_of_zero_is_no_proof_of_centring() -> None:
     # (u = 1) Megatron moves by -1, 1, 1, 1 and torchtitan by that minus its mean of 0.5.
     observed_E = torch.tensor([97, 1, 1, 1])
     for centre, expected in ((False, [-1, 1, 1, 1]), (True, [-1.5, 0.5, 0.5, 0.5])):
-        rule = SignRule(SignRuleConfig(rate=1.0, centre=centre))
+        rule = SignRuleConfig(rate=1.0, centre=centre)
         assert rule.update(torch.zeros(4), observed_E, 1).tolist() == expected
 
 

@@ -8,7 +8,7 @@ T tokens, E experts
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Literal
 
 import torch
@@ -21,7 +21,10 @@ from moe_ffn.outputs import Routing
 
 
 class BiasRuleConfig(TaggedConfig, frozen=True):
-    """Moves the correction bias of routers towards balance, once per optimizer step, without a loss."""
+    """Moves the correction bias of routers towards balance, once per optimizer step, without a loss.
+
+    It keeps nothing: the bias is the router's, and the sums are the trainer's.
+    """
 
     @property
     def advice(self) -> str | None:
@@ -29,13 +32,19 @@ class BiasRuleConfig(TaggedConfig, frozen=True):
         return None
 
     @abstractmethod
-    def build(self) -> BiasRule: ...
+    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
+        """(E,), what is to be summed over a step. `bias_E` is what the routing was made with."""
+
+    @abstractmethod
+    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
+        """The bias of the next step, from the sum over `num_batches` batches."""
 
 
 class SignRuleConfig(BiasRuleConfig, frozen=True):
     """bias += rate * sign(mean(pairs) - pairs): DeepSeek-V3's loss-free balancing.
 
-    Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+    Wang et al. 2024 (arXiv:2408.15664), algorithm 1, as in Megatron-LM and OLMo-core; with `centre`,
+    torchtitan's. The pairs are those of each expert in the step, before dropping.
     """
 
     type: Literal["sign"] = "sign"
@@ -47,55 +56,6 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
     @property
     def advice(self) -> str:
         return f"raise objective.bias_rule.rate (now {self.rate:g})"
-
-    def build(self) -> BiasRule:
-        return SignRule(self)
-
-
-class QuantileRuleConfig(BiasRuleConfig, frozen=True):
-    """Quantile balancing: the bias at which each expert would have taken its even share (Megatron-LM)."""
-
-    type: Literal["quantile"] = "quantile"
-    ema: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the old bias is kept at each step."""
-
-    def build(self) -> BiasRule:
-        return QuantileRule(self)
-
-
-class SparsityRuleConfig(Config, frozen=True):
-    """ReMoE's rule for the weight of the ReLU sparsity loss; only 'relu' routers are concerned.
-
-    Wang et al. 2024 (arXiv:2412.14711), equation 8: one weight for the whole model.
-    """
-
-    initial_weight: float = Field(default=1e-8, gt=0)
-    """The weight before the first step."""
-    factor: float = Field(default=1.2, gt=1)
-    """What it is multiplied by after a step with too many experts per token, or divided by."""
-
-
-class BiasRule(ABC):
-    """How a bias moves. Not an nn.Module: the bias is the router's, the sums are the trainer's."""
-
-    @abstractmethod
-    def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        """(E,), what is to be summed over a step. `bias_E` is what the routing was made with."""
-
-    @abstractmethod
-    def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:
-        """The bias of the next step, from the sum over `num_batches` batches."""
-
-
-class SignRule(BiasRule):
-    """bias += rate * sign(mean(n) - n), n the pairs of each expert in the step, before dropping.
-
-    DeepSeek-V3's rule, as in Megatron-LM and OLMo-core; with `centre`, torchtitan's.
-    """
-
-    def __init__(self, config: SignRuleConfig) -> None:
-        self.rate = config.rate
-        self.centre = config.centre
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         return pairs_per_expert(routing)
@@ -109,17 +69,19 @@ class SignRule(BiasRule):
         return bias_E + move_E
 
 
-class QuantileRule(BiasRule):
-    """-bias of expert i becomes the quantile of (score - what it takes to be chosen) at its even share.
+class QuantileRuleConfig(BiasRuleConfig, frozen=True):
+    """Quantile balancing: the bias at which each expert would have taken its even share (Megatron-LM).
 
-    What it takes for a token is its (k+1)-th largest score + bias. If an expert's bias is the negative
-    of the (floor(T k / E) + 1)-th largest excess, just T k / E tokens choose it, other biases being equal: a
-    step of coordinate descent on the dual of balanced assignment. Kept as a moving average with mean 0,
-    as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's batches.
+    What it takes for a token to be chosen is its (k+1)-th largest score + bias. If an expert's bias is the
+    negative of the (floor(T k / E) + 1)-th largest excess over that, just T k / E tokens choose it, other
+    biases being equal: a step of coordinate descent on the dual of balanced assignment. Kept as a moving
+    average with mean 0, as in Megatron-LM (`qb_dual_update`), which averages the quantiles of a step's
+    batches.
     """
 
-    def __init__(self, config: QuantileRuleConfig) -> None:
-        self.ema = config.ema
+    type: Literal["quantile"] = "quantile"
+    ema: float = Field(default=0.9, ge=0, lt=1)
+    """How much of the old bias is kept at each step."""
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
@@ -140,6 +102,18 @@ class QuantileRule(BiasRule):
         fresh_E = -observed_E / num_batches
         moved_E = self.ema * bias_E + (1 - self.ema) * fresh_E
         return moved_E - moved_E.mean()
+
+
+class SparsityRuleConfig(Config, frozen=True):
+    """ReMoE's rule for the weight of the ReLU sparsity loss; only 'relu' routers are concerned.
+
+    Wang et al. 2024 (arXiv:2412.14711), equation 8: one weight for the whole model.
+    """
+
+    initial_weight: float = Field(default=1e-8, gt=0)
+    """The weight before the first step."""
+    factor: float = Field(default=1.2, gt=1)
+    """What it is multiplied by after a step with too many experts per token, or divided by."""
 
 
 def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Tensor:

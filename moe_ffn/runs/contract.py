@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_ffn.balancing.bias_rules import BiasRule, BiasRuleConfig
+from moe_ffn.balancing.bias_rules import BiasRuleConfig
 from moe_ffn.config import TaggedConfig
 from moe_ffn.data.corpus import CorpusConfig, Document
 from moe_ffn.dispatch import make_plan
@@ -336,7 +336,8 @@ class _Trial:
                 )
 
     def bias_rule(self, config: BiasRuleConfig) -> None:
-        self.require(config.build(), BiasRule, "build")
+        bias_E = torch.zeros(4)
+        self.require(config.update(bias_E, torch.ones(4), 1), Tensor, "update")
 
     def corpus(self, config: CorpusConfig) -> None:
         for document in config.documents():

@@ -28,7 +28,7 @@ class RouterSteering(nn.Module):
 
     def __init__(self, config: ObjectiveConfig) -> None:
         super().__init__()
-        self.rule = config.bias_rule.build()
+        self.rule = config.bias_rule
         self.factor = config.sparsity_rule.factor
         initial = torch.tensor(config.sparsity_rule.initial_weight)
         self.register_buffer("sparsity_weight", initial)

@@ -10,11 +10,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_ffn.balancing.bias_rules import (
-    BiasRule,
     BiasRuleConfig,
-    QuantileRule,
     QuantileRuleConfig,
-    SignRule,
     SignRuleConfig,
 )
 from moe_ffn.balancing.losses import pairs_per_expert
@@ -58,7 +55,7 @@ def lopsided_logits(num_tokens: int = 512, num_experts: int = 8, seed: int = 0) 
     return logits_TE + torch.linspace(-1, 1, num_experts)
 
 
-def step(rule: BiasRule, bias_E: Tensor, routing: Routing) -> Tensor:
+def step(rule: BiasRuleConfig, bias_E: Tensor, routing: Routing) -> Tensor:
     """A step of one batch."""
     return rule.update(bias_E, rule.observe(routing, bias_E), num_batches=1)
 
@@ -79,7 +76,7 @@ def violation(logits_TE: Tensor, k: int, bias_E: Tensor) -> float:
     ids=["megatron", "torchtitan"],
 )
 def test_the_move_is_that_of_the_published_example(centre: bool, moves: list[float]) -> None:
-    rule = SignRule(SignRuleConfig(rate=1e-3, centre=centre))
+    rule = SignRuleConfig(rate=1e-3, centre=centre)
     bias = torch.tensor([0.5, -0.25, 0.0, 1.0])
     moved = rule.update(torch.zeros(4), torch.tensor([97, 1, 1, 1]), num_batches=1)
     assert moved.tolist() == pytest.approx([1e-3 * move for move in moves], abs=FLOAT32)
@@ -89,7 +86,7 @@ def test_the_move_is_that_of_the_published_example(centre: bool, moves: list[flo
 
 def test_counts_of_batches_and_ranks_add_up(make_routing: Any) -> None:
     # (2, 0) and (0, 3) make (2, 3): expert 1 is ahead, though expert 0 is in the first batch.
-    rule = SignRule(SignRuleConfig(rate=1e-3))
+    rule = SignRuleConfig(rate=1e-3)
     bias = torch.zeros(2)
     first = rule.observe(make_routing([[0], [0]], 2), bias)
     second = rule.observe(make_routing([[1], [1], [1]], 2), bias)
@@ -103,7 +100,7 @@ def test_one_pair_in_very_many_still_has_its_sign(spare: int) -> None:
     # 2^40 + 1 is no float32 number, and the mean, 2^40 + 1/4, is not even a whole one.
     observed = torch.full((4,), 2**40)
     observed[2] += spare
-    moved = SignRule(SignRuleConfig(rate=1e-3)).update(torch.zeros(4), observed, num_batches=1)
+    moved = SignRuleConfig(rate=1e-3).update(torch.zeros(4), observed, num_batches=1)
     assert (moved.sign() * spare).tolist() == [1, 1, -1, 1]
 
 
@@ -113,7 +110,7 @@ def test_one_pair_in_very_many_still_has_its_sign(spare: int) -> None:
 def test_the_average_keeps_its_share_of_the_old_bias_and_takes_the_mean_of_the_batches() -> None:
     # Two batches observed (.3, -.1) together: fresh is -(.15, -.05); .9 * (.2, -.2) + .1 * fresh is
     # (.165, -.175), less its mean -.005: (.17, -.17).
-    rule = QuantileRule(QuantileRuleConfig(ema=0.9))
+    rule = QuantileRuleConfig(ema=0.9)
     bias = rule.update(torch.tensor([0.2, -0.2]), torch.tensor([0.3, -0.1]), num_batches=2)
     torch.testing.assert_close(bias, torch.tensor([0.17, -0.17]), rtol=0, atol=1e-7)
 
@@ -121,7 +118,7 @@ def test_the_average_keeps_its_share_of_the_old_bias_and_takes_the_mean_of_the_b
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: int) -> None:
     logits, bias = lopsided_logits(), torch.zeros(8)
-    rule = QuantileRule(QuantileRuleConfig(ema=0.0))
+    rule = QuantileRuleConfig(ema=0.0)
     violations = [violation(logits, k, bias)]
     for _ in range(10):
         bias = step(rule, bias, route(logits, k, bias))
@@ -134,7 +131,7 @@ def test_one_quantile_step_takes_most_of_the_imbalance_and_a_few_nearly_all(k: i
 def test_the_bias_that_the_routing_was_made_with_is_taken_into_account() -> None:
     # Balanced already, by a bias: the rule finds it again, whatever constant is added to it.
     logits, bias = lopsided_logits(), torch.zeros(8)
-    rule = QuantileRule(QuantileRuleConfig(ema=0.0))
+    rule = QuantileRuleConfig(ema=0.0)
     for _ in range(200):
         bias = step(rule, bias, route(logits, 2, bias))
     for constant in (0.0, 0.5):
@@ -149,7 +146,7 @@ def test_the_bias_that_the_routing_was_made_with_is_taken_into_account() -> None
 @pytest.mark.parametrize("config", [c for c in RULES if c != RULES[0]], ids=IDS[1:])
 def test_the_mean_of_the_bias_stays_zero(config: BiasRuleConfig) -> None:
     # Except under the plain sign rule, whose example above moves by 2 in all.
-    rule, bias = config.build(), torch.zeros(8)
+    rule, bias = config, torch.zeros(8)
     for seed in range(5):
         bias = step(rule, bias, route(lopsided_logits(seed=seed), 2, bias))
         assert bias.count_nonzero() > 0
@@ -161,7 +158,7 @@ def test_padding_is_not_observed(config: BiasRuleConfig) -> None:
     logits = lopsided_logits(num_tokens=64)
     padded = torch.cat([torch.full((9, 8), 50.0), logits, -logits[:30]])
     mask = torch.tensor([False] * 9 + [True] * 64 + [False] * 30)
-    bias, rule = torch.linspace(-0.1, 0.1, 8), config.build()
+    bias, rule = torch.linspace(-0.1, 0.1, 8), config
     expected = rule.observe(route(logits, 2, bias), bias)
     assert torch.equal(rule.observe(route(padded, 2, bias, mask), bias), expected)
 
@@ -177,7 +174,7 @@ def test_where_there_is_nothing_to_choose_the_bias_stays(config: BiasRuleConfig,
     bias = torch.tensor([0.25, -0.25, 0.5, -0.5])
     routing = route(lopsided_logits(num_tokens, 4), k, bias, mask)
     # The average of a bias with itself: a unit in the last place of 0.5.
-    torch.testing.assert_close(step(config.build(), bias, routing), bias, rtol=0, atol=1e-7)
+    torch.testing.assert_close(step(config, bias, routing), bias, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("config", RULES, ids=IDS)
@@ -185,7 +182,7 @@ def test_the_bias_keeps_its_dtype_and_has_no_gradient(config: BiasRuleConfig) ->
     logits = lopsided_logits(16).double().requires_grad_()
     bias = torch.zeros(8)
     routing = route(logits, 2, bias)
-    rule = config.build()
+    rule = config
     observed = rule.observe(routing, bias)
     assert not observed.requires_grad
     assert rule.update(bias, observed, num_batches=1).dtype == torch.float32

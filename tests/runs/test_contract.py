@@ -225,7 +225,8 @@ class Breaks(torch.optim.SGD):
     def step(self, closure=None): return 1 // 0
 
 class Rule(BiasRuleConfig, frozen=True):
-    def build(self): return 3
+    def observe(self, routing, bias_E): return bias_E
+    def update(self, bias_E, observed_E, num_batches): return 3
 
 class Texts(CorpusConfig, frozen=True):
     def documents(self): yield "text"
@@ -409,7 +410,7 @@ PLACES = {
         "though its gradient is random of size 1"
     ),
     ("objective.bias_rule", "Rule", ""): (
-        "objective.bias_rule ('own.py:Rule'): build returned 3, but has to return a BiasRule"
+        "objective.bias_rule ('own.py:Rule'): update returned 3, but has to return a Tensor"
     ),
     ("data.corpus", "Texts", ""): (
         "data.corpus ('own.py:Texts'): documents returned 'text', but has to return a Document"

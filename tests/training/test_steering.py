@@ -158,8 +158,8 @@ def test_quantiles_are_averaged_over_the_batches_of_all_ranks(
     config = ObjectiveConfig.model_validate({"bias_rule": {"type": "quantile", "ema": 0.5}})
     logits_TE = torch.tensor([[3.0, 1.0], [2.0, 0.0], [1.0, 0.5], [0.0, 0.2]])
     routing = route_logits(logits_TE, k=1)
-    once = config.bias_rule.build().observe(routing, torch.zeros(2))
-    expected = config.bias_rule.build().update(torch.zeros(2), once, num_batches=1)
+    once = config.bias_rule.observe(routing, torch.zeros(2))
+    expected = config.bias_rule.update(torch.zeros(2), once, num_batches=1)
     assert expected.abs().min() > 0.01
 
     routers = {"layer_00": biased_router()}
