@@ -39,10 +39,9 @@ from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmBell, AlarmRules
-from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, ValidationLogger
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
-from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.outage import Outage
 from moe_ffn.training.recovery.stopping import (

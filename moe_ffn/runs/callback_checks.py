@@ -22,8 +22,7 @@ from moe_ffn.runs.value_checks import (
     require_tensor,
 )
 from moe_ffn.training.monitoring.alarms import ROWS_OF_MEDIAN, AlarmKind
-from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
-from moe_ffn.training.monitoring.sample_log import SampleLog
+from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, ValidationLogger
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN

@@ -34,7 +34,7 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.outside_code import code_files
 from moe_ffn.runs.record import CHANGEABLE, RUN_ID, changeable_options
 from moe_ffn.runs.start import Start
-from moe_ffn.training.monitoring.callbacks import StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, ValidationLogger
 from moe_ffn.training.monitoring.json_lines import (
     Line,
     Row,
@@ -43,7 +43,6 @@ from moe_ffn.training.monitoring.json_lines import (
     num_damaged,
     read_lines,
 )
-from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.recovery.checkpoint_file import likely_step, newest_first, pass_over
 
 

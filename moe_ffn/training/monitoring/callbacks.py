@@ -1,4 +1,4 @@
-"""What watches a run: rows of metrics for the loggers, and the results of the last validation.
+"""What watches a run: rows of metrics for the loggers, the last validation's results, and texts of the model.
 
 Nothing here calls `self.log`, which costs about 0.3 ms per key and step: tensors are added up and the
 loggers handed one row every `logging.every_n_steps`.
@@ -6,9 +6,12 @@ loggers handed one row every `logging.every_n_steps`.
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +20,13 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import first_line
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
 from moe_ffn.training.monitoring.alarms import AlarmBell, AlarmRules
+from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
     RoutingByLayer,
@@ -29,6 +35,7 @@ from moe_ffn.training.monitoring.routing_window import (
     of_this_rank,
 )
 from moe_ffn.training.recovery.guard import Diverged
+from moe_ffn.training.sampling import SampleConfig, sample_text
 
 Row = dict[str, float | list[float]]
 """Key -> value, or one value per expert; each logger writes such a vector in its own way."""
@@ -77,7 +84,6 @@ class StepLogger(Callback):
         self._clock = 0.0
         self._learning_rate = 0.0
         self._last_row_step = 0
-        self._last_step = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,7 +99,6 @@ class StepLogger(Callback):
         self.num_skipped = pl_module.guard.num_skipped  # what a checkpoint knew
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step = trainer.global_step
         self._clock = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,20 +121,18 @@ class StepLogger(Callback):
         assert isinstance(pl_module, LanguageModel)
         tokens = batch["input_ids"].numel() * trainer.world_size
         self._window.add(outputs, tokens)
-        step = trainer.global_step
-        if step > self._last_step:
-            self._last_step = step
-            self._end_step(trainer, pl_module)
-        step_of_batch = batch["index"] // trainer.accumulate_grad_batches + 1
-        self._routing.update(
-            outputs["routings"],
-            self._ends_row(step_of_batch, trainer),
-            outputs["shared_shares"],
-        )
-        # Between the batches of one accumulation window the step stands still.
-        is_due = self._ends_row(step, trainer) and step > self._last_row_step
-        # Reading the values waits for the device, so it belongs to the time that was worked.
-        row = self._values(trainer, pl_module) if is_due else None
+        step = batch["index"] // trainer.accumulate_grad_batches + 1
+        ends_row = step % self.config.every_n_steps == 0 or step == trainer.max_steps
+        self._routing.update(outputs["routings"], ends_row, outputs["shared_shares"])
+        row = None
+        if trainer.global_step == step:  # this was the last batch of the step
+            self.num_skipped = pl_module.guard.num_skipped
+            skipped = pl_module.skipped_step
+            self._window.end_step(taken=skipped is None)
+            if skipped is not None and trainer.is_global_zero:
+                self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
+            # Reading the values waits for the device, so it belongs to the time that was worked.
+            row = self._values(trainer, pl_module) if ends_row else None
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._window.seconds += seconds
@@ -169,16 +172,6 @@ class StepLogger(Callback):
         self._last_row_step = state_dict["last_row_step"]
         self.total_tokens = state_dict["total_tokens"]
         self.total_seconds = state_dict["total_seconds"]
-
-    def _ends_row(self, step: int, trainer: Trainer) -> bool:
-        return step % self.config.every_n_steps == 0 or step == trainer.max_steps
-
-    def _end_step(self, trainer: Trainer, module: LanguageModel) -> None:
-        self.num_skipped = module.guard.num_skipped
-        skipped = module.skipped_step
-        self._window.end_step(taken=skipped is None)
-        if skipped is not None and trainer.is_global_zero:
-            self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
 
     def _values(self, trainer: Trainer, module: LanguageModel) -> Row:
         step = trainer.global_step
@@ -230,7 +223,7 @@ class _LossWindow:
     def end_step(self, *, taken: bool) -> None:
         for values in self.of_step:
             for name, value in values.items():
-                # A loss that is no number must not make one of the row's mean.
+                # NaN of a step that was not taken must not spread to the row's mean.
                 counted = value if taken else torch.zeros_like(value)
                 before = self.sums.get(name)
                 self.sums[name] = counted if before is None else before.to(counted.device) + counted
@@ -301,3 +294,48 @@ class ValidationLogger(Callback):
         self.last = state_dict["last"]
         self.last_step = state_dict["last_step"]
         self.routing = state_dict["routing"]
+
+
+class SampleLog(Callback):
+    """Continues the prompt at every validation, always with the same seed, and keeps what came of it."""
+
+    def __init__(
+        self, path: Path, tokenizer: Tokenizer, options: SampleConfig, prompt: str, seed: int
+    ) -> None:
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.options = options
+        self.seed = seed
+        self.file = JsonLines(path)
+        self.last = ""
+        """The newest text, without the prompt; empty where the model can write none."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel)
+        self.last = ""
+        # A model that has diverged has no probabilities to draw from, and one that sees both sides
+        # writes no text from left to right.
+        loss = trainer.callback_metrics["validation/loss"].item()
+        writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
+        if not (writes and trainer.is_global_zero):
+            return
+        try:
+            # Of every length there is once: nothing that a compiled model should be compiled for.
+            with torch.compiler.set_stance("force_eager"):
+                self.last = sample_text(
+                    pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
+                )
+        except RuntimeError as error:  # a temperature, or logits, that make no probabilities
+            print(
+                f"sample: no text at step {trainer.global_step}: {first_line(error)}",
+                file=sys.stderr,
+            )
+            return
+        line = {STEP: trainer.global_step, "prompt": self.prompt, "text": self.last}
+        self.file.add([line])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last = state_dict["last"]

@@ -64,7 +64,7 @@ class RoutingByLayer:
     def close(self) -> ByLayer:
         """The values of each layer over all batches and ranks, on the CPU; then everything begins anew."""
         sums, self.sums = self._of_all_ranks(), {}
-        return on_host({layer: compute(self.metrics, found) for layer, found in sums.items()})
+        return {layer: compute(self.metrics, found) for layer, found in sums.items()}
 
     def state_dict(self) -> ByLayer:
         """What was added since `close`, over all ranks. A collective: every rank has to call it."""
@@ -80,25 +80,25 @@ class RoutingByLayer:
         self._loaded = dict(state) if is_first else {}
 
     def _of_all_ranks(self) -> ByLayer:
-        """The statistics of all ranks together, in one exchange of the sums and one of the maxima."""
-        sums = {layer: dict(self.sums[layer]) for layer in sorted(self.sums)}
-        if num_ranks() == 1:
-            return sums
-        for reduce, operation in (
-            ("sum", distributed.ReduceOp.SUM),
-            ("max", distributed.ReduceOp.MAX),
-        ):
+        """The statistics of all ranks together, on the CPU: one exchange and one copy of the sums, and one of
+        the maxima.
+        """
+        found: ByLayer = {layer: {} for layer in sorted(self.sums)}
+        for reduce in ("sum", "max"):
             names = [s.name for s in self.statistics if s.reduce == reduce]
-            found = [(layer, name, sums[layer][name]) for layer in sums for name in names]
-            if not found:
+            keys = [(layer, name) for layer in found for name in names]
+            values = [self.sums[layer][name] for layer, name in keys]
+            if not values:
                 continue
-            # float64 holds every count exactly.
-            flat = torch.cat([value.reshape(-1).double() for _, _, value in found])
-            distributed.all_reduce(flat, operation)
-            reduced = flat.split([value.numel() for _, _, value in found])
-            for (layer, name, before), value in zip(found, reduced, strict=True):
-                sums[layer][name] = value.view_as(before).to(before.dtype)
-        return sums
+            # float64 holds every count exactly; Apple's GPU has none.
+            values = [value if value.is_cuda else value.cpu() for value in values]
+            flat = torch.cat([value.reshape(-1).double() for value in values])
+            if num_ranks() > 1:
+                distributed.all_reduce(flat, getattr(distributed.ReduceOp, reduce.upper()))
+            parts = flat.cpu().split([value.numel() for value in values])
+            for (layer, name), before, part in zip(keys, values, parts, strict=True):
+                found[layer][name] = part.view_as(before).to(before.dtype)
+        return found
 
 
 def num_ranks() -> int:
@@ -125,19 +125,6 @@ def of_this_rank(values_R: Tensor) -> Tensor:
     return values_R[distributed.get_rank() if distributed.is_initialized() else 0]
 
 
-def on_host(values: ByLayer) -> ByLayer:
-    """The same on the CPU, in one copy: whoever reads a number later waits for no device."""
-    tensors = [value for of_layer in values.values() for value in of_layer.values()]
-    if not tensors or tensors[0].device.type == "cpu":
-        return values
-    flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors]).cpu()
-    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
-    return {
-        layer: {name: next(parts).view(value.shape) for name, value in of_layer.items()}
-        for layer, of_layer in values.items()
-    }
-
-
 PART_OF_BATCH = 1 / 4
 """A look at a quarter of a batch costs about a twelfth of a training step on all of it."""
 
@@ -145,39 +132,29 @@ MAX_TOKENS = 1024
 """More would not make the share of changed tokens much more exact, and checkpoints hold who chose whom."""
 
 
-class RoutingProbe:
-    """Routes the first sequences of the run's batch 0 (of rank 0's part), and remembers who chose whom."""
+@torch.no_grad()
+def probe(module: LanguageModel) -> dict[str, Tensor]:
+    """Who chose whom among the first sequences of the run's batch 0 (of rank 0's part).
 
-    def __init__(self) -> None:
-        self.chosen: dict[str, Tensor] = {}
-        """For each sparse layer, bool (T, E): `chosen_experts` at the last look."""
+    Evaluates, so that nothing is random and no generator moves.
 
-    @torch.no_grad()
-    def look(self, module: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
-        """What each sparse layer chose at the last look and chooses now; empty at the first look.
-
-        Evaluates, so that nothing is random and no generator moves.
-        """
-        if module.batch_at is None or not module.decoder.routers():
-            return {}
-        input_ids = module.batch_at(0)["input_ids"]
-        num_sequences = min(int(len(input_ids) * PART_OF_BATCH), MAX_TOKENS // input_ids.shape[1])
-        input_ids = input_ids[: max(num_sequences, 1)].to(module.device)
-        was_training = module.decoder.training
-        module.decoder.eval()
-        try:
-            # Another shape than the batches', for which a compiled model is not compiled again.
-            with torch.compiler.set_stance("force_eager"), module.precision_context():
-                routings = module.decoder(input_ids).routings
-        finally:
-            module.decoder.train(was_training)
-        before, self.chosen = self.chosen, {k: chosen_experts(r) for k, r in routings.items()}
-        # A mixture of depths hands a number of tokens on that differs from look to look.
-        return {
-            layer: (before[layer].to(now_TE.device), now_TE)
-            for layer, now_TE in self.chosen.items()
-            if layer in before and before[layer].shape == now_TE.shape
-        }
+    Returns:
+        for each sparse layer `chosen_experts`, bool (T, E).
+    """
+    if module.batch_at is None or not module.decoder.routers():
+        return {}
+    input_ids = module.batch_at(0)["input_ids"]
+    num_sequences = min(int(len(input_ids) * PART_OF_BATCH), MAX_TOKENS // input_ids.shape[1])
+    input_ids = input_ids[: max(num_sequences, 1)].to(module.device)
+    was_training = module.decoder.training
+    module.decoder.eval()
+    try:
+        # Another shape than the batches', for which a compiled model is not compiled again.
+        with torch.compiler.set_stance("force_eager"), module.precision_context():
+            routings = module.decoder(input_ids).routings
+    finally:
+        module.decoder.train(was_training)
+    return {layer: chosen_experts(routing).cpu() for layer, routing in routings.items()}
 
 
 class RoutingWindow:
@@ -189,7 +166,7 @@ class RoutingWindow:
         self._load = RoutingByLayer("every batch")
         self._tokens = RoutingByLayer("last step")
         self._idle_steps: dict[str, Tensor] = {}
-        self._probe = RoutingProbe()
+        self._chosen: dict[str, Tensor] = {}  # of the probe, at the last look
         self._last_look = -config.churn_every_n_steps
 
     def update(
@@ -218,15 +195,20 @@ class RoutingWindow:
         # Of a window that was cut short there are none.
         for layer, of_tokens in self._tokens.close().items():
             values[layer] |= of_tokens
-        looks: Mapping[str, tuple[Tensor, Tensor]] = {}
+        looks: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
-            self._last_look = step
-            looks = self._probe.look(module)
+            before, self._chosen, self._last_look = self._chosen, probe(module), step
+            # A mixture of depths hands a number of tokens on that differs from look to look.
+            looks = {
+                layer: (before[layer], now_TE)
+                for layer, now_TE in self._chosen.items()
+                if layer in before and before[layer].shape == now_TE.shape
+            }
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
             load_E = of_layer["load"]
-            before_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
-            self._idle_steps[layer] = idle_steps(before_E.to(load_E.device), load_E, num_steps)
+            idle_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
+            self._idle_steps[layer] = idle_steps(idle_E, load_E, num_steps)
             row = RowEnd(
                 load_E=load_E,
                 idle_steps_E=self._idle_steps[layer],
@@ -247,12 +229,12 @@ class RoutingWindow:
         return {
             "load": self._load.state_dict(),
             "idle_steps": self._idle_steps,
-            "probe": self._probe.chosen,
+            "probe": self._chosen,
             "last_look": self._last_look,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._load.load_state_dict(state["load"])
         self._idle_steps = state["idle_steps"]
-        self._probe.chosen = state["probe"]
+        self._chosen = state["probe"]
         self._last_look = state["last_look"]

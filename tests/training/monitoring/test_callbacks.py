@@ -22,8 +22,8 @@ from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.monitoring import callbacks
 from moe_ffn.training.monitoring import routing_window as routing_by_layer
+from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.routing_window import RoutingWindow
-from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.objective import Objective
 from tests.helpers.faults import Fault
 from tests.helpers.fitted import Fitted

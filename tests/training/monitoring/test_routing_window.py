@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.metrics.functional import churn
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
-from moe_ffn.training.monitoring.routing_window import RoutingProbe, RoutingWindow
+from moe_ffn.training.monitoring.routing_window import RoutingWindow, probe
 from tests.helpers.fitted import Fitted
 
 MOE = {"ffn": {"type": "moe", "num_experts": 4}}
@@ -43,23 +42,21 @@ def reroute(module: LanguageModel) -> None:
 # -- churn
 
 
-def churns(looks: dict[str, tuple[Tensor, Tensor]]) -> dict[str, float]:
-    return {layer: churn(before, now).item() for layer, (before, now) in looks.items()}
-
-
 def test_churn_is_of_the_tokens_of_batch_0_since_the_last_look(module: LanguageModel) -> None:
-    probe = RoutingProbe()
-    assert probe.look(module) == {}, "the first look has nothing to compare with"
-    assert churns(probe.look(module)) == {"layer_00": 0, "layer_01": 0}
-    before_TE = probe.chosen["layer_01"]
+    window = RoutingWindow(LoggingConfig.model_validate({"churn_every_n_steps": 10}))
+    first = values_of(module, window, 10)
+    assert "churn" not in first["layer_00"], "the first look has nothing to compare with"
+    same = values_of(module, window, 20)
+    assert [same[f"layer_0{layer}"]["churn"] for layer in range(2)] == [0, 0]
+    before_TE = probe(module)["layer_01"]
     assert before_TE.shape == (16, 4), "a quarter of the batch"
     reroute(module)
 
-    found = probe.look(module)
+    found = values_of(module, window, 30)
 
     # The two best of four turn into the two worst: nobody keeps an expert.
-    assert churns(found) == {"layer_00": 0, "layer_01": 1}
-    assert torch.equal(probe.chosen["layer_01"], ~before_TE)
+    assert [found[f"layer_0{layer}"]["churn"] for layer in range(2)] == [0, 1]
+    assert torch.equal(probe(module)["layer_01"], ~before_TE)
 
 
 def test_a_look_leaves_no_trace(module: LanguageModel) -> None:
@@ -68,7 +65,7 @@ def test_a_look_leaves_no_trace(module: LanguageModel) -> None:
     expected = torch.rand(2)
     torch.manual_seed(3)
 
-    RoutingProbe().look(module)
+    probe(module)
 
     assert torch.equal(torch.rand(2), expected)
     assert all(part.training for part in module.decoder.modules())
@@ -80,7 +77,7 @@ def test_a_dense_model_is_not_looked_at(
 ) -> None:
     dense = build_module(make_config(model={"ffn": "dense"}), prepared)
     dense.batch_at = lambda index: pytest.fail("nothing is routed here")
-    assert RoutingProbe().look(dense) == {}
+    assert probe(dense) == {}
 
 
 def test_looks_are_as_rare_as_asked(fit: Callable[..., Fitted]) -> None:

@@ -22,9 +22,9 @@ from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring import sample_log
+from moe_ffn.training.monitoring import callbacks
+from moe_ffn.training.monitoring.callbacks import SampleLog
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
-from moe_ffn.training.monitoring.sample_log import SampleLog
 from moe_ffn.training.sampling import SampleConfig, first_words
 
 RunTrain = Callable[..., Any]
@@ -66,7 +66,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
     """One whose texts are `text 1`, `text 2` and on, for seed 7."""
     numbers = count(1)
     monkeypatch.setattr(
-        sample_log, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
+        callbacks, "sample_text", lambda *given: f"text {next(numbers)} of seed {given[-1]}"
     )
     tokenizer: Any = None
     return SampleLog(tmp_path / "samples.jsonl", tokenizer, SampleConfig(), "def ", seed=7)
