@@ -15,8 +15,7 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
-from moe_ffn.report.page import check_plotly, write_report
-from moe_ffn.report.watch import watch
+from moe_ffn.report.page import check_plotly, watch, write_report
 from moe_ffn.runs.reader import read_run
 from moe_ffn.training.monitoring.json_lines import STEP
 

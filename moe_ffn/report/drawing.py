@@ -1,9 +1,9 @@
-"""What figures are made of: averaged series, lines, heat maps, and their colours by role."""
+"""How figures are drawn by plotly: averaged series, lines, heat maps, and their colours by role."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -35,12 +35,15 @@ LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
 LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
 """Role -> colour on a light ground."""
 
-QUIET = "quiet"
-"""The role of what only serves to compare with."""
-
-LINE_HEIGHT = 300
 TITLE_HEIGHT = 44
 """Of a figure's own title; the page has a heading instead and takes this off again."""
+
+_PALE = {"gridcolor": "#ebf0f8", "linecolor": "#ebf0f8", "zerolinecolor": "#ebf0f8"}
+TEMPLATE = {
+    "layout": {"font": {"color": "#2a3f5f"}, "xaxis": _PALE, "yaxis": _PALE},
+    "data": {"heatmap": [{"colorbar": {"outlinewidth": 0}}]},
+}
+"""What is used of `plotly_white`; the whole of it would take half of the time that a figure does."""
 
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
@@ -51,7 +54,7 @@ class Unit:
     """How the values of an axis read: its title, and a number's format (d3)."""
 
     axis: str
-    form: str
+    form: str = ",.4~g"
     tick_form: str | None = None
 
 
@@ -67,7 +70,7 @@ _FORMS = {
 
 def unit_of(metric: Metric) -> Unit:
     """The axis of a metric; a share is drawn as percent."""
-    form = _FORMS.get(metric.unit, ",.4~g")
+    form = _FORMS.get(metric.unit, Unit.form)
     if metric.is_share:
         return Unit(metric.axis("percent"), form, tick_form=".2~%")
     return Unit(metric.axis(), form)
@@ -84,13 +87,8 @@ class Grid:
     values: list[list[Value]]
 
 
-def average(series: Series, max_points: int) -> Grid:
-    """One series as at most `max_points` points; a bin without a row is left out."""
-    return average_all([series], max_points)
-
-
-def average_all(rows: Sequence[Series], max_points: int) -> Grid:
-    """Several series over common steps, at most `max_points` of them.
+def average(rows: Sequence[Series], max_points: int) -> Grid:
+    """Series over common steps, at most `max_points` of them; a bin without a row is left out.
 
     Where the rows have more different steps, a point is the mean of the finite values in its bin, at
     the mean of its steps.
@@ -132,40 +130,56 @@ def rounded(value: float) -> float:
 
 
 def line(
+    series: Series,
+    name: str,
+    unit: Unit,
+    number: int,
+    max_points: int,
+    *,
+    scale: float = 1.0,
+    markers: bool | None = None,
+) -> go.Scatter:
+    """A series as at most `max_points` points.
+
+    Args:
+        number: chooses colour and dash, the same for the same thing in every plot.
+        scale: what a step is worth on the x axis.
+        markers: on the points too; None for where they are few, since a point alone is no line.
+    """
+    grid = average([series], max_points)
+    # JSON has no infinity: what is beyond a float stands at its end.
+    steps = [min(step * scale, sys.float_info.max) for step in grid.steps]
+    markers = len(steps) <= 40 if markers is None else markers
+    dash = DASHES[number % len(DASHES)]
+    return _scatter(steps, grid.values[0], name, unit, number % len(SERIES), dash, markers)
+
+
+def level(value: float, span: Sequence[float], name: str, unit: Unit) -> go.Scatter:
+    """A horizontal line to compare with, such as the entropy of an even choice."""
+    return _scatter([min(span), max(span)], [value, value], name, unit, "quiet", "dot", False)
+
+
+def _scatter(
     steps: Sequence[float],
     values: Sequence[Value],
     name: str,
     unit: Unit,
-    *,
-    colour: int | str,
-    dash: str = "solid",
-    markers: bool | None = None,
+    role: int | str,
+    dash: str,
+    markers: bool,
 ) -> go.Scatter:
-    """One line of a figure.
-
-    Args:
-        colour: number of a series, the same for the same thing in every plot, or a role (`quiet`).
-        markers: on the points too; None for where they are few, since a point alone is no line.
-    """
-    with_markers = len(values) <= 40 if markers is None else markers
-    role = colour % len(SERIES) if isinstance(colour, int) else colour
+    """`role` is the number of a colour in `SERIES`, or the role of another in style.css."""
     drawn = LIGHT.get(f"series-{role}", "gray")
     return go.Scatter(
         x=list(steps),
         y=list(values),
         name=label(name),
-        mode="lines+markers" if with_markers else "lines",
+        mode="lines+markers" if markers else "lines",
         line={"dash": dash, "width": 2, "color": drawn},
         marker={"size": 5, "color": drawn},
         hovertemplate=f"%{{y:{unit.form}}}",
         meta={"colour": role},
     )
-
-
-def level(value: float, span: Sequence[float], name: str, unit: Unit) -> go.Scatter:
-    """A horizontal line to compare with, such as the entropy of an even choice."""
-    ends = [min(span), max(span)]
-    return line(ends, [value, value], name, unit, colour=QUIET, dash="dot", markers=False)
 
 
 def line_figure(
@@ -175,15 +189,18 @@ def line_figure(
     x_options: dict[str, Any] = {"title": _axis_title(x_axis), "hoverformat": ",~r"}
     if x_axis == STEP:
         x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
-    y_options = {"title": _axis_title(unit.axis), "tickformat": unit.tick_form, "automargin": True}
     layout = {
-        "height": LINE_HEIGHT,
+        "height": 300,
         "hovermode": "x unified",
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "margin": {"l": 62, "r": 12, "t": 14, "b": 48},
         "xaxis": x_options,
-        "yaxis": y_options,
+        "yaxis": {
+            "title": _axis_title(unit.axis),
+            "tickformat": unit.tick_form,
+            "automargin": True,
+        },
     }
     return _figure(traces, layout, title, note)
 
@@ -201,15 +218,10 @@ def heat_figure(
         z=grid.values,
         colorscale="Cividis",
         colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
-        hovertemplate=(f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{unit.form}}}</b><extra></extra>"),
+        hovertemplate=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{unit.form}}}</b><extra></extra>",
     )
-    layout = _heat_layout(
-        STEP,
-        "layer",
-        height=_height(len(names)),
-        left=38 + 7 * max(map(len, names)),
-        y_options={"type": "category", "autorange": "reversed"},
-    )
+    layout = _heat_layout(STEP, "layer", len(names), left=38 + 7 * max(map(len, names)))
+    layout["yaxis"]["type"] = "category"
     return _figure([trace], layout, title, note)
 
 
@@ -239,13 +251,8 @@ def load_figure(grid: Grid, *, title: str, note: str = "") -> go.Figure:
         ),
         meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
     )
-    layout = _heat_layout(
-        STEP,
-        "expert",
-        height=_height(num_experts),
-        # Expert 0 at the top, as in the co-activation map and in the table.
-        y_options={"dtick": _tick_distance(num_experts), "autorange": "reversed"},
-    )
+    layout = _heat_layout(STEP, "expert", num_experts)
+    layout["yaxis"]["dtick"] = _tick_distance(num_experts)
     return _figure([trace], layout, title, note)
 
 
@@ -267,14 +274,10 @@ def pair_figure(
         ),
         meta={"is_packed": True},
     )
-    ticks = {"dtick": _tick_distance(len(shares))}
-    layout = _heat_layout(
-        "expert j",
-        "expert i",
-        height=440,
-        x_options=ticks,
-        y_options={**ticks, "autorange": "reversed"},
-    )
+    layout = _heat_layout("expert j", "expert i", len(shares))
+    layout["height"] = 440
+    for axis in ("xaxis", "yaxis"):
+        layout[axis]["dtick"] = _tick_distance(len(shares))
     return _figure([trace], layout, title, note)
 
 
@@ -293,7 +296,7 @@ def _figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str
     """
     margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
     own = {
-        "template": "plotly_white",
+        "template": TEMPLATE,
         "height": layout["height"] + TITLE_HEIGHT,
         "margin": margin,
         "title": {
@@ -310,28 +313,17 @@ def _figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str
     return go.Figure(list(traces), {**layout, **own})
 
 
-def _heat_layout(
-    x_axis: str,
-    y_axis: str,
-    *,
-    height: int,
-    left: int = 52,
-    x_options: Mapping[str, Any] | None = None,
-    y_options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def _heat_layout(x_axis: str, y_axis: str, num_rows: int, left: int = 52) -> dict[str, Any]:
+    """The first row, as expert 0, stands at the top."""
     plain = {"showgrid": False, "zeroline": False}
     return {
-        "height": height,
+        "height": min(max(190 + 14 * num_rows, 260), 620),
         "hovermode": "closest",
         # Fixed: plotly would leave twice the room that the colour bar takes.
         "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": {"title": {"text": x_axis}, **plain, **(x_options or {})},
-        "yaxis": {"title": _axis_title(y_axis), **plain, **(y_options or {})},
+        "xaxis": {"title": {"text": x_axis}, **plain},
+        "yaxis": {"title": _axis_title(y_axis), "autorange": "reversed", **plain},
     }
-
-
-def _height(rows: int) -> int:
-    return min(max(190 + 14 * rows, 260), 620)
 
 
 def _axis_title(text: str) -> dict[str, Any]:

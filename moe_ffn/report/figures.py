@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,11 +25,9 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.layer_names import is_inner, layer_name, short_name
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.report.drawing import (
-    DASHES,
     STEP,
     Unit,
     average,
-    average_all,
     heat_figure,
     level,
     line,
@@ -113,7 +111,7 @@ def balancing_losses(run: Run) -> go.Figure:
     names = [name for name in sorted(BALANCING_LOSSES) if run.series(f"train/{name}")]
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
-    unit = Unit("loss, before its weight", ",.4~g")
+    unit = Unit("loss, before its weight")
     return _curves(run, "Balancing losses", unit, keys, " ".join(notes))
 
 
@@ -133,7 +131,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)
     note = describe_points(run.loads[name], columns).replace("point", "column")
-    grid = average_all(run.loads[name], columns)
+    grid = average(run.loads[name], columns)
     return load_figure(grid, title=f"Load, {_title(name)}", note=note)
 
 
@@ -150,26 +148,24 @@ def measure(run: Run, key: str) -> go.Figure:
     found = measured(run, metric)
     if not found:
         raise NotMeasuredError(f"run '{run.name}' has no {key} of any layer")
-    all_series = list(found.values())
-    layers = run.validated_layers if metric.measured == "validation" else run.layers
+    series, unit = list(found.values()), unit_of(metric)
     sizes = sorted({len(loads) for loads in run.loads.values()})
     evens = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
     even = ", ".join(f"{name} = {value:.3f}" for name, value in evens.items())
     notes = [metric.sentence, even and f"An even choice has {even}.", f"Healthy: {metric.healthy}."]
+    layers = list(run.validated_layers if metric.measured == "validation" else run.layers)
     if len(layers) > MAX_LINES:
         max_points = max(MAX_CELLS // len(found), 60)
-        note = _join([*notes, describe_points(all_series, max_points)])
+        note = _join(*notes, describe_points(series, max_points))
         rows = [short_name(layer) for layer in found]
-        grid = average_all(all_series, max_points)
-        return heat_figure(grid, rows, unit_of(metric), title=metric.title, note=note)
-    numbers = {layer: number for number, layer in enumerate(layers)}
+        return heat_figure(average(series, max_points), rows, unit, title=metric.title, note=note)
     traces = [
-        _line(series, _title(layer), unit_of(metric), numbers[layer], MAX_LAYER_POINTS)
-        for layer, series in found.items()
+        line(one, _title(layer), unit, layers.index(layer), MAX_LAYER_POINTS)
+        for layer, one in found.items()
     ]
-    traces += _levels(evens, all_series, unit_of(metric))
-    note = _join([*notes, describe_points(all_series, MAX_LAYER_POINTS)])
-    return line_figure(traces, unit_of(metric), title=metric.title, note=note)
+    traces += _levels(evens, series, unit)
+    note = _join(*notes, describe_points(series, MAX_LAYER_POINTS))
+    return line_figure(traces, unit, title=metric.title, note=note)
 
 
 def coactivation(run: Run, layer: int | str) -> go.Figure:
@@ -190,10 +186,15 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
     """Sparse layer -> for each expert, the share of its tokens that went to each other expert too."""
-    matrices = {
-        layer: _square(values.get("coactivation")) for layer, values in run.validated.items()
-    }
-    return {layer: matrix for layer, matrix in matrices.items() if matrix}
+    matrices = {layer: values.get("coactivation") for layer, values in run.validated.items()}
+    return {layer: matrix for layer, matrix in matrices.items() if _is_square(matrix)}
+
+
+def _is_square(matrix: Any) -> bool:
+    """Whether it is a matrix with as many rows as columns."""
+    if not isinstance(matrix, list) or not matrix:
+        return False
+    return all(isinstance(row, list) and len(row) == len(matrix) for row in matrix)
 
 
 # -- several runs in one figure: a run has one colour and one dash in all of them
@@ -216,20 +217,19 @@ def overlay(runs: Sequence[Run], key: str, over: str = STEP) -> go.Figure:
     title = metric.title
     if len(metric.rows) > 1:
         title = f"{ROW_NAMES[row].capitalize()} {title.lower()}"
-    scales = [1.0] * len(runs)
-    note = ""
-    if over == FLOPS:
-        for number, run in enumerate(runs):
-            flops = flops_per_step(run)
-            if flops is None:
-                raise NotMeasuredError(f"run '{run.name}' does not say how many FLOPs a step takes")
-            scales[number] = flops
-        note = (
-            f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
-            "seq_len x accumulate_grad_batches x step."
-        )
-    series = [run.series(key) for run in runs]
-    return _overlay(runs, series, unit_of(metric), title, note, scales=scales, x_axis=over)
+    if over != FLOPS:
+        return _overlay(runs, [run.series(key) for run in runs], metric, title)
+    flops: list[float] = []
+    for run in runs:
+        found = flops_per_step(run)
+        if found is None:
+            raise NotMeasuredError(f"run '{run.name}' does not say how many FLOPs a step takes")
+        flops.append(found)
+    note = (
+        f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
+        "seq_len x accumulate_grad_batches x step."
+    )
+    return _overlay(runs, [run.series(key) for run in runs], metric, title, note, flops=flops)
 
 
 def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
@@ -241,7 +241,7 @@ def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
     metric = _find(key, LAYER_METRICS)
     series = [mean_over_layers(run, metric) for run in runs]
     note = f"{metric.sentence} Mean over the layers."
-    return _overlay(runs, series, unit_of(metric), metric.title, note)
+    return _overlay(runs, series, metric, metric.title, note)
 
 
 def mean_over_layers(run: Run, metric: Metric) -> Series:
@@ -249,17 +249,14 @@ def mean_over_layers(run: Run, metric: Metric) -> Series:
 
     Blocks inside the blocks of layers are left out.
     """
-    layers = measured(run, metric)
-    found = [series for layer, series in layers.items() if series and not is_inner(layer)]
-    result = Series()
-    if found:
-        steps = np.concatenate([np.asarray(series.steps) for series in found])
-        values = np.concatenate([np.asarray(series.values) for series in found])
-        kept, places = np.unique(steps, return_inverse=True)
-        means = np.bincount(places, weights=values) / np.bincount(places)
-        result.steps.extend(kept.tolist())
-        result.values.extend(means.tolist())
-    return result
+    found = [series for layer, series in measured(run, metric).items() if not is_inner(layer)]
+    if not found:
+        return Series()
+    steps = np.concatenate([np.asarray(series.steps) for series in found])
+    values = np.concatenate([np.asarray(series.values) for series in found])
+    kept, places = np.unique(steps, return_inverse=True)
+    means = np.bincount(places, weights=values) / np.bincount(places)
+    return Series(array("q", kept.tolist()), array("d", means.tolist()))
 
 
 def flops_per_step(run: Run) -> float | None:
@@ -270,11 +267,9 @@ def flops_per_step(run: Run) -> float | None:
         run.option("data.seq_len"),
         run.option("trainer.accumulate_grad_batches"),
     ]
-    flops: float = FLOPS_PER_FORWARD
-    for count in counts:
-        if not isinstance(count, int | float) or not math.isfinite(count):
-            return None
-        flops *= count
+    if not all(isinstance(count, int | float) and math.isfinite(count) for count in counts):
+        return None
+    flops = math.prod(counts, start=float(FLOPS_PER_FORWARD))
     return flops if math.isfinite(flops) else None
 
 
@@ -307,53 +302,38 @@ def _curves(
         raise NotMeasuredError(
             f"run '{run.name}' has no {' or '.join(keys.values()) or title.lower()}"
         )
+    series = list(found.values())
     traces = [
-        _line(found[name], name, unit, number, MAX_CURVE_POINTS)
+        line(found[name], name, unit, number, MAX_CURVE_POINTS)
         for number, name in enumerate(keys)
         if name in found
     ]
-    traces += _levels(levels or {}, list(found.values()), unit)
-    notes = [note, describe_points(list(found.values()), MAX_CURVE_POINTS)]
-    return line_figure(traces, unit, title=title, note=_join(notes))
+    traces += _levels(levels or {}, series, unit)
+    note = _join(note, describe_points(series, MAX_CURVE_POINTS))
+    return line_figure(traces, unit, title=title, note=note)
 
 
 def _overlay(
     runs: Sequence[Run],
     series: Sequence[Series],
-    unit: Unit,
+    metric: Metric,
     title: str,
-    note: str,
+    note: str = "",
     *,
-    scales: Sequence[float] | None = None,
-    x_axis: str = STEP,
+    flops: Sequence[float] | None = None,
 ) -> go.Figure:
-    """A line for every run that has a series; `scales` is what a step of each is worth on the x axis."""
-    found = [one for one in series if one]
-    if not found:
+    """A line for every run that has a series, over steps; over FLOPs where those of a step are given."""
+    if not any(series):
         raise NotMeasuredError(f"no run has '{title}'")
-    traces = []
-    for number, (run, one) in enumerate(zip(runs, series, strict=True)):
-        if not one:
-            continue
-        grid = average(one, MAX_RUN_POINTS)
-        scale = 1.0 if scales is None else scales[number]
-        # JSON has no infinity: what is beyond a float stands at its end.
-        steps = [min(step * scale, sys.float_info.max) for step in grid.steps]
-        is_line = len(steps) > 1
-        dash = DASHES[number % len(DASHES)] if is_line else "solid"
-        traces.append(
-            line(
-                steps, grid.values[0], run.name, unit, colour=number, dash=dash, markers=not is_line
-            )
-        )
-    notes = [note, describe_points(found, MAX_RUN_POINTS)]
-    return line_figure(traces, unit, title=title, note=_join(notes), x_axis=x_axis)
-
-
-def _line(series: Series, name: str, unit: Unit, number: int, max_points: int) -> go.Scatter:
-    grid = average(series, max_points)
-    dash = DASHES[number % len(DASHES)]
-    return line(grid.steps, grid.values[0], name, unit, colour=number, dash=dash)
+    unit = unit_of(metric)
+    scales = flops or [1.0] * len(runs)
+    traces = [
+        line(one, run.name, unit, number, MAX_RUN_POINTS, scale=scale, markers=len(one) == 1)
+        for number, (run, one, scale) in enumerate(zip(runs, series, scales, strict=True))
+        if one
+    ]
+    note = _join(note, describe_points([one for one in series if one], MAX_RUN_POINTS))
+    return line_figure(traces, unit, title=title, note=note, x_axis=FLOPS if flops else STEP)
 
 
 def _levels(levels: Mapping[str, float], found: Sequence[Series], unit: Unit) -> list[go.Scatter]:
@@ -376,18 +356,9 @@ def _find(key: str, metrics: Mapping[str, Metric]) -> Metric:
     return metrics[key]
 
 
-def _square(value: Any) -> list[list[float | None]]:
-    """A matrix of shares; empty where this is none."""
-    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
-        return []
-    if any(len(row) != len(value) for row in value):
-        return []
-    return value
-
-
 def _title(layer: str) -> str:
     return f"layer {short_name(layer)}"
 
 
-def _join(notes: Sequence[str]) -> str:
+def _join(*notes: str) -> str:
     return " ".join(note for note in notes if note)

@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from moe_ffn.files import write_whole
+from moe_ffn.layer_names import short_name
 
 OPENING = "<!doctype html>"
 """How every page begins."""
@@ -121,7 +122,13 @@ ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-ENVIRONMENT.filters.update(number=number, compact=compact, plain=plain, shown=_shown)
-ENVIRONMENT.filters["script"] = _script
+ENVIRONMENT.filters |= {
+    "number": number,
+    "compact": compact,
+    "plain": plain,
+    "shown": _shown,
+    "script": _script,
+    "short_name": short_name,
+}
 ENVIRONMENT.globals["file"] = _file
 ENVIRONMENT.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}

@@ -1,17 +1,18 @@
-"""The page of one run, or of several beside each other, written whole."""
+"""The page of one run, or of several beside each other: written whole, and kept current while they go on."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report import tables
 from moe_ffn.report.html import render, write_page
-from moe_ffn.runs.reader import Run, read_runs
+from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
+
+Stamp = list[tuple[int, int] | None]
 
 
 def write_report(
@@ -61,70 +62,99 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
     from plotly.offline import get_plotlyjs
 
     from moe_ffn.report.drawing import LIGHT
-    from moe_ffn.report.plots import PlotBook, plots_of_run, plots_of_runs
+    from moe_ffn.report.plots import plots_of_run, plots_of_runs
 
-    book = PlotBook()
-    plots = plots_of_runs(runs, book) if len(runs) > 1 else plots_of_run(runs[0], book)
-    values = values_of_runs(runs) if len(runs) > 1 else values_of_run(runs[0])
-    title = ", ".join(run.name for run in runs)
+    plots = plots_of_runs(runs) if len(runs) > 1 else plots_of_run(runs[0])
     return render(
         "runs.html" if len(runs) > 1 else "run.html",
-        title=title if len(title) <= 80 else f"{len(runs)} runs",
+        runs=runs,
+        tables=tables,
         reload_every=reload_every if any(run.is_going_on for run in runs) else None,
         light=LIGHT,
-        figures=book.figures,
-        plotly=get_plotlyjs(),
         plots=plots,
-        **values,
+        figures={plot.name: plot.figures for of_section in plots.values() for plot in of_section},
+        plotly=get_plotlyjs(),
+        time=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 
 
-# -- what the templates show beside the plots
+# -- a page that follows its runs
 
 
-def values_of_run(run: Run) -> dict[str, Any]:
-    """What `run.html` shows beside the plots."""
-    revision = str(run.facts.git_revision or "unknown")
-    commit, dash, rest = revision.partition("-")
-    return {
-        "run": run,
-        "state": tables.STATES[run.state],
-        "progress": tables.progress(run),
-        "block": tables.ffn_type(run),
-        "loss": tables.validation_loss(run),
-        "best_loss": tables.best_loss(run),
-        "bits_per_byte": tables.bits_per_byte(run),
-        "tokens_per_second": tables.tokens_per_second(run),
-        "throughput_span": tables.throughput_span(run),
-        "revision": revision,
-        "short_revision": commit[:12] + dash + rest,
-        "corpus": str(run.facts.corpus_sha256 or "unknown"),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "concerns": tables.concerns(run),
-        "alarm_groups": tables.alarm_groups(run),
-        "constant": tables.constant_measures(run),
-        "experts": tables.expert_rows(run),
-        "result_headers": tables.result_headers(),
-        "max_columns": tables.MAX_COLUMNS,
-        "block_columns": [f"+{n}" for n in range(tables.MAX_COLUMNS)],
-        "samples": tables.shown_samples(run),
-        "num_samples": len(run.samples),
-        "documents": tables.documents(run),
-    }
+def watch(
+    folders: Sequence[Path],
+    output: Path,
+    every: float,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] | None = None,
+) -> None:
+    """Write the page again whenever a file of a run changed; return when no run is going on.
+
+    A run that has not begun is waited for. However it ends, the page that is left no longer reloads.
+
+    Args:
+        every: seconds between two looks.
+
+    Raises:
+        ConfigError: what is given is there and is no run, or the first page cannot be written.
+    """
+    sleep = sleep or time.sleep
+    runs: list[Run] = []
+    said = ""
+    try:
+        for folder in folders:
+            if not _has_begun(folder):
+                say(f"waiting for {folder}")
+            while not _has_begun(folder):
+                sleep(every)
+            check_is_run(folder)
+        seen = stamp_of(folders)
+        runs = write_report(folders, output, reload_every=every)
+        say(f"{output} is kept current; Ctrl-C ends it")
+        while any(run.is_going_on for run in runs):
+            start = time.monotonic()
+            # Until a file changed, or until silence may mean that a run was interrupted.
+            while stamp_of(folders) == seen and time.monotonic() - start < PATIENCE_SECONDS:
+                sleep(every)
+            seen = stamp_of(folders)
+            try:
+                runs = write_report(folders, output, reload_every=every)
+            except ConfigError as error:  # a folder that is being moved, a disk that is full
+                if str(error) != said:
+                    say(f"{error}; looking again every {every:g} s")
+                said = str(error)
+                seen = None
+                sleep(every)
+    except KeyboardInterrupt:
+        if not runs:
+            say(f"no longer waited for; {output} was not written")
+            return
+        write_report(folders, output)
+        say(f"no longer followed: {output}")
+    else:
+        interrupted = [run.name for run in runs if run.state == "interrupted"]
+        ended = "interrupted" if len(interrupted) == len(runs) else "finished"
+        if interrupted and ended == "finished":
+            ended += f", but {', '.join(interrupted)} was interrupted"
+        say(f"{ended}: {output}")
 
 
-def values_of_runs(runs: Sequence[Run]) -> dict[str, Any]:
-    """What `runs.html` shows beside the plots."""
-    return {
-        "names": [run.name for run in runs],
-        "columns": tables.RUN_COLUMNS,
-        "measures": [metric.label for metric in tables.compared_measures()],
-        "rows": tables.run_rows(runs),
-        "best": tables.best_runs(runs),
-        "precisions": tables.precisions(runs),
-        "incomparable": tables.incomparable(runs),
-        "differences": tables.differences(runs),
-        "concerns": [concern for run in runs for concern in tables.concerns(run)],
-        "alarm_groups": [group for run in runs for group in tables.alarm_groups(run)],
-        "num_alarms": sum(len(run.alarms) for run in runs),
-    }
+def _has_begun(folder: Path) -> bool:
+    """Whether there is something to judge: a run's folder is made before the files in it."""
+    try:
+        return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError:  # `check_is_run` says why
+        return True
+
+
+def stamp_of(folders: Sequence[Path]) -> Stamp:
+    """Time and size of every file that the page is made of; None for one that is absent."""
+    stamps: Stamp = []
+    for path in (folder / name for folder in folders for name in WATCHED):
+        try:
+            found = path.lstat()
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((found.st_mtime_ns, found.st_size))
+    return stamps

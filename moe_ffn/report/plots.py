@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.layer_names import short_name
@@ -30,129 +29,105 @@ NOT_MEASURED = 65535
 """In the packed shares of a heat map; the shares themselves end one below."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plot:
     """A place on the page for one figure, or for several behind one choice, such as a heat map per layer."""
 
-    name: str
-    """Of its element."""
+    figures: Sequence[dict[str, Any]]
+    """As the page's script draws them."""
+    choices: Sequence[str]
+    """What is chosen, a name for each figure."""
     title: str
     note: str
     """How to read it."""
-    height: int
-    choices: Sequence[str] = ("",)
-    """What is chosen, a name for each figure."""
     choice: str = "layer"
     """What the choices are."""
     is_wide: bool = False
+    name: str = ""
+    """Of its element, once all are on the page."""
 
 
-class PlotBook:
-    """Collects the figures of a page while places for them are made."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, list[dict[str, Any]]] = {}
-        """Name of a place -> its figures, as the page's script draws them."""
-
-    def place(
-        self,
-        drawn: Mapping[str, go.Figure],
-        *,
-        title: str = "",
-        note: str = "",
-        **options: Any,
-    ) -> Plot:
-        """
-        Args:
-            drawn: what is chosen -> what is drawn.
-            title, note: instead of those of the first figure.
-            options: of `Plot`.
-        """
-        name = f"plot-{len(self.figures)}"
-        plain = [plain_figure(figure) for figure in drawn.values()]
-        about = _about(next(iter(drawn.values())))
-        self.figures[name] = plain
-        return Plot(
-            name,
-            title or about["title"],
-            note or about["note"],
-            plain[0]["layout"]["height"],
-            list(drawn),
-            **options,
-        )
-
-    def one(self, figure: go.Figure, **options: Any) -> Plot:
-        """A place for one figure."""
-        return self.place({"": figure}, **options)
-
-
-def plots_of_run(run: Run, book: PlotBook) -> dict[str, list[Plot]]:
+def plots_of_run(run: Run) -> dict[str, list[Plot]]:
     """Each section of `run.html` -> its plots, each only where it was measured."""
-    curves = [
-        book.one(figures.curve(run, key), is_wide=key == "loss")
-        for key in RUN_METRICS
-        if _is_telling(run, key)
-    ]
+    keys = [key for key in RUN_METRICS if _is_telling(run, key)]
+    curves = [_plot(figures.curve(run, key), is_wide=key == "loss") for key in keys]
     if any(run.series(f"train/{name}") for name in BALANCING_LOSSES):
-        curves.append(book.one(figures.balancing_losses(run)))
-    return {
-        "curves": curves,
-        "loads": _loads(run, book),
-        "measures": [book.one(figures.measure(run, key)) for key in tables.moving_measures(run)],
-        "coactivation": _coactivations(run, book),
-    }
+        curves.append(_plot(figures.balancing_losses(run)))
+    measures = [_plot(figures.measure(run, key)) for key in tables.moving_measures(run)]
+    return _named(
+        curves=curves, loads=_loads(run), measures=measures, coactivation=_coactivations(run)
+    )
 
 
-def _is_telling(run: Run, key: str) -> bool:
-    """False where a metric was always 0, as the steps skipped, and of an objective that is the loss alone."""
-    found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
-    if key == "objective" and found[0].tobytes() == run.series("train/loss").values.tobytes():
-        return False
-    return any(value for values in found for value in values)
-
-
-def plots_of_runs(runs: Sequence[Run], book: PlotBook) -> dict[str, list[Plot]]:
+def plots_of_runs(runs: Sequence[Run]) -> dict[str, list[Plot]]:
     """Each section of `runs.html` -> its plots; the losses over training FLOPs too where all are known."""
     curves: list[Plot] = []
     metrics = [metric for key, metric in RUN_METRICS.items() if key not in NOT_COMPARED]
     for metric, row in ((m, row) for m in metrics for row in reversed(m.rows)):
         key = f"{row}/{metric.key}"
-        if not any(run.series(key) for run in runs):
-            continue
-        knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
-        axes = [STEP, figures.FLOPS] if knows_flops else [STEP]
-        found = {axis: figures.overlay(runs, key, axis) for axis in axes}
-        note = _about(found[axes[-1]])["note"]
-        curves.append(book.place(found, note=note, choice="over"))
+        if any(run.series(key) for run in runs):
+            knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
+            axes = [STEP, figures.FLOPS] if knows_flops else [STEP]
+            found = {axis: figures.overlay(runs, key, axis) for axis in axes}
+            curves.append(_choice(found, note=found[axes[-1]].layout.meta["note"], choice="over"))
     measures: list[Plot] = []
     for metric in layer_measures():
         means = [figures.mean_over_layers(run, metric) for run in runs]
         if len({value for series in means for value in series.values}) > 1:
-            measures.append(book.one(figures.overlay_measure(runs, metric.key)))
-    return {"curves": curves, "measures": measures}
+            measures.append(_plot(figures.overlay_measure(runs, metric.key)))
+    return _named(curves=curves, measures=measures)
 
 
-def _loads(run: Run, book: PlotBook) -> list[Plot]:
+def _named(**sections: list[Plot]) -> dict[str, list[Plot]]:
+    for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
+        plot.name = f"plot-{number}"
+    return sections
+
+
+def _plot(figure: Any, **options: Any) -> Plot:
+    return _choice({"": figure}, **options)
+
+
+def _choice(found: Mapping[str, Any], **options: Any) -> Plot:
+    """What is chosen -> what is drawn; title and note are those of the first figure, or in `options`."""
+    plain = [plain_figure(figure) for figure in found.values()]
+    about = next(iter(found.values())).layout.meta
+    return Plot(plain, list(found), **{**about, **options})
+
+
+def _is_telling(run: Run, key: str) -> bool:
+    """False where a metric was always 0, as the steps skipped, and of an objective that is the loss alone."""
+    found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
+    if key == "objective" and found[0] == run.series("train/loss").values:
+        return False
+    return any(value for values in found for value in values)
+
+
+def _loads(run: Run) -> list[Plot]:
     """A heat map per sparse layer; where the layers are many, one with a choice."""
-    found = {f"layer {short_name(layer)}": figures.load(run, layer) for layer in run.loads}
+    found: dict[str, Any] = {_layer(layer): figures.load(run, layer) for layer in run.loads}
     if len(found) <= MAX_PLACES:
-        return [book.one(figure) for figure in found.values()]
-    note = max((_about(figure)["note"] for figure in found.values()), key=len)
-    return [book.place(found, title="Load of each expert", note=note, is_wide=True)]
+        return [_plot(figure) for figure in found.values()]
+    note = max((figure.layout.meta["note"] for figure in found.values()), key=len)
+    return [_choice(found, title="Load of each expert", note=note, is_wide=True)]
 
 
-def _coactivations(run: Run, book: PlotBook) -> list[Plot]:
+def _coactivations(run: Run) -> list[Plot]:
     """One heat map with a choice of layer."""
     found = figures.coactivations(run)
     if not found:
         return []
     max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
     chosen = tables.evenly_chosen(list(found), max_layers)
-    drawn = {f"layer {short_name(layer)}": figures.coactivation(run, layer) for layer in chosen}
-    note = _about(next(iter(drawn.values())))["note"]
+    drawn: dict[str, Any] = {_layer(layer): figures.coactivation(run, layer) for layer in chosen}
+    plot = _choice(drawn, title="Co-activation")
     if len(chosen) < len(found):
-        note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
-    return [book.place(drawn, title="Co-activation", note=note)]
+        plot.note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
+    return [plot]
+
+
+def _layer(name: str) -> str:
+    return f"layer {short_name(name)}"
 
 
 # -- figures as the page's script draws them
@@ -176,11 +151,6 @@ def plain_figure(figure: Any) -> dict[str, Any]:
             del trace["z"]
             trace["meta"] |= {"rows": len(shares), "shares": pack_shares(shares)}
     return found
-
-
-def _about(figure: Any) -> dict[str, str]:
-    """Its `title` and `note`, as plain text."""
-    return figure.layout.meta
 
 
 def pack_shares(shares: Any) -> str:

@@ -26,7 +26,6 @@ from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig
-from moe_ffn.training.monitoring.json_lines import Sample
 
 Item = TypeVar("Item")
 
@@ -36,11 +35,12 @@ MAX_COLUMNS = 16
 MAX_SAMPLES = 40
 """Of a long run: the first, the last, and evenly between them."""
 
-NUM_OPEN_SAMPLES = 3
-"""The last so many are open; the first is too, to compare them with."""
-
-COMPARED = ("max_violation", "dropped_fraction")
-"""Keys of the metrics of layers that a table of runs has."""
+IN_SUMMARY = {
+    "validation/loss": "validation_loss",
+    "validation/bits_per_byte": "validation_bits_per_byte",
+    "train/tokens_per_second": "tokens_per_second",
+}
+"""Column of the rows -> what a summary calls its last value, or the mean of the whole run."""
 
 UNCOMPARED = ("run.", "logging.")
 """Options that change no result."""
@@ -55,20 +55,14 @@ DOES_NOT_COMPARE = {
 # -- the values of a run
 
 
-def validation_loss(run: Run) -> float | None:
-    """The final one, or the last so far."""
-    return _final(run.summary.validation_loss, run.series("validation/loss"))
+def final(run: Run, key: str) -> float | None:
+    """A column's value in the summary of a finished run, or its last so far.
 
-
-def bits_per_byte(run: Run) -> float | None:
-    """The final one of the validation split, or the last so far."""
-    final = run.summary.validation_bits_per_byte
-    return _final(final, run.series("validation/bits_per_byte"))
-
-
-def tokens_per_second(run: Run) -> float | None:
-    """The mean of a whole run, or the last so far."""
-    return _final(run.summary.tokens_per_second, run.series("train/tokens_per_second"))
+    Args:
+        key: one of `IN_SUMMARY`.
+    """
+    value = getattr(run.summary, IN_SUMMARY[key])
+    return run.series(key).last if value is None else value
 
 
 def layer_mean(run: Run, key: str) -> float | None:
@@ -114,10 +108,6 @@ def constant_measures(run: Run) -> list[str]:
     return said
 
 
-def _final(final: float | None, series: Series) -> float | None:
-    return series.last if final is None else final
-
-
 # -- the head of a page
 
 STATES = {
@@ -155,31 +145,24 @@ def progress(run: Run) -> str:
 
 
 def best_loss(run: Run) -> float | None:
-    """The lowest validation loss of a run, where its last is not."""
+    """The lowest validation loss of a run, where its last is higher."""
     values = [value for value in run.series("validation/loss").values if value == value]
-    last = validation_loss(run)
+    last = final(run, "validation/loss")
     if not values or last is None or min(values) >= last - 5e-5:
         return None
     return min(values)
 
 
-def throughput_span(run: Run) -> str:
-    """Of what part of the run `tokens_per_second` is: the curve beside it has every row."""
-    if run.summary.tokens_per_second is not None:
-        return ", mean of the run"
-    return ", last row" if run.series("train/tokens_per_second") else ""
-
-
 # -- alarms
 
 
-def concerns(run: Run) -> list[dict[str, str]]:
+def concerns(run: Run) -> list[tuple[str, str]]:
     """What is wrong without an alarm, and which alarms could not have been raised yet.
 
-    Each has `run`, `kind`, a class of the style sheet, and `sentence`.
+    Each is a class of the style sheet and a sentence.
     """
     found: list[tuple[str, str]] = []
-    loss, unigram = validation_loss(run), run.summary.unigram_loss
+    loss, unigram = final(run, "validation/loss"), run.summary.unigram_loss
     # What is not finite is null in a summary.
     is_null = run.summary.has("validation_loss") and run.summary.validation_loss is None
     if is_null or (loss is not None and not math.isfinite(loss)):
@@ -196,26 +179,15 @@ def concerns(run: Run) -> list[dict[str, str]]:
         sum(map(math.isfinite, losses.values)),
         is_routed=bool(run.layers),
     )
-    found += [("warn", f"Not judged yet: {sentence}.") for sentence in sentences]
-    return [{"run": run.name, "kind": kind, "sentence": sentence} for kind, sentence in found]
+    return found + [("warn", f"Not judged yet: {sentence}.") for sentence in sentences]
 
 
-def alarm_groups(run: Run) -> list[dict[str, Any]]:
-    """Every alarm of a run; those of one kind at one step together, whichever their `layers`."""
+def alarm_groups(run: Run) -> list[list[Alarm]]:
+    """Every alarm of a run; those of one kind at one step together, whichever their layers."""
     groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)
-    return [
-        {
-            "run": run.name,
-            "kind": kind.replace("_", " "),
-            "step": step,
-            "layers": [short_name(alarm.layer) for alarm in alarms if alarm.layer],
-            "message": alarms[0].message,
-            "advice": alarms[0].advice,
-        }
-        for (step, kind), alarms in groups.items()
-    ]
+    return list(groups.values())
 
 
 # -- the experts of one run
@@ -277,13 +249,6 @@ def _extremes(shares: Sequence[float | None]) -> list[str]:
 # -- the texts and options of one run
 
 
-def shown_samples(run: Run) -> list[tuple[Sample, bool]]:
-    """From the first text to the last, and whether each is open."""
-    shown = evenly_chosen(run.samples, MAX_SAMPLES)
-    first_open = len(shown) - NUM_OPEN_SAMPLES
-    return [(sample, n == 0 or n >= first_open) for n, sample in enumerate(shown)]
-
-
 def documents(run: Run) -> dict[str, str]:
     """The resolved config, and the facts that stand beside it; those that there are."""
     facts = run.facts.model_dump(exclude_unset=True, exclude=set(run.options))
@@ -306,22 +271,22 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 
 
 RUN_COLUMNS: Mapping[str, Callable[[Run], str]] = {
-    "validation loss (nats)": lambda run: number(validation_loss(run)),
+    "validation loss (nats)": lambda run: number(final(run, "validation/loss")),
     "state": lambda run: STATES[run.state][1],
     "steps": progress,
     "block": ffn_type,
     "parameters": lambda run: compact(run.facts.num_params),
     "active": lambda run: compact(run.facts.num_active_params),
     "FLOPs per token": lambda run: compact(run.facts.flops_per_token),
-    "bits per byte": lambda run: number(bits_per_byte(run)),
-    "tokens per second": lambda run: number(tokens_per_second(run), ",.0f"),
+    "bits per byte": lambda run: number(final(run, "validation/bits_per_byte")),
+    "tokens per second": lambda run: number(final(run, "train/tokens_per_second"), ",.0f"),
 }
 """Header -> what a table of runs says there; `compared_measures` follow."""
 
 
 def compared_measures() -> list[Metric]:
     """The metrics of layers that a table of runs has."""
-    return [LAYER_METRICS[key] for key in COMPARED]
+    return [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
 
 
 def run_rows(runs: Sequence[Run]) -> list[list[str]]:
@@ -337,7 +302,7 @@ def run_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def best_runs(runs: Sequence[Run]) -> list[bool]:
     """Whether the loss of a run is the lowest; of one run nothing is the best."""
-    losses = [finite(validation_loss(run)) for run in runs]
+    losses = [finite(final(run, "validation/loss")) for run in runs]
     found = [loss for loss in losses if loss is not None]
     return [len(found) > 1 and loss == min(found) for loss in losses]
 
@@ -364,7 +329,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
         {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
     )
     return {
-        path: [_option(options, path) for options in flat]
+        path: [_as_yaml(options[path]) if path in options else None for options in flat]
         for path in paths
         if len({repr(options.get(path)) for options in flat}) > 1
     }
@@ -381,10 +346,5 @@ def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _option(options: Mapping[str, Any], path: str) -> str | None:
-    if path not in options:
-        return None
-    value = options[path]
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,11 +1,9 @@
-"""Figures of a run, as a notebook asks for them; test_report_page.py holds the page's to their numbers."""
+"""Figures of a run, as a notebook asks for them; test_plots.py holds those of the page to their numbers."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,17 +181,6 @@ def test_what_was_not_measured_is_said(
 ) -> None:
     with pytest.raises(NotMeasuredError, match=said):
         draw(run, dense)
-
-
-def test_figures_are_imported_without_lightning_and_wandb() -> None:
-    code = (
-        "import sys; import moe_ffn.report.figures;"
-        "print({'lightning', 'pytorch_lightning', 'wandb'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
-    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_a_figure_alone_has_its_title_above_its_legend(

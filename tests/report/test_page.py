@@ -1,74 +1,336 @@
-"""The frame of the HTML pages, in a real browser."""
+"""What the page of a run says, read as text."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import subprocess
+import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
-from jinja2 import UndefinedError
-from markupsafe import Markup
-from playwright.sync_api import Browser
+import yaml
 
-from moe_ffn.report.html import ENVIRONMENT, write_page
-from tests.helpers.browser import PHONE, opened
+from moe_ffn.report.page import report_html
+from moe_ffn.report.tables import flatten
+from moe_ffn.runs.reader import read_runs
+from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
+from tests.helpers.written_page import Written, row_of, without_plots
+
+REPOSITORY = Path(__file__).parents[2]
 
 
-def html_page(title: str, body: str, script: str = "") -> str:
-    template = ENVIRONMENT.from_string(
-        '{% extends "page.html" %}{% block body %}{{ body | safe }}{% endblock %}'
-        "{% block script %}<script>{{ script | script }}</script>{% endblock %}"
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody changes, beside its page."""
+    return write_run(tmp_path_factory.mktemp("runs") / "moe")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Written:
+    return Written(folder)
+
+
+def test_the_head_of_a_page(folder: Path, page: Written) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+
+    assert "<title>moe</title>" in page.html
+    for said in (
+        "finished , step 600 of 600 · moe, 8 experts, top_k k = 2 · 4 layers of width 128",
+        f"validation loss {summary['validation_loss']:.4f} nats per token",
+        f"bits per byte {summary['validation_bits_per_byte']:.4f}",
+        "unigram model 3.0800 nats per token",
+        "parameters 2.45 M 870.00 k active",
+        "throughput 41,207 tokens per second, mean of the run",
+        "FLOPs 1.74 M per token, forward",
+        "code 146dbad7166a-dirty , corpus sha256 66b795b1a032 , precision bf16-mixed",
+        "No alarm was raised.",
+    ):
+        assert said in page.text
+
+
+def test_alarms_stand_at_the_top_with_their_advice(moe: Path) -> None:
+    raise_alarms(moe)
+    page = Written(moe)
+
+    assert "No alarm was raised" not in page.text
+    assert (
+        "2 alarms collapse step 300, layer 1 2 of 8 experts take 81% of the pairs. Raise "
+        "objective.load_balance (0.01), or use router.type sigmoid_top_k. loss spike step 420 The loss "
+        "rose from 1.61 to 2.90 within 10 steps."
+    ) in page.text
+    assert page.text.index("2 alarms") < page.text.index("Curves")
+
+
+def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) -> None:
+    short = write_run(tmp_path / "short", rows=20)
+    rows = short / "metrics.jsonl"
+    table = [json.loads(line) for line in rows.read_text().splitlines()]
+    write_metrics(rows, [row for row in table if row["step"] <= 30])
+    page = without_plots(short)
+
+    assert "No alarm was raised" not in page.text
+    assert (
+        "Not judged yet: imbalance, drops and dead experts need 50 steps, this run has 30. "
+        "Not judged yet: jumps of the loss need 6 rows, this run has 3."
+    ) in page.text
+    assert page.body.index("Not judged yet") < page.body.index("<nav")
+
+    config = yaml.safe_load((short / "config.yaml").read_text())
+    config["logging"]["alarms"] = {"after_steps": 31}
+    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "dead experts need 31 steps, this run has 30" in without_plots(short).text
+    config["logging"]["alarms"] = {"after_steps": 30}
+    (short / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "dead experts need" not in without_plots(short).text
+
+
+def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "begun", is_finished=False)
+    (run / "metrics.jsonl").unlink()
+
+    page = without_plots(run)
+
+    assert "No alarm was raised" not in page.text
+    assert "Not judged yet: jumps of the loss need 6 rows, this run has 0." in page.text
+
+
+@pytest.mark.parametrize("is_worse", [True, False])
+def test_a_run_worse_than_the_unigram_model_is_told_so(moe: Path, is_worse: bool) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    difference = -1e-3 if is_worse else 1e-3
+    summary["unigram_loss"] = summary["validation_loss"] + difference
+    (moe / "summary.json").write_text(json.dumps(summary))
+    page = without_plots(moe)
+
+    said = (
+        '<p class="bad">The validation loss is worse than the unigram model, which only counts tokens: too '
+        "short, or broken.</p>"
     )
-    return template.render(title=title, body=body, script=script)
+    assert (said in page.body) == is_worse
+    assert ("No alarm was raised" in page.text) != is_worse
 
 
-def test_a_page_opens_from_disk_without_a_word(browser: Browser, tmp_path: Path) -> None:
-    script = 'document.querySelector("h1").textContent = "</script> is only text here";'
-    write_page(tmp_path / "page.html", html_page("a < b", "<h1>one</h1>", script=script))
+def test_a_run_whose_loss_is_no_number_is_told_so(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    (moe / "summary.json").write_text(json.dumps({**summary, "validation_loss": None}))
+    page = without_plots(moe)
 
-    with opened(browser, tmp_path / "page.html", width=PHONE) as found:
-        assert found.errors == []
-        assert found.overflow == 0
-        assert found.page.title() == "a < b"
-        assert found.page.inner_text("h1") == "</script> is only text here"
+    assert "The validation loss is not a finite number: training has diverged." in page.text
+    assert "No alarm was raised" not in page.text
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_page_follows_the_reader_s_light(browser: Browser, tmp_path: Path, dark: bool) -> None:
-    write_page(tmp_path / "page.html", html_page("page", "<p>text</p>"))
+def test_a_load_that_was_not_measured_is_not_shown_as_no_pair(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["routing"]["layer_00"]["load"] = [None] * 8
+    (moe / "summary.json").write_text(json.dumps(summary))
 
-    with opened(browser, tmp_path / "page.html", dark=dark) as found:
-        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
-        found.page.emulate_media(media="print", color_scheme="dark")
-        ground = found.page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert ground == "rgb(255, 255, 255)"
+    assert row_of(without_plots(moe).text, [0, *["-"] * 8])
 
 
-def test_a_page_is_put_in_its_place_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.html"
-    write_page(path, "old")
+def test_alarms_of_one_kind_at_one_step_are_one_entry(moe: Path) -> None:
+    alarms = [
+        {"step": 50, "kind": "dead_experts", "layer": layer, "message": said, "advice": "Do."}
+        for layer, said in (
+            ("layer_00", "2 of 8 are dead."),
+            ("layer_01", "1 of 8 is dead."),
+            ("layer_05/inner", "3 of 8 are dead."),
+        )
+    ]
+    old = {"step": 60, "kind": "dead_experts", "layer": "layer_02", "message": "4 are."}
+    alarms += [{**old, "advice": "Do."}]
+    (moe / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
+    body = without_plots(moe).body
 
-    def fail(descriptor: int) -> None:
-        raise OSError("a full disk")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="a full disk"):
-        write_page(path, "new")
-
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir() if p.name != "home"] == ["page.html"]
-
-
-def test_what_a_template_shows_is_escaped_and_its_control_characters_are_seen() -> None:
-    template = ENVIRONMENT.from_string('<p title="{{ text | plain }}">{{ text }}</p>{{ html }}')
-    html = Markup("<b>bold</b>")
-
-    assert template.render(text='<i>"\x1b\n', html=html) == (
-        '<p title="&lt;i&gt;&#34;\N{SYMBOL FOR ESCAPE}\n">'
-        '&lt;i&gt;&#34;<span class="control">\N{SYMBOL FOR ESCAPE}</span>\n</p><b>bold</b>'
+    first, second = re.findall(r"<li>.*?</li>", body[: body.index("<nav")])
+    assert "<h2>4 alarms</h2>" in body
+    assert first == (
+        '<li><strong>dead experts</strong> <span class="quiet">step 50, layers 0, 1, 5 inner</span>'
+        "<br>2 of 8 are dead.<br><em>Do.</em></li>"
+    )
+    assert second == (
+        '<li><strong>dead experts</strong> <span class="quiet">step 60, layer 2</span>'
+        "<br>4 are.<br><em>Do.</em></li>"
     )
 
 
-def test_a_value_that_a_template_lacks_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="'text' is undefined"):
-        ENVIRONMENT.from_string("{{ text }}").render()
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "training , step 300 of 600"), (5000, "interrupted , step 300 of 600")],
+)
+def test_a_run_without_an_end(tmp_path: Path, seconds: float, said: str) -> None:
+    folder = write_run(tmp_path / "a", is_finished=False)
+    age(folder, seconds)
+    page = without_plots(folder)
+
+    assert said in page.text
+    assert "unigram model - nats per token" in page.text
+    assert " tokens per second, last row FLOPs" in page.text
+
+
+def test_a_nan_in_the_results_is_a_dash(moe: Path) -> None:
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["unigram_loss"] = math.nan
+    summary["routing"]["layer_00"]["coactivation"][0][1] = math.nan
+    (moe / "summary.json").write_text(json.dumps(summary))
+    assert "NaN" in (moe / "summary.json").read_text()
+    page = Written(moe)
+
+    assert "unigram model - nats per token" in page.text
+    assert list(page.traces("Loss")) == ["training", "validation"]
+
+
+def test_nothing_that_a_run_says_is_markup(moe: Path) -> None:
+    """Each value of the config in turn, and every name in the results."""
+    evil = "<script>alert(1)</script>"
+    config = yaml.safe_load((moe / "config.yaml").read_text())
+    paths = list(flatten(config))
+    assert "model.num_layers" in paths
+    other = write_run(moe.parent / "other", layers=2)
+    for path in paths:
+        changed = json.loads(json.dumps(config))
+        *parents, last = path.split(".")
+        inner = changed
+        for part in parents:
+            inner = inner[part]
+        inner[last] = evil
+        (moe / "config.yaml").write_text(yaml.safe_dump(changed))
+        for html in (without_plots(moe).body, without_plots(moe, other).body):
+            assert "<script" not in html, path
+    summary = json.loads((moe / "summary.json").read_text())
+    summary["routing"] = {evil: summary["routing"]["layer_00"]}
+    (moe / "summary.json").write_text(json.dumps(summary))
+    alarm = {"step": 1, "kind": evil, "layer": evil, "message": evil, "advice": evil}
+    (moe / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    facts = dict.fromkeys(json.loads((moe / "facts.json").read_text()), evil)
+    (moe / "facts.json").write_text(json.dumps(facts))
+    (moe / "config.yaml").write_text(yaml.safe_dump({**config, evil: {evil: evil}}))
+    for page in (Written(moe), Written(moe, other)):
+        assert "<script" not in page.body
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.body
+
+
+def test_the_experts_as_a_table(folder: Path, page: Written) -> None:
+    values = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]
+
+    shares = [f"{100 * share:.1f}" for share in values["load"]]
+    ends = f"{values['max_violation']:.2f}", f"{values['entropy']:.2f}"
+    assert row_of(page.text, [1, *shares, *ends, f"{values['dropped_fraction']:.1%}"])
+    assert '<td class="none">0.0</td>' in page.body
+
+
+def test_a_share_is_shaded_by_its_ratio_to_the_even_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", layers=1, experts=4, rows=20)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["routing"]["layer_00"]["load"] = [0.6, 0.25, 0.15, 0.0]
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+    assert (
+        '<td class="high">60.0</td><td>25.0</td><td class="low">15.0</td><td class="none">0.0</td>'
+    ) in without_plots(folder).body
+
+
+def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "wide", layers=2, experts=256, rows=20)
+    page = without_plots(folder)
+    load = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]["load"]
+
+    busiest = f"{100 * max(load):.2f} (expert {load.index(max(load))})"
+    middle = f"{100 * sorted(load)[128]:.2f}"
+    assert row_of(page.text, [1, 256, busiest, middle, "0.00", 1])
+    assert row_of(page.text, ["240 to 255", *(f"{100 * share:.2f}" for share in load[240:])])
+
+
+def test_the_samples_are_in_order_with_the_prompt_in_bold(moe: Path) -> None:
+    texts = ["<script>alert(1)</script>", "\x1b[2J\x00\x7f\u202e\ud800", "plain\n\ttext"]
+    lines = [{"step": 100 * n, "prompt": "a<b", "text": text} for n, text in enumerate(texts)]
+    (moe / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    body = without_plots(moe).body
+
+    def control(shown: str) -> str:
+        return f'<span class="control">{shown}</span>'
+
+    assert "<pre><b>a&lt;b</b>&lt;script&gt;alert(1)&lt;/script&gt;</pre>" in body
+    escape = control("␛") + "[2J" + control("␀") + control("U+007F") + control("U+202E")
+    assert f"<b>a&lt;b</b>{escape}{control('U+D800')}</pre>" in body
+    assert "<b>a&lt;b</b>plain\n\ttext</pre>" in body
+    places = [body.index(f"<summary>step {step}</summary>") for step in (0, 100, 200)]
+    assert places == sorted(places)
+
+
+def test_of_many_samples_some_are_shown(moe: Path) -> None:
+    lines = [{"step": step, "prompt": "", "text": "x"} for step in range(400)]
+    (moe / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = without_plots(moe)
+
+    assert "40 of 400, evenly chosen." in page.text
+    assert page.body.count("<summary>step ") == 40
+    opened = re.findall(r"<details open><summary>step (\d+)", page.body)
+    assert opened == ["0", "379", "389", "399"], "the first and the last three"
+    assert "<summary>step 0</summary>" in page.body
+    assert "<summary>step 399</summary>" in page.body
+
+
+def test_the_config_is_there_as_it_was_written(folder: Path, page: Written) -> None:
+    assert (folder / "config.yaml").read_text().strip() in unescape(page.body)
+    assert '"flops_per_token": 1740000' in page.text
+    facts = page.body.split("facts.json, beyond the options</summary><pre>")[1].split("</pre>")[0]
+    options_of_run = yaml.safe_load((folder / "config.yaml").read_text()).keys()
+    assert json.loads(unescape(facts)).keys().isdisjoint(options_of_run)
+
+
+def test_nothing_in_a_run_can_end_the_script_that_holds_the_plots(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "x" / "<script>&")
+    page = Written(first, write_run(tmp_path / "y"))
+
+    assert page.traces("Bits per byte").keys() == {"&lt;script&gt;&amp;", "y"}
+    assert "<h1>&lt;script&gt;&amp; · y</h1>" in page.body
+
+
+def test_a_dense_run_has_no_word_of_routing(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "dense", experts=0))
+
+    assert "Routing" not in page.text
+    assert "Experts" not in page.text
+    assert list(page.figures) == [
+        "Loss",
+        "Bits per byte",
+        "Throughput",
+        "Learning rate",
+        "Gradient norm",
+    ]
+
+
+def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 5}\n")
+    page = Written(tmp_path)
+
+    assert "waiting for the first row , step 0 of 5" in page.text
+    assert "Nothing was measured yet." in page.text
+    assert page.figures == {}
+
+
+def test_plotly_s_script_is_in_the_page_once(moe: Path) -> None:
+    html = report_html(read_runs([moe, moe.parent / "moe"]))
+    assert html.count("* plotly.js v") == 1
+    assert len(html) < 5_500_000
+
+
+def test_neither_figures_nor_a_page_of_them_load_lightning_or_wandb(moe: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from moe_ffn.report.page import write_report;"
+        f"write_report([Path({str(moe)!r})], Path({str(moe / 'report.html')!r}));"
+        "print(sorted({'lightning', 'pytorch_lightning', 'wandb', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (moe / "report.html").is_file()

@@ -14,7 +14,7 @@ import pytest
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.report import main
 from moe_ffn.report import page
-from moe_ffn.report.watch import stamp_of, watch
+from moe_ffn.report.page import stamp_of, watch
 from tests.helpers.synthetic_run import age, write_run
 from tests.helpers.without_plotly import WITHOUT_PLOTLY
 

@@ -1,0 +1,293 @@
+"""Which plots a page has, and what they draw; test_page_browser.py looks at them in a browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.table import layer_measures
+from moe_ffn.report.drawing import LIGHT, label
+from moe_ffn.report.figures import describe_points
+from moe_ffn.report.plots import pack_shares
+from moe_ffn.report.tables import constant_measures, moving_measures
+from moe_ffn.runs.reader import read_runs
+from moe_ffn.runs.rows import Series
+from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
+from tests.helpers.synthetic_run import write_metrics, write_run
+from tests.helpers.written_page import Written
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody changes, beside its page."""
+    return write_run(tmp_path_factory.mktemp("runs") / "moe")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Written:
+    return Written(folder)
+
+
+def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
+    page: Written,
+) -> None:
+    figures = [figure for choices in page.figures.values() for figure in choices]
+
+    assert len(figures) > 20
+    for figure in figures:
+        layout = figure["layout"]
+        assert layout["xaxis"]["title"]["text"]
+        assert layout["yaxis"]["title"]["text"]
+        assert "template" not in layout
+        for trace in figure["data"]:
+            assert trace["hovertemplate"]
+            if trace["type"] == "heatmap":
+                assert trace["colorbar"]["title"]["text"]
+            else:
+                assert layout["showlegend"]
+                assert trace["name"]
+
+
+def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
+    traces = page.traces("Loss")
+
+    assert list(traces) == ["training", "validation", "unigram model"]
+    assert traces["training"]["x"] == list(range(10, 601, 10))
+    assert traces["validation"]["x"] == list(range(100, 601, 100))
+    assert traces["validation"]["line"]["dash"] == "dash"
+    assert set(traces["unigram model"]["y"]) == {3.08}
+    assert traces["unigram model"]["x"] == [10, 600], "from the first row to the last"
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "key"),
+    [
+        ("Loss", "training", "train/loss"),
+        ("Loss", "validation", "validation/loss"),
+        ("Bits per byte", "validation", "validation/bits_per_byte"),
+        ("Throughput", "training", "train/tokens_per_second"),
+        ("Learning rate", "learning rate", "train/learning_rate"),
+        ("Gradient norm", "gradient norm", "train/gradient_norm"),
+    ],
+)
+def test_a_curve_is_of_its_own_column(
+    folder: Path, page: Written, title: str, name: str, key: str
+) -> None:
+    series = read_runs([folder])[0].series(key)
+
+    assert page.traces(title)[name]["y"] == pytest.approx(list(series.values), rel=1e-6)
+
+
+def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) -> None:
+    traces = page.traces("Objective")
+
+    assert list(traces) == ["objective", "training loss"]
+    above = np.subtract(traces["objective"]["y"], traces["training loss"]["y"])
+    assert above == pytest.approx(np.full(60, 0.012))
+
+
+def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
+    losses = {f"train/{name}": 1.0 + place for place, name in enumerate(BALANCING_LOSSES)}
+    others = (
+        "loss",
+        "objective",
+        "learning_rate",
+        "gradient_norm",
+        "skipped_steps",
+        "tokens_per_second",
+    )
+    row = losses | {f"train/{name}": 1.0 for name in others}
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
+    page = Written(tmp_path)
+
+    drawn = {name: trace["y"][0] for name, trace in page.traces("Balancing losses").items()}
+    assert drawn == {key[6:].replace("_", " "): value for key, value in losses.items()}
+    assert "Router entropy is in nats. Router z is in squared nats." in page.text
+
+
+def test_every_measure_of_a_run_has_its_plot_or_its_word(folder: Path) -> None:
+    run = read_runs([folder])[0]
+    keys = {key for layer in run.layers.values() for key in layer if not key.startswith("load/")}
+    keys |= {key for layer in run.validated_layers.values() for key in layer if "/" not in key}
+
+    assert {metric.key for metric in layer_measures()} == keys == set(KEYS_OF_MEASURES)
+    assert len(moving_measures(run)) + len(constant_measures(run)) == len(layer_measures())
+
+
+def test_what_only_validation_measures_is_drawn_over_its_steps(page: Written) -> None:
+    traces = page.traces("Strongest pair of experts")
+    assert traces["layer 2"]["x"] == list(range(100, 601, 100))
+    assert "went to one other, on the validation split." in page.text
+
+
+def test_units_and_notes_of_the_measures(page: Written) -> None:
+    axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
+
+    assert axis["Router z-loss"] == "loss (squared nats)"
+    assert axis["Variation of the load"] == "CV (dimensionless)"
+    assert "Experts without a token for logging.alarms.after_steps steps." in page.text
+
+
+def test_expert_0_stands_at_the_top_of_every_heat_map(page: Written) -> None:
+    titles = [f"Load, layer {layer}" for layer in range(4)] + ["Co-activation"]
+    for title in titles[:4]:
+        ((load,),) = [figure["data"] for figure in page.figures[title]]
+        assert (load["zmin"], load["zmax"]) == (0, 4), "as its colour bar says"
+    ranges = [f["layout"]["yaxis"]["autorange"] for title in titles for f in page.figures[title]]
+    assert ranges == ["reversed"] * 8
+
+
+def test_the_load_goes_into_the_page_as_two_bytes_a_share(folder: Path, page: Written) -> None:
+    ((trace,),) = [figure["data"] for figure in page.figures["Load, layer 0"]]
+    packed = base64.b64decode(trace["meta"]["shares"])
+    shares = struct.unpack(f"<{len(packed) // 2}H", packed)
+    run = read_runs([folder])[0]
+
+    assert trace["meta"]["rows"] == 8
+    assert len(shares) == 8 * len(trace["x"]) == 8 * 60
+    assert shares[60] / 65534 == pytest.approx(run.loads["layer_00"][1].values[0], abs=1e-5)
+
+
+def test_packed_shares_keep_what_was_not_measured_apart() -> None:
+    packed = base64.b64decode(pack_shares([[0.0, 1.0], [None, 0.5]]))
+    assert struct.unpack("<4H", packed) == (0, 65534, 65535, 32767)
+
+
+def test_a_layer_has_one_colour_and_one_dash_in_every_plot(page: Written) -> None:
+    for title in ("MaxVio", "Entropy per token", "Strongest pair of experts"):
+        traces = page.traces(title)
+        looks = [(traces[f"layer {n}"]["meta"], traces[f"layer {n}"]["line"]) for n in range(4)]
+        assert looks == [
+            ({"colour": number}, {"dash": dash, "width": 2, "color": LIGHT[f"series-{number}"]})
+            for number, dash in enumerate(("solid", "dash", "dot", "dashdot"))
+        ], title
+
+
+def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
+    for title in ("Entropy per token", "Entropy of the mean"):
+        traces = page.traces(title)
+        assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
+        assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
+    assert "low where it is sure. An even choice has log 8 = 2.079." in page.text
+
+
+def test_a_measure_that_never_moved_is_a_word_and_no_plot(page: Written) -> None:
+    assert "At all steps, in all layers: experts per token 2; tokens without a finite score 0." in (
+        page.text
+    )
+    assert "Experts per token" not in page.figures
+    assert {"MaxVio", "Dropped", "Dead experts", "Churn", "Top-1 margin"} <= page.figures.keys()
+
+
+CONSTANT = """
+    MaxVio 0.125; variation of the load 0.125; dropped 12.5%; entropy per token 0.125;
+    entropy of the mean 0.125; dead experts 0.125; churn 12.5%; largest router logit 0.125;
+    top-1 margin 0.125; shared share 12.5%; capacity used 12.5%; experts per token 0.125;
+    MaxVio within sequences 0.125; MaxVio over ranks 0.125; strongest pair of experts 12.5%;
+    spread of the correction bias 0.125; load-balancing loss 0.125; router z-loss 0.125;
+    tokens without a finite score 0.125
+"""
+
+
+def test_the_word_of_a_measure_has_its_unit(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for step in (1, 2):
+        for prefix in ("", "validation/"):
+            keys = [
+                f"{prefix}routing/layer_{n:02d}/{key}" for n in (0, 1) for key in KEYS_OF_MEASURES
+            ]
+            rows.append({"step": step, **dict.fromkeys(keys, 0.125)})
+    write_metrics(tmp_path / "metrics.jsonl", rows)
+
+    run = read_runs([tmp_path])[0]
+
+    assert constant_measures(run) == " ".join(CONSTANT.split()).split("; ")
+
+
+def test_of_series_that_are_averaged_the_longest_is_told() -> None:
+    long, short = (Series(array("q", range(rows)), array("d", [1.0] * rows)) for rows in (1500, 10))
+    assert describe_points([short, long], 500) == "Each point is the mean of about 3 rows."
+    assert describe_points([short], 500) == ""
+
+
+def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
+
+    assert len(page.figures["Load of each expert"]) == 12
+    assert '<select aria-label="layer" data-plot="plot-7">' in page.body
+    (max_violation,) = page.figures["MaxVio"]
+    assert max_violation["data"][0]["type"] == "heatmap"
+    assert max_violation["data"][0]["y"] == [str(layer) for layer in range(12)]
+    assert max_violation["layout"]["yaxis"]["autorange"] == "reversed", "layer 0 is on top"
+    assert len(page.figures) < 30
+
+
+def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) -> None:
+    page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
+
+    assert len(page.traces("Loss")["training"]["x"]) == 500
+    assert "Each point is the mean of about 3 rows." in page.text
+    assert "Each column is the mean of about 8 rows." in page.text
+    assert page.size_of_data < 500_000
+
+
+def test_a_long_name_leaves_room_for_the_plot() -> None:
+    assert label("a" * 30 + "b" * 30) == "a" * 20 + "…" + "b" * 23
+    assert label("a" * 44) == "a" * 44
+
+
+def test_an_old_run_shows_what_it_has(tmp_path: Path) -> None:
+    row = {"step": 1, "train/loss": 2.0, "routing/layer_00/load/expert_00": 1.0}
+    write_metrics(tmp_path / "metrics.jsonl", [row])
+    page = Written(tmp_path)
+
+    assert list(page.figures) == ["Loss", "Load, layer 0"]
+    assert "unknown block" in page.text
+
+
+def test_a_run_that_diverged_has_gaps_and_says_so(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/loss": 1.0 if step < 3 else math.nan} for step in range(1, 6)]
+    write_metrics(tmp_path / "metrics.jsonl", [*rows, {"step": 6, "validation/loss": math.nan}])
+    page = Written(tmp_path)
+
+    assert page.traces("Loss")["training"]["y"] == [1, 1, None, None, None]
+    assert "Where a value was NaN or infinite, nothing is drawn." in page.text
+    assert "validation loss NaN nats per token" in page.text
+
+
+def test_co_activation_is_packed_and_of_many_large_matrices_some_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", layers=3, experts=4, rows=20)
+    figures = Written(folder).figures["Co-activation"]
+    assert len(figures) == 3
+    summary = json.loads((folder / "summary.json").read_text())
+    pairs = summary["routing"]["layer_00"]["coactivation"]
+    shares = struct.unpack("<16H", base64.b64decode(figures[0]["data"][0]["meta"]["shares"]))
+    assert np.divide(shares, 65534) == pytest.approx(np.ravel(pairs), abs=1e-4), "row by row"
+    axes = {axis: figures[0]["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")}
+    assert axes == {"xaxis": "expert j", "yaxis": "expert i"}, "a row is of the tokens of expert i"
+
+    large = [[0.25] * 300] * 300
+    for values in summary["routing"].values():
+        values["coactivation"] = large
+    (folder / "summary.json").write_text(json.dumps(summary))
+    page = Written(folder)
+
+    first, last = page.figures["Co-activation"]
+    assert "2 of 3 layers, evenly chosen." in page.text
+    assert first["data"][0]["meta"]["rows"] == 300
+    assert base64.b64decode(last["data"][0]["meta"]["shares"])[:2] == struct.pack("<H", 16384)
+    assert page.size_of_data < 700_000
