@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,6 @@ Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """How the values of an axis read: its title, and a number's format (d3)."""
-
-    axis: str
-    form: str = ",.4~g"
-    tick_form: str | None = None
-
-
 _FORMS = {
     "share": ".2%",
     "nats": ".3f",
@@ -66,14 +58,17 @@ _FORMS = {
     "bits per byte": ".4f",
     "tokens per second": ",.0f",
 }
+"""Unit of a metric -> how a value of it reads (d3)."""
 
 
-def unit_of(metric: Metric) -> Unit:
-    """The axis of a metric; a share is drawn as percent."""
-    form = _FORMS.get(metric.unit, Unit.form)
-    if metric.is_share:
-        return Unit(metric.axis("percent"), form, tick_form=".2~%")
-    return Unit(metric.axis(), form)
+def form_of(metric: Metric) -> str:
+    """How a value reads (d3)."""
+    return _FORMS.get(metric.unit, ",.4~g")
+
+
+def scale_of(metric: Metric) -> tuple[str, str | None]:
+    """The title of an axis of its values, and how its ticks read (d3); a share is drawn as percent."""
+    return (metric.axis("percent"), ".2~%") if metric.is_share else (metric.axis(), None)
 
 
 # -- series
@@ -126,69 +121,64 @@ def rounded(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-# -- lines
+def describe_points(found: Sequence[Series], max_points: int, what: str = "point") -> str:
+    """Says so where points are means of rows, and where a value could not be drawn."""
+    notes: list[str] = []
+    longest = max(map(len, found))
+    if longest > max_points:
+        notes.append(f"Each {what} is the mean of about {longest / max_points:.0f} rows.")
+    if not all(np.isfinite(series.values).all() for series in found):
+        notes.append("Where a value was NaN or infinite, nothing is drawn.")
+    return " ".join(notes)
 
 
-def line(
-    series: Series,
-    name: str,
-    unit: Unit,
-    number: int,
-    max_points: int,
-    *,
-    scale: float = 1.0,
-    markers: bool | None = None,
-) -> go.Scatter:
-    """A series as at most `max_points` points.
-
-    Args:
-        number: chooses colour and dash, the same for the same thing in every plot.
-        scale: what a step is worth on the x axis.
-        markers: on the points too; None for where they are few, since a point alone is no line.
-    """
-    grid = average([series], max_points)
-    # JSON has no infinity: what is beyond a float stands at its end.
-    steps = [min(step * scale, sys.float_info.max) for step in grid.steps]
-    markers = len(steps) <= 40 if markers is None else markers
-    dash = DASHES[number % len(DASHES)]
-    return _scatter(steps, grid.values[0], name, unit, number % len(SERIES), dash, markers)
+# -- figures
 
 
-def level(value: float, span: Sequence[float], name: str, unit: Unit) -> go.Scatter:
-    """A horizontal line to compare with, such as the entropy of an even choice."""
-    return _scatter([min(span), max(span)], [value, value], name, unit, "quiet", "dot", False)
+@dataclass(frozen=True)
+class Line:
+    """One line of a figure."""
 
-
-def _scatter(
-    steps: Sequence[float],
-    values: Sequence[Value],
-    name: str,
-    unit: Unit,
-    role: int | str,
-    dash: str,
-    markers: bool,
-) -> go.Scatter:
-    """`role` is the number of a colour in `SERIES`, or the role of another in style.css."""
-    drawn = LIGHT.get(f"series-{role}", "gray")
-    return go.Scatter(
-        x=list(steps),
-        y=list(values),
-        name=label(name),
-        mode="lines+markers" if markers else "lines",
-        line={"dash": dash, "width": 2, "color": drawn},
-        marker={"size": 5, "color": drawn},
-        hovertemplate=f"%{{y:{unit.form}}}",
-        meta={"colour": role},
-    )
+    name: str
+    series: Series
+    number: int
+    """Chooses colour and dash, the same for the same thing in every plot."""
+    scale: float = 1.0
+    """What a step is worth on the x axis."""
 
 
 def line_figure(
-    traces: Sequence[go.Scatter], unit: Unit, *, title: str, note: str = "", x_axis: str = STEP
+    lines: Sequence[Line],
+    metric: Metric,
+    max_points: int,
+    *,
+    levels: Mapping[str, float] = MappingProxyType({}),
+    title: str = "",
+    note: str = "",
+    x_axis: str = STEP,
 ) -> go.Figure:
-    """Lines over a common x; the legend stands above, where it wraps on a phone."""
+    """Lines over a common x; the legend stands above, where it wraps on a phone.
+
+    Args:
+        max_points: of a line, see `average`.
+        levels: horizontal lines to compare with by their names, such as the entropy of an even choice.
+        title: instead of the metric's.
+    """
+    found = [line.series for line in lines]
+    traces: list[go.Scatter] = []
+    for line in lines:
+        grid = average([line.series], max_points)
+        # JSON has no infinity: what is beyond a float stands at its end.
+        steps = [min(step * line.scale, sys.float_info.max) for step in grid.steps]
+        role, dash = line.number % len(SERIES), DASHES[line.number % len(DASHES)]
+        traces.append(_line(steps, grid.values[0], line.name, metric, role, dash))
+    span = [step for series in found for step in series.steps]
+    for name, value in levels.items():
+        traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
     x_options: dict[str, Any] = {"title": _axis_title(x_axis), "hoverformat": ",~r"}
     if x_axis == STEP:
         x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
+    axis, ticks = scale_of(metric)
     layout = {
         "height": 300,
         "hovermode": "x unified",
@@ -196,92 +186,98 @@ def line_figure(
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "margin": {"l": 62, "r": 12, "t": 14, "b": 48},
         "xaxis": x_options,
-        "yaxis": {
-            "title": _axis_title(unit.axis),
-            "tickformat": unit.tick_form,
-            "automargin": True,
-        },
+        "yaxis": {"title": _axis_title(axis), "tickformat": ticks, "automargin": True},
     }
-    return _figure(traces, layout, title, note)
+    note = f"{note} {describe_points(found, max_points)}".strip()
+    return _figure(traces, layout, title or metric.title, note)
 
 
-# -- heat maps
+def _line(
+    steps: Sequence[float],
+    values: Sequence[Value],
+    name: str,
+    metric: Metric,
+    role: int | str,
+    dash: str,
+) -> go.Scatter:
+    """`role` is the number of a colour in `SERIES`, or the role of another in style.css."""
+    colour = LIGHT.get(f"series-{role}", "gray")
+    # A point alone is no line, and few of them show where the rows are.
+    has_markers = len(steps) <= 40 and role != "quiet"
+    return go.Scatter(
+        x=list(steps),
+        y=list(values),
+        name=label(name),
+        mode="lines+markers" if has_markers else "lines",
+        line={"dash": dash, "width": 2, "color": colour},
+        marker={"size": 5, "color": colour},
+        hovertemplate=f"%{{y:{form_of(metric)}}}",
+        meta={"colour": role},
+    )
 
 
 def heat_figure(
-    grid: Grid, names: Sequence[str], unit: Unit, *, title: str, note: str = ""
+    x: Sequence[float],
+    y: Sequence[int] | Sequence[str],
+    z: Any,
+    axes: tuple[str, str],
+    *,
+    title: str,
+    note: str,
+    bar: Mapping[str, Any],
+    hover: str,
+    height: int | None = None,
+    **of_trace: Any,
 ) -> go.Figure:
-    """A measure over steps, one row per layer, for more layers than lines can be told apart."""
-    trace = go.Heatmap(
-        x=grid.steps,
-        y=list(names),
-        z=grid.values,
-        colorscale="Cividis",
-        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
-        hovertemplate=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{unit.form}}}</b><extra></extra>",
-    )
-    layout = _heat_layout(STEP, "layer", len(names), left=38 + 7 * max(map(len, names)))
-    layout["yaxis"]["type"] = "category"
-    return _figure([trace], layout, title, note)
+    """A heat map whose rows stand from the top.
 
-
-def load_figure(grid: Grid, *, title: str, note: str = "") -> go.Figure:
-    """The load of each expert over the steps, as a multiple of the even share 1/E.
-
-    The colours run to four times the even share.
+    Args:
+        y: the number or the name of each row.
+        bar: options of the colour bar; its title is a text.
+        hover: what is said of a cell, as plotly's `hovertemplate`.
+        height: without the title; None for one by the number of rows.
+        of_trace: more options of `go.Heatmap`.
     """
-    num_experts = len(grid.values)
-    shares = np.array(grid.values, dtype=float)
+    # Above the plot and as wide as it, so that a phone keeps its width for the plot.
+    wide_bar = {
+        "orientation": "h",
+        "x": 0.5,
+        "y": 1.0,
+        "yanchor": "bottom",
+        "len": 1.0,
+        "thickness": 10,
+        "ypad": 4,
+        **bar,
+        "title": {"text": bar["title"], "side": "top"},
+    }
     trace = go.Heatmap(
-        x=grid.steps,
-        y=list(range(num_experts)),
-        z=shares * num_experts,
-        customdata=shares,
-        zmin=0,
-        zmax=4,
-        colorscale=[[place, colour] for place, colour in LOAD_SCALE.values()],
-        colorbar=_colour_bar(
-            "load, times the even share 1/E",
-            tickvals=[0, 1, 2, 3, 4],
-            ticktext=["0", "1 = even", "2", "3", "≥ 4"],
-        ),
-        hovertemplate=(
-            "step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
-            "<b>%{z:.2f}</b> times the even share<extra></extra>"
-        ),
-        meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
+        x=list(x),
+        y=list(y),
+        z=z,
+        colorbar=wide_bar,
+        hovertemplate=f"{hover}<extra></extra>",
+        **of_trace,
     )
-    layout = _heat_layout(STEP, "expert", num_experts)
-    layout["yaxis"]["dtick"] = _tick_distance(num_experts)
+    plain = {"showgrid": False, "zeroline": False}
+    x_options = {"title": {"text": axes[0]}, **plain}
+    y_options = {"title": _axis_title(axes[1]), "autorange": "reversed", **plain}
+    names = [row for row in y if isinstance(row, str)]
+    if names:
+        y_options["type"] = "category"
+    else:
+        y_options["dtick"] = _tick_distance(len(y))
+    if x == y:
+        x_options["dtick"] = _tick_distance(len(x))
+    left = 38 + 7 * max(map(len, names)) if names else 52
+    layout = {
+        "height": height or min(max(190 + 14 * len(y), 260), 620),
+        "hovermode": "closest",
+        # Fixed: plotly would leave twice the room that the colour bar takes.
+        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
+        "xaxis": x_options,
+        "yaxis": y_options,
+    }
     return _figure([trace], layout, title, note)
-
-
-def pair_figure(
-    shares: Sequence[Sequence[Value]], unit: Unit, *, title: str, note: str = ""
-) -> go.Figure:
-    """A matrix of shares over pairs of experts: row i, from the top, is of the tokens of expert i."""
-    experts = list(range(len(shares)))
-    trace = go.Heatmap(
-        x=experts,
-        y=experts,
-        z=np.array(shares, dtype=float),
-        colorscale="Cividis",
-        zmin=0,
-        colorbar=_colour_bar(unit.axis, tickformat=unit.tick_form),
-        hovertemplate=(
-            f"of the tokens of expert %{{y}}, <b>%{{z:{unit.form}}}</b> went to expert %{{x}} too"
-            "<extra></extra>"
-        ),
-        meta={"is_packed": True},
-    )
-    layout = _heat_layout("expert j", "expert i", len(shares))
-    layout["height"] = 440
-    for axis in ("xaxis", "yaxis"):
-        layout[axis]["dtick"] = _tick_distance(len(shares))
-    return _figure([trace], layout, title, note)
-
-
-# -- layouts
 
 
 def label(text: str) -> str:
@@ -313,36 +309,8 @@ def _figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str
     return go.Figure(list(traces), {**layout, **own})
 
 
-def _heat_layout(x_axis: str, y_axis: str, num_rows: int, left: int = 52) -> dict[str, Any]:
-    """The first row, as expert 0, stands at the top."""
-    plain = {"showgrid": False, "zeroline": False}
-    return {
-        "height": min(max(190 + 14 * num_rows, 260), 620),
-        "hovermode": "closest",
-        # Fixed: plotly would leave twice the room that the colour bar takes.
-        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": {"title": {"text": x_axis}, **plain},
-        "yaxis": {"title": _axis_title(y_axis), "autorange": "reversed", **plain},
-    }
-
-
 def _axis_title(text: str) -> dict[str, Any]:
     return {"text": text, "standoff": 8}
-
-
-def _colour_bar(title: str, **options: Any) -> dict[str, Any]:
-    """Above the plot and as wide as it, so that a phone keeps its width for the plot."""
-    return {
-        "orientation": "h",
-        "x": 0.5,
-        "y": 1.0,
-        "yanchor": "bottom",
-        "len": 1.0,
-        "thickness": 10,
-        "ypad": 4,
-        "title": {"text": title, "side": "top"},
-        **{key: value for key, value in options.items() if value is not None},
-    }
 
 
 def _tick_distance(num_experts: int) -> int:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,26 +27,22 @@ from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.layer_names import is_inner, layer_name, short_name
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.report.drawing import (
+    LOAD_SCALE,
     STEP,
-    Unit,
+    Line,
     average,
+    describe_points,
+    form_of,
     heat_figure,
-    level,
-    line,
     line_figure,
-    load_figure,
-    pair_figure,
-    unit_of,
+    scale_of,
 )
 from moe_ffn.report.tables import measured
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
-MAX_CURVE_POINTS = 500
-"""More than a screen has pixels for."""
-
-MAX_RUN_POINTS = 400
-"""Of a curve where each run has one."""
+MAX_POINTS = 500
+"""Of a curve: more than a screen has pixels for."""
 
 MAX_LAYER_POINTS = 250
 """Of a curve where each layer has one."""
@@ -92,14 +90,22 @@ def curve(run: Run, key: str) -> go.Figure:
     alone = metric.quantity if len(metric.rows) == 1 else ""
     keys = {alone or ROW_NAMES[row]: f"{row}/{key}" for row in metric.rows}
     levels: dict[str, float] = {}
-    note = ""
     if key == "loss" and run.summary.unigram_loss is not None:
         levels["unigram model"] = run.summary.unigram_loss
-    if key == "objective":
-        note = metric.sentence
-        if run.series("train/objective"):
-            keys["training loss"] = "train/loss"
-    return _curves(run, metric.title, unit_of(metric), keys, note, levels=levels)
+    if key == "objective" and run.series("train/objective"):
+        keys["training loss"] = "train/loss"
+    note = metric.sentence if key == "objective" else ""
+    return _curves(run, metric, keys, note, levels)
+
+
+BEFORE_WEIGHTS = Metric(
+    key="balancing_losses",
+    title="Balancing losses",
+    quantity="loss, before its weight",
+    formula="every loss of `BALANCING_LOSSES`",
+    healthy="",
+)
+"""The axis of the balancing losses together."""
 
 
 def balancing_losses(run: Run) -> go.Figure:
@@ -111,8 +117,23 @@ def balancing_losses(run: Run) -> go.Figure:
     names = [name for name in sorted(BALANCING_LOSSES) if run.series(f"train/{name}")]
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
-    unit = Unit("loss, before its weight")
-    return _curves(run, "Balancing losses", unit, keys, " ".join(notes))
+    return _curves(run, BEFORE_WEIGHTS, keys, " ".join(notes))
+
+
+def _curves(
+    run: Run,
+    metric: Metric,
+    keys: Mapping[str, str],
+    note: str = "",
+    levels: Mapping[str, float] = MappingProxyType({}),
+) -> go.Figure:
+    """Those of the columns that were measured; `keys` is what each is called -> its key."""
+    lines = [Line(name, run.series(key), n) for n, (name, key) in enumerate(keys.items())]
+    lines = [line for line in lines if line.series]
+    if not lines:
+        wanted = " or ".join(keys.values()) or metric.title.lower()
+        raise NotMeasuredError(f"run '{run.name}' has no {wanted}")
+    return line_figure(lines, metric, MAX_POINTS, levels=levels, note=note)
 
 
 # -- one run: where its tokens went
@@ -130,9 +151,28 @@ def load(run: Run, layer: int | str) -> go.Figure:
     name = _find_layer(run, layer, run.loads)
     rows = sum(map(len, run.loads.values()))
     columns = min(max(MAX_LOADS // rows, 32), 200)
-    note = describe_points(run.loads[name], columns).replace("point", "column")
     grid = average(run.loads[name], columns)
-    return load_figure(grid, title=f"Load, {_title(name)}", note=note)
+    num_experts, shares = len(grid.values), np.array(grid.values, dtype=float)
+    return heat_figure(
+        grid.steps,
+        range(num_experts),
+        shares * num_experts,
+        (STEP, "expert"),
+        title=f"Load, {_title(name)}",
+        note=describe_points(run.loads[name], columns, "column"),
+        bar={
+            "title": "load, times the even share 1/E",
+            "tickvals": [0, 1, 2, 3, 4],
+            "ticktext": ["0", "1 = even", "2", "3", "≥ 4"],
+        },
+        hover="step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
+        "<b>%{z:.2f}</b> times the even share",
+        customdata=shares,
+        zmin=0,
+        zmax=4,
+        colorscale=[[place, colour] for place, colour in LOAD_SCALE.values()],
+        meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
+    )
 
 
 def measure(run: Run, key: str) -> go.Figure:
@@ -148,24 +188,28 @@ def measure(run: Run, key: str) -> go.Figure:
     found = measured(run, metric)
     if not found:
         raise NotMeasuredError(f"run '{run.name}' has no {key} of any layer")
-    series, unit = list(found.values()), unit_of(metric)
     sizes = sorted({len(loads) for loads in run.loads.values()})
     evens = {f"log {size}": math.log(size) for size in sizes if key.startswith("entropy")}
     even = ", ".join(f"{name} = {value:.3f}" for name, value in evens.items())
-    notes = [metric.sentence, even and f"An even choice has {even}.", f"Healthy: {metric.healthy}."]
+    even = f"An even choice has {even}. " if evens else ""
+    note = f"{metric.sentence} {even}Healthy: {metric.healthy}."
     layers = list(run.validated_layers if metric.measured == "validation" else run.layers)
-    if len(layers) > MAX_LINES:
-        max_points = max(MAX_CELLS // len(found), 60)
-        note = _join(*notes, describe_points(series, max_points))
-        rows = [short_name(layer) for layer in found]
-        return heat_figure(average(series, max_points), rows, unit, title=metric.title, note=note)
-    traces = [
-        line(one, _title(layer), unit, layers.index(layer), MAX_LAYER_POINTS)
-        for layer, one in found.items()
-    ]
-    traces += _levels(evens, series, unit)
-    note = _join(*notes, describe_points(series, MAX_LAYER_POINTS))
-    return line_figure(traces, unit, title=metric.title, note=note)
+    if len(layers) <= MAX_LINES:
+        lines = [Line(_title(layer), one, layers.index(layer)) for layer, one in found.items()]
+        return line_figure(lines, metric, MAX_LAYER_POINTS, levels=evens, note=note)
+    max_points = max(MAX_CELLS // len(found), 60)
+    grid = average(list(found.values()), max_points)
+    return heat_figure(
+        grid.steps,
+        [short_name(layer) for layer in found],
+        grid.values,
+        (STEP, "layer"),
+        title=metric.title,
+        note=f"{note} {describe_points(list(found.values()), max_points)}".strip(),
+        bar=_bar(metric),
+        hover=f"step %{{x:,~r}}, layer %{{y}}: <b>%{{z:{form_of(metric)}}}</b>",
+        colorscale="Cividis",
+    )
 
 
 def coactivation(run: Run, layer: int | str) -> go.Figure:
@@ -180,13 +224,28 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     found = coactivations(run)
     name = _find_layer(run, layer, found)
     metric = LAYER_METRICS["coactivation"]
-    title = f"{metric.title}, {_title(name)}"
-    return pair_figure(found[name], unit_of(metric), title=title, note="On the validation split.")
+    experts = range(len(found[name]))
+    return heat_figure(
+        experts,
+        experts,
+        np.array(found[name], dtype=float),
+        ("expert j", "expert i"),
+        title=f"{metric.title}, {_title(name)}",
+        note="On the validation split.",
+        bar=_bar(metric),
+        hover=f"of the tokens of expert %{{y}}, <b>%{{z:{form_of(metric)}}}</b> went to expert %{{x}} too",
+        height=440,
+        colorscale="Cividis",
+        zmin=0,
+        meta={"is_packed": True},
+    )
 
 
 def coactivations(run: Run) -> dict[str, list[list[float | None]]]:
     """Sparse layer -> for each expert, the share of its tokens that went to each other expert too."""
-    matrices = {layer: values.get("coactivation") for layer, values in run.validated.items()}
+    matrices: dict[str, Any] = {
+        layer: values.get("coactivation") for layer, values in run.validated.items()
+    }
     return {layer: matrix for layer, matrix in matrices.items() if _is_square(matrix)}
 
 
@@ -217,19 +276,19 @@ def overlay(runs: Sequence[Run], key: str, over: str = STEP) -> go.Figure:
     title = metric.title
     if len(metric.rows) > 1:
         title = f"{ROW_NAMES[row].capitalize()} {title.lower()}"
+    lines = [Line(run.name, run.series(key), n) for n, run in enumerate(runs)]
     if over != FLOPS:
-        return _overlay(runs, [run.series(key) for run in runs], metric, title)
-    flops: list[float] = []
-    for run in runs:
-        found = flops_per_step(run)
-        if found is None:
+        return _overlay(lines, metric, title)
+    for number, run in enumerate(runs):
+        flops = flops_per_step(run)
+        if flops is None:
             raise NotMeasuredError(f"run '{run.name}' does not say how many FLOPs a step takes")
-        flops.append(found)
+        lines[number] = replace(lines[number], scale=flops)
     note = (
         f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
         "seq_len x accumulate_grad_batches x step."
     )
-    return _overlay(runs, [run.series(key) for run in runs], metric, title, note, flops=flops)
+    return _overlay(lines, metric, title, note, x_axis=FLOPS)
 
 
 def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
@@ -239,9 +298,17 @@ def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
         NotMeasuredError: there is no such metric, or no layer of any run has it.
     """
     metric = _find(key, LAYER_METRICS)
-    series = [mean_over_layers(run, metric) for run in runs]
-    note = f"{metric.sentence} Mean over the layers."
-    return _overlay(runs, series, metric, metric.title, note)
+    lines = [Line(run.name, mean_over_layers(run, metric), n) for n, run in enumerate(runs)]
+    return _overlay(lines, metric, metric.title, f"{metric.sentence} Mean over the layers.")
+
+
+def _overlay(
+    lines: Sequence[Line], metric: Metric, title: str, note: str = "", x_axis: str = STEP
+) -> go.Figure:
+    lines = [line for line in lines if line.series]
+    if not lines:
+        raise NotMeasuredError(f"no run has '{title}'")
+    return line_figure(lines, metric, MAX_POINTS, title=title, note=note, x_axis=x_axis)
 
 
 def mean_over_layers(run: Run, metric: Metric) -> Series:
@@ -276,70 +343,10 @@ def flops_per_step(run: Run) -> float | None:
 # -- what they share
 
 
-def describe_points(found: Sequence[Series], max_points: int) -> str:
-    """Says so where points are means of rows, and where a value could not be drawn."""
-    notes: list[str] = []
-    longest = max(map(len, found))
-    if longest > max_points:
-        notes.append(f"Each point is the mean of about {longest / max_points:.0f} rows.")
-    if not all(np.isfinite(series.values).all() for series in found):
-        notes.append("Where a value was NaN or infinite, nothing is drawn.")
-    return " ".join(notes)
-
-
-def _curves(
-    run: Run,
-    title: str,
-    unit: Unit,
-    keys: Mapping[str, str],
-    note: str = "",
-    *,
-    levels: Mapping[str, float] | None = None,
-) -> go.Figure:
-    """Those of the columns that were measured; `keys` is what each is called -> its key."""
-    found = {name: series for name, key in keys.items() if (series := run.series(key))}
-    if not found:
-        raise NotMeasuredError(
-            f"run '{run.name}' has no {' or '.join(keys.values()) or title.lower()}"
-        )
-    series = list(found.values())
-    traces = [
-        line(found[name], name, unit, number, MAX_CURVE_POINTS)
-        for number, name in enumerate(keys)
-        if name in found
-    ]
-    traces += _levels(levels or {}, series, unit)
-    note = _join(note, describe_points(series, MAX_CURVE_POINTS))
-    return line_figure(traces, unit, title=title, note=note)
-
-
-def _overlay(
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    metric: Metric,
-    title: str,
-    note: str = "",
-    *,
-    flops: Sequence[float] | None = None,
-) -> go.Figure:
-    """A line for every run that has a series, over steps; over FLOPs where those of a step are given."""
-    if not any(series):
-        raise NotMeasuredError(f"no run has '{title}'")
-    unit = unit_of(metric)
-    scales = flops or [1.0] * len(runs)
-    traces = [
-        line(one, run.name, unit, number, MAX_RUN_POINTS, scale=scale, markers=len(one) == 1)
-        for number, (run, one, scale) in enumerate(zip(runs, series, scales, strict=True))
-        if one
-    ]
-    note = _join(note, describe_points([one for one in series if one], MAX_RUN_POINTS))
-    return line_figure(traces, unit, title=title, note=note, x_axis=FLOPS if flops else STEP)
-
-
-def _levels(levels: Mapping[str, float], found: Sequence[Series], unit: Unit) -> list[go.Scatter]:
-    """From the first step of any of the series to the last."""
-    span = [step for series in found for step in series.steps]
-    return [level(value, span, name, unit) for name, value in levels.items()]
+def _bar(metric: Metric) -> dict[str, Any]:
+    """Of colours that are values of a metric."""
+    title, ticks = scale_of(metric)
+    return {"title": title, "tickformat": ticks} if ticks else {"title": title}
 
 
 def _find_layer(run: Run, layer: int | str, known: Mapping[str, object]) -> str:
@@ -358,7 +365,3 @@ def _find(key: str, metrics: Mapping[str, Metric]) -> Metric:
 
 def _title(layer: str) -> str:
     return f"layer {short_name(layer)}"
-
-
-def _join(*notes: str) -> str:
-    return " ".join(note for note in notes if note)

@@ -68,7 +68,7 @@ def plots_of_runs(runs: Sequence[Run]) -> dict[str, list[Plot]]:
         if any(run.series(key) for run in runs):
             knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
             axes = [STEP, figures.FLOPS] if knows_flops else [STEP]
-            found = {axis: figures.overlay(runs, key, axis) for axis in axes}
+            found: dict[str, Any] = {axis: figures.overlay(runs, key, axis) for axis in axes}
             curves.append(_choice(found, note=found[axes[-1]].layout.meta["note"], choice="over"))
     measures: list[Plot] = []
     for metric in layer_measures():
