@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -375,63 +374,34 @@ def test_three_mistakes_are_all_named(refuse: Callable[..., str]) -> None:
     ]
 
 
-# -- through a real process
+# -- how soon
 
 
-def train_in(folder: Path, argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.train", *argv],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+SECONDS = """
+import contextlib, io, sys, time
+import torch, einops, pydantic
+of_torch = time.process_time()
+from experiments.train import main
+from moe_ffn.cli.exit import exit_on_bad_input
+sys.argv = ["train", "--model.ffn.num_expert", "4"]
+with contextlib.redirect_stderr(io.StringIO()):
+    assert exit_on_bad_input(main) == 2
+print(time.process_time() / of_torch)
+"""
 
 
-@pytest.mark.parametrize(
-    ("argv", "answer"),
-    [
-        (["--model.ffn.num_expert", "4"], "model.ffn.num_expert: unknown; did you mean 'num_experts'?"),
-        (["--config", "no.yaml"], "--config no.yaml: No such file or directory"),
-        (["--model.ffn.router.k", "9"], "model.ffn: router.k (9) must not exceed num_experts (8); "
-         "lower router.k or raise num_experts"),
-    ],
-    ids=["unknown key", "missing file", "impossible combination"],
-)  # fmt: skip
-def test_process_answers_in_one_line_and_without_lightning(
-    argv: list[str], answer: str, tmp_path: Path
-) -> None:
-    done = train_in(tmp_path, argv, PYTHONPROFILEIMPORTTIME="1")
+def test_an_answer_comes_soon_after_torch_is_imported() -> None:
+    def ratio() -> float:
+        # Of work, not of waiting; again where another process slowed it.
+        done = subprocess.run(
+            [sys.executable, "-c", SECONDS], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return float(done.stdout)
 
-    lines = done.stderr.splitlines()
-    imported = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
-    said = [line for line in lines if not line.startswith("import time:")]
-    assert (done.returncode, done.stdout, said) == (2, "", [f"error: {answer}"])
-    assert "pydantic" in imported
-    assert not imported & {"lightning", "torchmetrics", "wandb", "plotly", "tokenizers"}
-    assert list(tmp_path.iterdir()) == [tmp_path / "home"]
+    assert any(ratio() < 1.8 for _ in range(3))
 
 
-def test_process_answers_soon_after_torch_is_imported(tmp_path: Path) -> None:
-    def seconds_of_work(start: Callable[[], object]) -> float:
-        # Not of waiting; and the best of three, for what shares the processor slows the work too.
-        before = os.times()
-        start()
-        after = os.times()
-        worked = after.children_user + after.children_system
-        return worked - before.children_user - before.children_system
-
-    def import_torch() -> None:
-        subprocess.run([sys.executable, "-c", "import torch, einops, pydantic"], check=True)
-
-    def misspelt() -> None:
-        train_in(tmp_path, ["--model.ffn.num_expert", "4"])
-
-    pairs = [(seconds_of_work(misspelt), seconds_of_work(import_torch)) for _ in range(3)]
-    ours, torch_alone = (min(seconds) for seconds in zip(*pairs, strict=True))
-    assert ours < 1.8 * torch_alone
+# -- what may be meant
 
 
 @pytest.mark.parametrize(

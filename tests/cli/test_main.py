@@ -27,10 +27,7 @@ def moe_ffn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*argv: str) -> Answer:
         monkeypatch.setattr(sys, "argv", ["/usr/bin/moe-ffn", *argv])
-        try:
-            code = console.main()
-        except SystemExit as end:
-            code = int(str(end.code or 0))
+        code = console.main()
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 

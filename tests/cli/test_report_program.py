@@ -165,12 +165,10 @@ def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
     assert not (run / "report.html").exists()
 
 
-def test_help_shows_how_it_is_called(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        program("--help")
+def test_help_shows_how_it_is_called(program: Program) -> None:
+    code, printed, _ = program("--help")
 
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
+    assert code == 0
     assert "moe-ffn report --watch runs/NAME" in printed
     assert "--every SECONDS" in printed
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -439,33 +437,6 @@ def test_an_interrupted_run_is_shown(trace: Trace, moe_run: Any) -> None:
 
     assert (code, err) == (0, "")
     assert "layer 0" in out
-
-
-@pytest.mark.parametrize("program", ["trace", "generate"])
-def test_what_is_no_run_is_refused_without_waiting_for_lightning(program: str) -> None:
-    code = f"""
-import sys
-from experiments.{program} import main
-from moe_ffn.errors import ConfigError
-try:
-    main(["runs/no", *sys.argv[1:]])
-except ConfigError as error:
-    print(error)
-print("lightning" in sys.modules)
-"""
-    options = ["--text", "a"] if program == "trace" else []
-    done = subprocess.run(
-        [sys.executable, "-c", code, *options],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert (done.stderr, done.stdout) == (
-        "",
-        "'runs/no' does not exist; give the folder of a run, such as runs/my-run\nFalse\n",
-    )
 
 
 def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: Path) -> None:

@@ -92,10 +92,7 @@ def run_train(tiny_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
             patch.chdir(where)
             patch.setenv("COLUMNS", "200")
             patch.setattr(sys, "argv", ["train.py", *args])
-            try:
-                code = exit_on_bad_input(main)
-            except SystemExit as ended:
-                code = int(str(ended.code))
+            code = exit_on_bad_input(main)
         return Result(code, stdout.getvalue(), stderr.getvalue(), args, where)
 
     return run

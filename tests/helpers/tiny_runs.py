@@ -126,10 +126,7 @@ def run_here(*argv: str, program: str = "experiments.train") -> Finished:
         warnings.catch_warnings(),
         patch.object(sys, "argv", [program, *argv]),
     ):
-        try:
-            code = exit_on_bad_input(main)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
+        code = exit_on_bad_input(main)
     return Finished(code, stdout.getvalue(), stderr.getvalue())
 
 
