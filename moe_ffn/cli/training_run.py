@@ -61,13 +61,13 @@ from moe_ffn.runs.outside_code import (
     portable_options,
     say_changed_code,
 )
-from moe_ffn.runs.record import checkpoint_identity, identity, new_run_id
-from moe_ffn.runs.resume import go_back
-from moe_ffn.runs.start import (
+from moe_ffn.runs.record import checkpoint_identity, new_run_id
+from moe_ffn.runs.resume import (
     Start,
     check_documents,
     find_start,
     first_precision,
+    go_back,
     how_to_go_on,
 )
 from moe_ffn.training.data_module import validation_batches
@@ -173,8 +173,7 @@ def go_on(
     """
     say_changed_code(resume.folder)
     check_documents(resume.folder, data.documents)
-    same = identity(resume.config, data)
-    start = find_start(resume.folder, resume.own, same, module)
+    start = find_start(resume.folder, resume.own, data, module)
     start.require_steps_left(resume.config.trainer.max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():

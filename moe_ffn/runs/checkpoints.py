@@ -1,9 +1,8 @@
-"""Which checkpoint of a run is the newest good one, and why the others are not."""
+"""The newest good checkpoint of a run, and why others are passed over."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.errors import printable, show
+from moe_ffn.runs.checkpoint_checks import (
+    describe,
+    require_finite,
+    require_plain,
+    require_same_kind,
+)
 from moe_ffn.runs.config import differences
-from moe_ffn.runs.value_checks import describe, require_finite, require_plain, require_same_kind
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
@@ -63,67 +67,34 @@ def best_checkpoint(folder: Path) -> list[Path]:
     return [best] if os.path.lexists(best) else []
 
 
-_OF_WEIGHTS = re.compile(r"model|data$|data\.tokenizer|data\.seq_len")
-"""The part of an identity without which weights mean something else."""
-
-
-def refusal_to_resume(
-    values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
-) -> str | None:
-    """Why a run cannot go on from the weights of a checkpoint; None where it can.
-
-    Args:
-        expected: the `identity` of the run; what else a checkpoint says of its run is not looked at.
-        model: with the names of the weights.
-
-    Raises:
-        CheckpointError: the same, of what is malformed.
-    """
-    _require_parts(values)
-    found = {key: values[IDENTITY].get(key) for key in expected}
-    if different := _first(differences(found, expected)):
-        return different
-    _require_weights(values["state_dict"], model)
-    return None
-
-
-def refusal_to_load(
+def refusal_of_weights(
     values: Mapping[str, Any], expected: Mapping[str, Any], model: nn.Module
 ) -> str | None:
     """Why the weights of a checkpoint do not go into a model; None where they do.
 
     Args:
-        expected: the `identity_of_weights` of the run.
+        expected: the `identity` of a run that goes on, or the `identity_of_weights`; what else a checkpoint
+            says of its run is not looked at.
         model: with the names that weights have in `values["state_dict"]`.
 
     Raises:
         CheckpointError: the same, of what is malformed.
     """
-    _require_parts(values)
-    different = differences(values[IDENTITY], expected)
-    of_weights = {key: pair for key, pair in different.items() if _OF_WEIGHTS.match(key)}
-    if refusal := _first(of_weights):
-        return refusal
-    _require_weights(values["state_dict"], model)
-    return None
-
-
-def _require_parts(values: Mapping[str, Any]) -> None:
     for name in ("state_dict", IDENTITY):
         if not isinstance(values.get(name), Mapping):
             raise CheckpointError(f"lacks '{name}', so it is no checkpoint of a run")
     require_plain(values[IDENTITY], IDENTITY)
+    found = {key: values[IDENTITY].get(key) for key in expected}
+    if isinstance(found["data"], Mapping):
+        found["data"] = {key: found["data"].get(key) for key in expected["data"]}
+    for key, (before, now) in differences(found, expected).items():
+        return f"was made with {_short(key)} {_short(before)}, but this run has {_short(now)}"
+    _require_weights(values["state_dict"], model)
+    return None
 
 
-def _require_weights(found: Any, model: nn.Module) -> None:
-    """Weights that go into a model, and are finite; a buffer may be a mask of infinities.
-
-    Args:
-        found: `state_dict` of a checkpoint, by the names of `model`.
-
-    Raises:
-        CheckpointError: they do not, or are not.
-    """
+def _require_weights(found: Mapping[str, Any], model: nn.Module) -> None:
+    """Weights that go into a model, and are finite; a buffer may be a mask of infinities."""
     expected, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
     first_names: dict[int, str] = {}
     for name, value in expected.items():
@@ -150,12 +121,6 @@ def _require_weights(found: Any, model: nn.Module) -> None:
                 )
     if unknown := [name for name in found if name not in expected]:
         raise CheckpointError(f"has the weight {show(unknown[0])}, which this model lacks")
-
-
-def _first(different: Mapping[str, tuple[Any, Any]]) -> str | None:
-    for key, (old, new) in different.items():
-        return f"was made with {_short(key)} {_short(old)}, but this run has {_short(new)}"
-    return None
 
 
 def _short(value: Any) -> str:

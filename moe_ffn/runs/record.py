@@ -1,6 +1,7 @@
-"""What a run has written down of itself: its id, the options it has had, and which step was saved last.
+"""Of which run a checkpoint is: what it says of its run, and what a run's folder says of its checkpoints.
 
-`saved.json` stands outside the folder of the checkpoints, so that it tells when those are lost.
+A checkpoint is of a run that has its id and has had its options. `saved.json`, which knows the id and the
+step that was saved last, stands outside the folder of the checkpoints, so that it tells when those are lost.
 """
 
 from __future__ import annotations
@@ -23,9 +24,85 @@ from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.json_lines import read_lines
 
+RUN_ID, PRECISION, CHANGEABLE = "run_id", "precision", "changeable"
+"""Keys of the identity in a checkpoint, beside those of what cannot be changed."""
+
 
 def new_run_id() -> str:
     return secrets.token_hex(8)
+
+
+def fixed_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that cannot be changed when a run is resumed."""
+    return {
+        "seed": config.seed,
+        "model": _without_free(comparable_options(config.model)),
+        "data": {
+            "tokenizer": comparable_options(config.data.tokenizer),
+            "validation_percent": config.data.validation_percent,
+            "seq_len": config.data.seq_len,
+            "batch_size": config.data.batch_size,
+        },
+        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
+        "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
+    }
+
+
+def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what changes how the model is computed, or evaluated, and not what it is."""
+    return {
+        key: _without_free(value) if isinstance(value, Mapping) else value
+        for key, value in options.items()
+        if key not in ("backend", "eval_factor")
+    }
+
+
+def changeable_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that may be changed, and change what a run computes.
+
+    Left out is where and on what it runs, how fast, and what is written of it.
+    """
+    options = comparable_options(config)
+    trainer = {"gradient_clip_algorithm": None} | options["trainer"]
+    of_training = {*TrainerConfig.model_fields, "gradient_clip_algorithm"} - {"compile"}
+    return {
+        "data": {"validation_tokens": config.data.validation_tokens},
+        "objective": options["objective"],
+        "optimizer": options["optimizer"],
+        "trainer": {k: v for k, v in trainer.items() if k in of_training},
+    }
+
+
+def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
+    """What stays the same however often a run is resumed: the fixed options, and the data."""
+    options = fixed_options(config)
+    hashes = {"corpus": {"sha256": data.corpus_sha256}, "tokenizer": _hash(data.tokenizer)}
+    return {**options, "data": {**options["data"], **hashes}}
+
+
+def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of an identity in which a model has to agree with the weights that are put into it."""
+    return {
+        "model": fixed_options(config)["model"],
+        "data": {"tokenizer": _hash(tokenizer), "seq_len": config.data.seq_len},
+    }
+
+
+def _hash(tokenizer: Tokenizer) -> dict[str, str]:
+    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
+    return {"sha256": hashlib.sha256(values.encode()).hexdigest()}
+
+
+def checkpoint_identity(
+    config: TrainConfig, data: PreparedData, run_id: str = "", precision: str = ""
+) -> dict[str, Any]:
+    """What every checkpoint says of its run.
+
+    Args:
+        precision: in which it computes, where its options say `auto`.
+    """
+    whose = {RUN_ID: run_id, PRECISION: precision, CHANGEABLE: changeable_options(config)}
+    return {**identity(config, data), **whose}
 
 
 @dataclass(frozen=True)
@@ -46,16 +123,15 @@ class RunRecord:
         """The record of the run in `folder`, whose `config.yaml` is `own`."""
         facts, saved = Facts.read(folder / FACTS_FILE), Saved.read(folder / SAVED_FILE)
         facts = facts if facts.is_whole else Facts()
-        saved = saved if saved.is_whole else None
-        run_id = facts.run_id or (saved.run_id if saved else None)
-        if saved is not None and saved.run_id != run_id:
-            saved = None
-        options = changeable_options(own)
-        began_with = facts.model_extra or {}
+        run_id = facts.run_id or (saved.run_id if saved.is_whole else None)
+        options, began_with = changeable_options(own), facts.model_extra or {}
         known: list[Mapping[str, Any]] = [options, {key: began_with.get(key) for key in options}]
-        known += _changes(folder / RESUMES_FILE)
-        past = {(key, _as_json(value)) for values in known for key, value in _leaves(values)}
-        return cls(run_id, saved, dict(_leaves(options)), frozenset(past))
+        with suppress(OSError):
+            for line in read_lines(folder / RESUMES_FILE, Resumption):
+                known += [{key: value} for key, pair in line.changes.items() for value in pair]
+        past = {(key, json.dumps(value)) for values in known for key, value in _leaves(values)}
+        is_ours = saved.is_whole and saved.run_id == run_id
+        return cls(run_id, saved if is_ours else None, dict(_leaves(options)), frozenset(past))
 
     def refusal(self, identity: Mapping[str, Any]) -> str | None:
         """Why a checkpoint with this identity is of another run; None where it is of this one.
@@ -65,31 +141,18 @@ class RunRecord:
         Args:
             identity: plain values, not too deep.
         """
-        run_id, made_with = _run_id(identity), identity.get(CHANGEABLE)
-        if run_id is None or not isinstance(made_with, Mapping):
+        run_id, made_with = identity.get(RUN_ID), identity.get(CHANGEABLE)
+        if not (run_id and isinstance(run_id, str) and isinstance(made_with, Mapping)):
             return "does not say of which run it is: an older version wrote it, or another program"
         if self.run_id not in (None, run_id):
             return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
         for key, value in _leaves(made_with):
-            if (key, _as_json(value)) not in self.past_options:
+            if (key, json.dumps(value)) not in self.past_options:
                 return (
                     f"was made with {key} {value!s:.60}, but this run has {self.options.get(key)} in "
                     f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
                 )
         return None
-
-
-def _run_id(values: Mapping[str, Any]) -> str | None:
-    run_id = values.get(RUN_ID)
-    return run_id if isinstance(run_id, str) and run_id else None
-
-
-def _changes(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The options that were given whenever the run was resumed, and what they were before."""
-    with suppress(OSError):
-        for line in read_lines(path, Resumption):
-            for key, pair in line.changes.items():
-                yield from ({key: value} for value in pair)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -99,94 +162,3 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str)
-
-
-RUN_ID, PRECISION, CHANGEABLE = "run_id", "precision", "changeable"
-"""Keys of the identity in a checkpoint, beside those of what cannot be changed."""
-
-_FREE = {"backend", "eval_factor"}
-"""Options of the model that change how it is computed, or evaluated, and not what it is."""
-
-
-def fixed_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that cannot be changed when a run is resumed."""
-    return {
-        "seed": config.seed,
-        "model": _without_free(comparable_options(config.model)),
-        "data": {
-            "tokenizer": comparable_options(config.data.tokenizer),
-            "validation_percent": config.data.validation_percent,
-            "seq_len": config.data.seq_len,
-            "batch_size": config.data.batch_size,
-        },
-        "optimizer": {"type": comparable_options(config.optimizer)["type"]},
-        "trainer": {"accumulate_grad_batches": config.trainer.accumulate_grad_batches},
-    }
-
-
-def changeable_options(config: TrainConfig) -> dict[str, Any]:
-    """The others that change what a run computes.
-
-    Left out is where and on what it runs, how fast, and what is written of it.
-    """
-    options = comparable_options(config)
-    trainer = {"gradient_clip_algorithm": None} | options["trainer"]
-    of_training = {*TrainerConfig.model_fields, "gradient_clip_algorithm"} - {"compile"}
-    return {
-        "data": {"validation_tokens": config.data.validation_tokens},
-        "objective": options["objective"],
-        "optimizer": options["optimizer"],
-        "trainer": {k: v for k, v in trainer.items() if k in of_training},
-    }
-
-
-def checkpoint_identity(
-    config: TrainConfig, data: PreparedData, run_id: str = "", precision: str = ""
-) -> dict[str, Any]:
-    """What every checkpoint says of its run.
-
-    Args:
-        precision: in which it computes, where its options say `auto`.
-    """
-    return {
-        RUN_ID: run_id,
-        PRECISION: precision,
-        **identity(config, data),
-        CHANGEABLE: changeable_options(config),
-    }
-
-
-def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
-    """What stays the same however often a run is resumed: the fixed options, and the data."""
-    options = fixed_options(config)
-    of_data = {
-        **options["data"],
-        "corpus": {"sha256": data.corpus_sha256},
-        "tokenizer": _tokenizer_identity(data.tokenizer),
-    }
-    return {**options, "data": of_data}
-
-
-def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The part of an identity in which a model has to agree with the weights that are put into it."""
-    return {
-        "model": _without_free(comparable_options(config.model)),
-        "data": {"tokenizer": _tokenizer_identity(tokenizer), "seq_len": config.data.seq_len},
-    }
-
-
-def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
-    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
-    return {"sha256": hashlib.sha256(values.encode()).hexdigest()}
-
-
-def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_free(value) if isinstance(value, Mapping) else value
-        for key, value in options.items()
-        if key not in _FREE
-    }

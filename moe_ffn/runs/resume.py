@@ -1,4 +1,4 @@
-"""A run that goes on: its folder brought back to where its checkpoint was saved.
+"""A run that goes on: from the newest of its checkpoints that is good, its folder brought back to that step.
 
 Logs are cut, what is damaged is written anew, and a line says what is lost.
 """
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import read_text, remove_unfinished, set_aside, write_whole
+from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.split import Documents, changed
+from moe_ffn.errors import ConfigError, command, reason
+from moe_ffn.files import read_object, read_text, remove_unfinished, set_aside, write_whole
+from moe_ffn.runs.assemble import make_callbacks
+from moe_ffn.runs.checkpoint_checks import require_training
+from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.documents import CodeEntries, Facts, Saved
 from moe_ffn.runs.folder import (
@@ -32,10 +38,18 @@ from moe_ffn.runs.folder import (
     write_file,
 )
 from moe_ffn.runs.outside_code import code_files
-from moe_ffn.runs.record import CHANGEABLE, RUN_ID, changeable_options
-from moe_ffn.runs.start import Start
-from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, ValidationLogger
+from moe_ffn.runs.record import (
+    CHANGEABLE,
+    PRECISION,
+    RUN_ID,
+    RunRecord,
+    changeable_options,
+    identity,
+)
+from moe_ffn.training.config import PRECISIONS
+from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.json_lines import (
+    AnyLine,
     Line,
     Row,
     Sample,
@@ -43,7 +57,179 @@ from moe_ffn.training.monitoring.json_lines import (
     num_damaged,
     read_lines,
 )
-from moe_ffn.training.recovery.checkpoint_file import likely_step, newest_first, pass_over
+from moe_ffn.training.recovery.checkpoint_file import (
+    IDENTITY,
+    is_misnamed,
+    likely_step,
+    newest_first,
+    pass_over,
+    step_inside,
+    step_name,
+    step_of,
+)
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+
+# -- where it goes on
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on."""
+
+    step: int
+    checkpoint: Path | None
+    """None where none was saved yet: from the first step."""
+    passed_over: tuple[str, ...]
+    callbacks: Mapping[str, Any]
+    """The states of the callbacks, by their names."""
+    run_id: str | None = None
+    """None where it is lost."""
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    """The identity in the checkpoint."""
+
+    @property
+    def saved_step(self) -> int | None:
+        return None if self.checkpoint is None else self.step
+
+    def require_steps_left(self, max_steps: int) -> None:
+        """ConfigError where the run has come further than it is to go."""
+        if self.step > max_steps:
+            raise ConfigError(
+                f"trainer.max_steps ({max_steps}): the run is at step {self.step} already; give at least that"
+            )
+
+    def describe(self, folder: Path) -> str:
+        """Which checkpoint, and why this one."""
+        if self.checkpoint is None:
+            return f"resuming {folder} from the start: no checkpoint was saved before it ended"
+        name, why = self.checkpoint.name, "; ".join(self.passed_over)
+        if is_misnamed(self.checkpoint, self.step):
+            name = f"{name}, which {_holds(self.checkpoint, self.step)}"
+        which = (
+            f"passed over {why}; the newest good one" if why else "its newest checkpoint, and good"
+        )
+        return f"resuming {folder} after step {self.step}, from {name}: {which}"
+
+
+def check_documents(folder: Path, now: Documents) -> None:
+    """ConfigError that names the first document which is not what the run began with.
+
+    Where the run's list is lost, the checkpoint still knows that the corpus is another.
+    """
+    try:
+        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
+    except ConfigError:
+        return
+    if change := changed(began_with, now):
+        raise ConfigError(
+            f"data.corpus: {change}, since '{folder}' began; put back what it was, or start a new run"
+        )
+
+
+def find_start(folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel) -> Start:
+    """The newest checkpoint that is whole and of this very run.
+
+    Args:
+        folder: of the run.
+        own: the options in it.
+        module: of the run, as it begins, which the checkpoint has to fit.
+
+    Raises:
+        ConfigError: there are checkpoints, and none is good; or there are none, and there were.
+    """
+    checkpoints, record = folder / CHECKPOINTS_FOLDER, RunRecord.read(folder, own)
+    candidates = newest_first(checkpoints)
+    refusal = refusal_to_start(folder, own, data, module, record)
+    found, passed_over = newest_good(candidates, refusal)
+    if found is not None:
+        others = candidates[candidates.index(found.path) + 1 :]
+        same_step = [path for path in others if step_inside(path) == found.step]
+        passed_over += [f"{path.name} {_holds(path, found.step)}" for path in same_step]
+        if lost := _lost_checkpoint(record, found.step, candidates):
+            passed_over.insert(0, f"{lost} is missing")
+        made_with, callbacks = found.values[IDENTITY], found.values["callbacks"]
+        passed = tuple(passed_over)
+        return Start(found.step, found.path, passed, callbacks, made_with[RUN_ID], made_with)
+    if passed_over:
+        more = f"; and {len(passed_over) - 1} more" if len(passed_over) > 1 else ""
+        raise ConfigError(
+            f"'{checkpoints}' has no checkpoint to go on from: {passed_over[0]}{more}; put back what was "
+            "there, or start a new run"
+        )
+    _require_that_none_was_saved(folder, own, record)
+    return Start(0, None, (), {}, record.run_id)
+
+
+def refusal_to_start(
+    folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel, record: RunRecord
+) -> Callable[[Mapping[str, Any]], str | None]:
+    """A function of the values in a checkpoint: why a run does not go on from it; None where it does.
+
+    Of what is malformed it raises the same as a CheckpointError.
+    """
+    whose, made = identity(own, data), make_callbacks(own, data, folder)
+    callbacks = (made.samples, made.steps, made.validation, made.checkpoints)
+
+    def refusal(values: Mapping[str, Any]) -> str | None:
+        why = refusal_of_weights(values, whose, module) or record.refusal(values[IDENTITY])
+        if why is None:
+            require_training(values, module, callbacks, own.trainer.accumulate_grad_batches)
+        return why
+
+    return refusal
+
+
+def _holds(path: Path, step: int) -> str:
+    return f"holds step {step}, not {step_of(path)}"
+
+
+def _lost_checkpoint(record: RunRecord, step: int, candidates: Sequence[Path]) -> str:
+    """The name of the checkpoint that was saved last, where it is later than `step` and not there."""
+    saved = None if record.saved is None else record.saved.last_saved_step
+    if saved is None or saved <= step or any(likely_step(path) >= saved for path in candidates):
+        return ""
+    return step_name(saved)
+
+
+def _require_that_none_was_saved(folder: Path, own: TrainConfig, record: RunRecord) -> None:
+    """ConfigError where a run without a checkpoint had one: as it wrote down itself, or by its rows."""
+    saved, checkpoints = record.saved, folder / CHECKPOINTS_FOLDER
+    if saved is not None and saved.last_saved_step is not None:
+        why = f"though {SAVED_FILE} says that {step_name(saved.last_saved_step)} was saved; put it back"
+    elif saved is None and _has_come_to_a_save(folder, own):
+        why = (
+            f"though the run came further than its first, and {SAVED_FILE}, which says whether that was "
+            "saved, is missing or damaged; put them back"
+        )
+    else:
+        return
+    best = best_checkpoint(checkpoints)
+    but = f" ({best[0].name} holds weights alone)" if best else ""
+    raise ConfigError(
+        f"'{checkpoints}' has no checkpoint to go on from{but}, {why}, or start a new run"
+    )
+
+
+def _has_come_to_a_save(folder: Path, own: TrainConfig) -> bool:
+    first_saved = own.checkpoints.every_n_steps or own.trainer.validate_every_n_steps
+    rows = read_lines(folder / METRICS_FILE, Row)
+    return (folder / SUMMARY_FILE).exists() or any(row.step > first_saved for row in rows)
+
+
+def first_precision(folder: Path, start: Start, precision: str) -> str:
+    """What `trainer.precision: auto` was when the run began; `precision` where that is lost."""
+    known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
+    return next((str(name) for name in PRECISIONS if name in known), precision)
+
+
+def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:
+    """What to type, and what that will begin from."""
+    step = keeper.last_saved_step
+    saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
+    return f"{saved}; go on with: {command('train')} --resume {folder}"
+
+
+# -- the folder brought back
 
 
 def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str, str]:
@@ -60,70 +246,74 @@ def go_back(resume: Resume, start: Start, files: Mapping[str, str]) -> dict[str,
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = resume.folder
+    folder, made_with = resume.folder, start.made_with.get(CHANGEABLE)
+    now = changeable_options(resume.config)
+    since = {} if made_with is None else differences(made_with, now)
     line: dict[str, Any] = {
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.name,
         "passed_over": start.passed_over,
-        "changes": {**_changes_since(start, resume.config), **resume.changes},
+        "changes": {**since, **resume.changes},
         "git_revision": git_revision(),
     }
     try:
         remove_unfinished(folder)
-        _pass_over_others(folder / CHECKPOINTS_FOLDER, start)
-        cut_logs(folder, start.step, start.callbacks)
+        # Read again one day, they would be of another past.
+        for path in newest_first(folder / CHECKPOINTS_FOLDER):
+            if likely_step(path) >= start.step and path != start.checkpoint:
+                pass_over(path)
+        _cut_logs(folder, start.step, start.callbacks)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        resumes = read_text(path, "replace") if (path := folder / RESUMES_FILE).exists() else ""
-        write_whole(path, f"{resumes}{json.dumps(line)}\n")
-        files = repair_files(resume, files)
+        write_whole(folder / RESUMES_FILE, f"{_text(folder / RESUMES_FILE)}{json.dumps(line)}\n")
+        return _repair_files(resume, files)
     except OSError as error:
         raise ConfigError(
             f"'{folder}' cannot be written ({reason(error)}), so the run cannot go on there; make room, or "
             "fix its permissions"
         ) from error
-    return files
 
 
-def _pass_over_others(checkpoints: Path, start: Start) -> None:
-    """Rename those of this step and of later ones: read again one day, they would be of another past."""
-    for path in newest_first(checkpoints):
-        if likely_step(path) >= start.step and path != start.checkpoint:
-            pass_over(path)
-
-
-def _changes_since(start: Start, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The options that are not those with which the checkpoint was made, whoever changed them."""
-    made_with = start.made_with.get(CHANGEABLE)
-    return {} if made_with is None else differences(made_with, changeable_options(config))
-
-
-def cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
+def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
     """Remove from metrics, samples and alarms what was written after optimizer step `step`.
 
     Args:
         callbacks: their states in the checkpoint, which know what has to be there.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
+    steps = {"last_row_step": 0, "num_alarms": 0, **callbacks.get("StepLogger", {})}
+    text = callbacks.get("SampleLog", {}).get("last")
     # The validation of that very step may be still to come, and with it a row and a text.
-    validated_step = callbacks.get(ValidationLogger.__qualname__, {}).get("last_step", -1)
-    metrics, samples, alarms = (folder / n for n in (METRICS_FILE, SAMPLES_FILE, ALARMS_FILE))
-    damaged = {
-        path
-        for path, kind in [(metrics, Row), (samples, Sample), (alarms, Line)]
-        if _keep_damaged(path, num_damaged(path, kind))
-    }
-    cut_lines(metrics, Row, lambda r: r.step <= (validated_step if r.is_of_validation else step))
-    cut_lines(samples, Sample, lambda sample: sample.step <= validated_step)
-    cut_lines(alarms, Line, lambda alarm: alarm.step <= step)
-    for path, what in _lost(folder, callbacks).items():
-        if path not in damaged:
-            print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
+    validated = callbacks.get("ValidationLogger", {}).get("last_step", -1)
+
+    def lacks_rows(rows: Sequence[Row]) -> str:
+        last, expected = max((row.step for row in rows), default=0), steps["last_row_step"]
+        return f"ends at step {last}, not {expected}" if last < expected else ""
+
+    def lacks_alarms(alarms: Sequence[Line]) -> str:
+        found, expected = len(alarms), steps["num_alarms"]
+        return f"has {found} alarms, not {expected}" if found < expected else ""
+
+    def lacks_text(samples: Sequence[Sample]) -> str:
+        is_last = not text or (bool(samples) and samples[-1].text == text)
+        return "" if is_last else "does not end with the newest text"
+
+    _cut(
+        folder / METRICS_FILE,
+        Row,
+        lambda row: row.step <= (validated if row.is_of_validation else step),
+        lacks_rows,
+    )
+    _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= validated, lacks_text)
+    _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= step, lacks_alarms)
 
 
-def _keep_damaged(path: Path, number: int) -> bool:
-    """Whether there are lines that nobody can read: they will be left out, and a copy keeps them."""
+def _cut(
+    path: Path,
+    kind: type[AnyLine],
+    is_kept: Callable[[AnyLine], bool],
+    lacks: Callable[[Sequence[AnyLine]], str],
+) -> None:
+    """Keep some lines of a log, and say what it lost: lines that cannot be read, or what it `lacks`."""
+    number = num_damaged(path, kind)
     if number:
         kept = set_aside(path)
         print(
@@ -131,34 +321,16 @@ def _keep_damaged(path: Path, number: int) -> bool:
             "it as it was",
             file=sys.stderr,
         )
-    return bool(number)
+    cut_lines(path, kind, is_kept)
+    if not number and (what := lacks(list(read_lines(path, kind)))):
+        print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
 
 
-def _lost(folder: Path, callbacks: Mapping[str, Any]) -> dict[Path, str]:
-    """The files that lack what was in them when the checkpoint was made, and how that is known."""
-    metrics, alarms, samples = (folder / n for n in (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE))
-    steps = callbacks.get(StepLogger.__qualname__, {})
-    text = callbacks.get(SampleLog.__qualname__, {}).get("last")
-    lost: dict[Path, str] = {}
-    last_step = max((row.step for row in read_lines(metrics, Row)), default=0)
-    if last_step < (expected := steps.get("last_row_step", 0)):
-        lost[metrics] = f"ends at step {last_step}, not {expected}"
-    number = sum(1 for _ in read_lines(alarms, Line))
-    if number < (expected := steps.get("num_alarms", 0)):
-        lost[alarms] = f"has {number} alarms, not {expected}"
-    if text and text not in [line.text for line in read_lines(samples, Sample)][-1:]:
-        lost[samples] = "does not end with the newest text"
-    return lost
-
-
-def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
+def _repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
     """The files that a run is begun with, as they have to be; written where they are not, with a line."""
+    entries = CodeEntries.read(resume.folder / CODE_FILE).entries
     facts = _facts_now(resume, files[FACTS_FILE])
-    repaired = {
-        **files,
-        FACTS_FILE: facts,
-        **code_files(resume.config, CodeEntries.read(resume.folder / CODE_FILE).entries),
-    }
+    repaired = {**files, FACTS_FILE: facts, **code_files(resume.config, entries)}
     for name, text in repaired.items():
         path = resume.folder / name
         found = _text(path)
@@ -168,7 +340,7 @@ def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
             name in (TOKENIZER_FILE, DOCUMENTS_FILE)
             or (name == FACTS_FILE and not Facts.read(path).is_whole)
             or (name == SAVED_FILE and not Saved.read(path).is_whole)
-            or (name == CODE_FILE and not CodeEntries.parse(found).entries)
+            or (name == CODE_FILE and not entries)
         ):
             what = "is not what this run was begun with" if found else "is missing or empty"
             print(f"'{path}' {what}; it is written anew", file=sys.stderr)
@@ -177,30 +349,23 @@ def repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    try:
-        return read_text(path, errors="replace")
-    except FileNotFoundError:
-        return ""
+    """Empty where there is no file."""
+    return read_text(path, errors="replace") if path.exists() else ""
 
 
 def _facts_now(resume: Resume, fresh: str) -> str:
-    """What was known of the run when it began, with the options that it has now."""
-    path = resume.folder / FACTS_FILE
-    facts, options = Facts.read(path), resume.config.to_dict()
+    """What was known of the run when it began, with the options and the id that it has now."""
+    facts = Facts.read(resume.folder / FACTS_FILE)
     if not facts.is_whole:
         return fresh
-    known = facts.model_dump(exclude_unset=True)
-    fresh_facts = json.loads(fresh)
-    now = {key: value for key, value in fresh_facts.items() if key in options}
-    different = differences({key: known.get(key) for key in now}, now)
-    for key, (before, after) in different.items():
-        if key in resume.changes:
-            continue
-        print(
-            f"'{resume.folder / CONFIG_FILE}' has {key} {after}, {FACTS_FILE} has {before}: one of them was "
-            f"edited or damaged; going on with {after}",
-            file=sys.stderr,
-        )
-    if RUN_ID in fresh_facts:
-        now[RUN_ID] = fresh_facts[RUN_ID]
+    known, options = facts.model_dump(exclude_unset=True), resume.config.to_dict()
+    now = {key: value for key, value in json.loads(fresh).items() if key in {*options, RUN_ID}}
+    before = {key: known.get(key) for key in now if key in options}
+    for key, (old, new) in differences(before, {key: now[key] for key in before}).items():
+        if key not in resume.changes:
+            print(
+                f"'{resume.folder / CONFIG_FILE}' has {key} {new}, {FACTS_FILE} has {old}: one of them was "
+                f"edited or damaged; going on with {new}",
+                file=sys.stderr,
+            )
     return json.dumps({**known, **now}, indent=2) + "\n"

@@ -17,7 +17,7 @@ from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder, DecoderOutput
-from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_to_load
+from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, TOKENIZER_FILE, check_has_weights
 from moe_ffn.runs.outside_code import say_changed_code
@@ -88,7 +88,7 @@ def _weights(
     found, passed_over = newest_good(
         [*best_checkpoint(checkpoints), *newest_first(checkpoints)],
         lambda values: (
-            refusal_to_load({**values, "state_dict": _of_decoder(values)}, expected, decoder)
+            refusal_of_weights({**values, "state_dict": _of_decoder(values)}, expected, decoder)
             or record.refusal(values[IDENTITY])
         ),
     )

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.config_files import read_config
-from moe_ffn.data.prepare import prepare
+from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE
-from moe_ffn.runs.record import identity
-from moe_ffn.runs.start import Start, find_start
+from moe_ffn.runs.resume import Start, find_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 from tests.helpers.tiny_runs import Finished, run_here, trained
@@ -23,11 +22,11 @@ Do = Callable[[Path], object]
 
 
 @cache
-def expected() -> tuple[TrainConfig, dict[str, Any], LanguageModel]:
+def expected() -> tuple[TrainConfig, PreparedData, LanguageModel]:
     """What the run has to agree in with a checkpoint."""
     config = read_config(trained() / CONFIG_FILE, TrainConfig)
     data = prepare(config.data, progress=False)
-    return config, identity(config, data), build_module(config, data)
+    return config, data, build_module(config, data)
 
 
 def start_of(folder: Path) -> Start:

@@ -15,8 +15,8 @@ from moe_ffn.data.prepare import prepare
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER, CONFIG_FILE, SAVED_FILE
-from moe_ffn.runs.record import RunRecord, identity
-from moe_ffn.runs.start import Start, find_start, refusal_to_start
+from moe_ffn.runs.record import RunRecord
+from moe_ffn.runs.resume import Start, find_start, refusal_to_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
@@ -53,9 +53,10 @@ class Scene:
         """As if its process had died `num_later` checkpoints before its end."""
         self.run = run
         self.config = config = read_config(run / CONFIG_FILE, TrainConfig)
-        data = prepare(config.data, progress=False)
-        self.identity = identity(config, data)
-        self.module: LanguageModel = build_module(config, data)
+        self.data = prepare(config.data, progress=False)
+        self.module: LanguageModel = build_module(config, self.data)
+        record = RunRecord.read(run, config)
+        self._refusal = refusal_to_start(run, config, self.data, self.module, record)
         self.newest, *older = step_checkpoints(run / CHECKPOINTS_FOLDER)[num_later:]
         self.older = older[0] if older else self.newest
         self.best = run / CHECKPOINTS_FOLDER / BEST
@@ -68,13 +69,12 @@ class Scene:
     def refuse(self, values: Mapping[str, Any]) -> str | None:
         """The reason why it does not go on from them."""
         try:
-            record = RunRecord.read(self.run, self.config)
-            return refusal_to_start(values, self.config, self.identity, self.module, record)
+            return self._refusal(values)
         except CheckpointError as error:
             return str(error)
 
     def start(self, run: Path) -> Start:
-        return find_start(run, self.config, self.identity, self.module)
+        return find_start(run, self.config, self.data, self.module)
 
 
 def shallow(value: Any) -> Any:

@@ -13,8 +13,8 @@ import pytest
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.resume import Start, find_start
 from moe_ffn.runs.saved_model import load_model
-from moe_ffn.runs.start import Start, find_start
 from tests.helpers.cases import cases
 from tests.helpers.copied_run import Do, expected, lose, resume, rewrite, start_of
 from tests.helpers.same_run import differences
@@ -186,8 +186,8 @@ def with_rate(folder: Path, rate: str) -> None:
 
 
 def own_start(folder: Path) -> Start:
-    _, identity, module = expected()
-    return find_start(folder, read_config(folder / "config.yaml", TrainConfig), identity, module)
+    _, data, module = expected()
+    return find_start(folder, read_config(folder / "config.yaml", TrainConfig), data, module)
 
 
 def test_checkpoints_from_before_an_option_was_changed_are_the_runs_own(folder: Path) -> None:

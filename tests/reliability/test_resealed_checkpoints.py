@@ -62,15 +62,6 @@ def shared(values: dict[str, Any]) -> None:
     state[1]["exp_avg"] = state[0]["exp_avg"]
 
 
-def without(path: str) -> Callable[[dict[str, Any]], None]:
-    parent, _, last = path.rpartition("/")
-
-    def remove(values: dict[str, Any]) -> None:
-        put(values, parent, lambda found: {k: v for k, v in found.items() if str(k) != last})
-
-    return remove
-
-
 def quantized(tensor: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that these will be gone one day
@@ -112,21 +103,22 @@ WEIGHTS: list[Case] = [
 TRAINING: list[Case] = [
     ("global_step", -5, "global_step: must be a whole number of at least 0, got -5"),
     ("global_step", True, "global_step: must be"),
-    ("global_step", 7.0, "lacks 'global_step'"),
+    ("global_step", 7.0, "global_step: must be a whole number of at least 0, got 7.0"),
     ("global_step", 10**70, "global_step: must be"),
-    ("global_step", 10**9, "optim_progress.optimizer.step.total.ready: must be a whole number"),
+    ("global_step", 10**9, "optim_progress.optimizer.step.total.completed: must be a w"),
     ("epoch", -1, "epoch: must be"),
-    ("epoch", "x", "lacks 'epoch'"),
-    ("pytorch-lightning_version", 2, "lacks 'pytorch-lightning_version'"),
+    ("epoch", "x", "epoch: must be a whole number"),
+    ("pytorch-lightning_version", 2, "pytorch-lightning_version: must be text"),
     ("pytorch-lightning_version", "x", "must be a version from 2.6 on, got 'x'"),
     ("pytorch-lightning_version", "1.0.0", "must be a version from 2.6 on, got '1.0.0'"),
     ("pytorch-lightning_version", "9" * 5000, "must be a version from 2.6 on"),
-    ("optimizer_states", [], "optimizer_states: must be a list of 1"),
+    ("optimizer_states", [], "optimizer_states: must have at least 1 entries"),
     ("optimizer_states", [1], "optimizer_states.0: must be a mapping, got 1"),
     ("optimizer_states/0", {}, "optimizer_states.0: lacks 'state'"),
     ("optimizer_states/0/state", [], "optimizer_states.0.state: must be a mapping"),
     ("optimizer_states/0/state", {}, "is empty after 7 steps"),
-    ("optimizer_states/0/state", {"0": {}}, "is of a parameter that this run does not have"),
+    ("optimizer_states/0/state", {"0": {}}, "must be a whole number"),
+    ("optimizer_states/0/state", {99: {}}, "is of a parameter that this run does not have"),
     ("optimizer_states/0/state/0", {}, "optimizer_states.0.state.0: lacks 'step'"),
     ("optimizer_states/0/state/0", None, "optimizer_states.0.state.0: must be a mapping"),
     (MOMENT, lambda t: t[1:], "must be a tensor (16, 16), got a tensor (15, 16)"),
@@ -144,26 +136,25 @@ TRAINING: list[Case] = [
     (f"{GROUP}/lr", "x", "lr: must be a finite number, got 'x'"),
     (f"{GROUP}/betas", [0.5], "betas: must be a list of 2, got a list of 1"),
     (f"{GROUP}/params", [5], "params: must be a list of"),
-    (f"{GROUP}/params/0", 1, "names other parameters"),
     ("lr_schedulers", ["x"], "lr_schedulers.0: must be a mapping, got 'x'"),
     ("lr_schedulers", [], "lr_schedulers: must be a list of 1"),
     ("lr_schedulers/0/last_epoch", -1, "last_epoch: must be a whole number"),
     ("lr_schedulers/0/last_epoch", 10**6, "last_epoch: must be a whole number from 7 to 7"),
     ("lr_schedulers/0/base_lrs", [], "base_lrs: must be a list of 2"),
     ("loops", {}, "loops.fit_loop: must be a mapping, got None"),
+    ("loops", None, "loops: must be a mapping, got None"),
     ("loops", {"fit_loop": "x"}, "loops.fit_loop: must be a mapping, got 'x'"),
     (LOOP, deep(900), "loops.fit_loop: lacks"),
     (f"{LOOP}/epoch_loop.batch_progress", 3, "batch_progress: must be a mapping, got 3"),
     (f"{LOOP}/epoch_loop.batch_progress/total/ready", -1, "total.ready: must be a whole number"),
-    (f"{LOOP}/epoch_loop.batch_progress/current/ready", 10, "current.ready: must be a whole number from 0"),
     (f"{LOOP}/epoch_loop.batch_progress/total/increment_ready", 1, "which does not belong there"),
     (f"{LOOP}/epoch_loop.batch_progress/is_last_batch", 1, "is_last_batch: must be true or false"),
     (f"{LOOP}/state_dict", {"combined_loader": [{}, {}]}, "fit_loop.state_dict: has 'combined_loader'"),
-    ("callbacks", {}, "callbacks: lacks 'SampleLog'"),
-    ("a key that is no text", lambda v: v["callbacks"].update({1: {}}), "callbacks: must have keys of text"),
-    (STEPS, {}, "callbacks.StepLogger.window: missing"),
+    ("callbacks", {}, "callbacks.SampleLog: must be a mapping, got None"),
+    ("a key that is no text", lambda v: v["callbacks"].update({1: {}}), "callbacks"),
+    (STEPS, {}, "callbacks.StepLogger: lacks 'window'"),
     (STEPS, "x", "callbacks.StepLogger"),
-    (f"{STEPS}/window/tokens", -1, "window.tokens: must be at least 0, got -1"),
+    (f"{STEPS}/window/tokens", -1, "window.tokens: must be a whole number of at least 0, got -1"),
     (f"{STEPS}/window/sums/loss", torch.ones(2, 2), "window.sums.loss: must be a tensor ("),
     (f"{STEPS}/window/sums/loss", torch.tensor(1.0), "must be a tensor (1,), got a tensor ()"),
     (f"{STEPS}/window/sums/loss", torch.ones(0), "must be a tensor (1,), got a tensor (0,)"),
@@ -172,24 +163,22 @@ TRAINING: list[Case] = [
     (f"{STEPS}/routing/load/layer_00/pairs_E", torch.ones(9), "pairs_E: must be a tensor (8,)"),
     (f"{STEPS}/window/seconds", INF, "window.seconds: must be a finite number"),
     (f"{STEPS}/routing/idle_steps/layer_00", torch.zeros(2, 4), "idle_steps.layer_00: must be a tensor (8,)"),
-    ("no idle steps of a layer", without(f"{STEPS}/routing/idle_steps/layer_00"), "lacks 'layer_00'"),
     (f"{STEPS}/routing/probe/layer_00", torch.ones(3), "probe.layer_00: must"),
     (f"{STEPS}/routing/last_look", 10**6, "routing.last_look: is 1000000, but"),
     (f"{STEPS}/rules/lasted", [["x", None, 1]], "rules.lasted.0.0: must be one of"),
-    (f"{STEPS}/last_row_step", 10, "last_row_step: must be a whole number from 0 to 7"),
     (f"{SEEN}/last", {}, "ValidationLogger.last: has 0 values"),
-    (f"{SEEN}/last_step", 10, "last_step: is 10, beyond step 7"),
     (f"{SEEN}/routing/layer_00/load", torch.ones(7), "load: must be a tensor (8,), got a tensor (7,)"),
     (f"{SEEN}/routing/layer_00", {"load": torch.ones(8)}, "routing.layer_00: lacks 'max_violation'"),
     (f"{KEEPER}/best_loss", -1.0, "best_loss: must be at least 0.0, got -1.0"),
     (f"{KEEPER}/best_loss", NAN, "best_loss: must be"),
     (f"{KEEPER}/best_loss", INF, "best_loss: must be at most 5."),
     (f"{KEEPER}/should_stop", "no", "should_stop: must be true or false"),
-    ("callbacks/EarlyStoppingByOptions{}", {"patience": 1}, "EarlyStoppingByOptions{}.wait_count: missing"),
-    ("guard", [], "lacks 'guard'"),
-    ("guard/losses", ["x"], "guard.losses.0: must be a finite number"),
+    ("callbacks/EarlyStoppingByOptions{}", {"patience": 1}, "EarlyStoppingByOptions: lacks 'wait_count'"),
+    ("callbacks/StepTimer", {}, "StepTimer: lacks 'time_elapsed'"),
+    ("guard", [], "guard: must be a mapping"),
+    ("guard/losses", ["x"], "guard.losses.0: must be a number"),
     ("guard/losses", [1.0] * 33, "guard.losses"),
-    ("guard/num_skipped", 10, "guard: has 10 steps skipped of 7"),
+    ("guard/num_skipped", 10, "guard.num_skipped: must be a whole number from 0 to 7, got 10"),
     ("MixedPrecision", {}, "MixedPrecision: lacks 'scale'"),
     ("native_amp_scaling_state", 1, "native_amp_scaling_state: must be a mapping, got 1"),
 ]  # fmt: skip

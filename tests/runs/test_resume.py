@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +17,15 @@ import yaml
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.train import NEWEST, find_resume, main, take_flags
 from moe_ffn.config_files import to_yaml
+from moe_ffn.data.prepare import prepare
 from moe_ffn.data.split import Documents
 from moe_ffn.errors import ConfigError
-from moe_ffn.runs.checkpoints import newest_good, refusal_to_load, refusal_to_resume
+from moe_ffn.runs.assemble import build_module
+from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.documents import Saved
 from moe_ffn.runs.record import identity
-from moe_ffn.runs.resume import go_back
-from moe_ffn.runs.start import Start, check_documents, find_start
-from moe_ffn.training.module import LanguageModel
+from moe_ffn.runs.resume import Start, check_documents, find_start, go_back
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError, step_name, write_checkpoint
@@ -208,8 +208,8 @@ def with_identity(**changed: Any) -> dict[str, Any]:
 
 
 def test_a_good_one_is_not_refused() -> None:
-    assert refusal_to_resume(CHECKPOINT, IDENTITY, MODEL) is None
-    assert refusal_to_load(CHECKPOINT, OF_WEIGHTS, MODEL) is None
+    assert refusal_of_weights(CHECKPOINT, IDENTITY, MODEL) is None
+    assert refusal_of_weights(CHECKPOINT, OF_WEIGHTS, MODEL) is None
 
 
 @pytest.mark.parametrize("key", CHECKPOINT)
@@ -219,10 +219,9 @@ def test_a_checkpoint_without_a_part_is_refused(key: str, instead: str | None) -
     if instead is not None:
         values[key] = instead
 
-    for refusal, expected in ((refusal_to_resume, IDENTITY), (refusal_to_load, OF_WEIGHTS)):
-        with pytest.raises(CheckpointError) as refused:
-            refusal(values, expected, MODEL)
-        assert str(refused.value) == f"lacks '{key}', so it is no checkpoint of a run"
+    with pytest.raises(CheckpointError) as refused:
+        refusal_of_weights(values, IDENTITY, MODEL)
+    assert str(refused.value) == f"lacks '{key}', so it is no checkpoint of a run"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +250,8 @@ def test_a_checkpoint_without_a_part_is_refused(key: str, instead: str | None) -
 def test_what_is_of_something_else_is_refused(
     values: dict[str, Any], answer: str, loads: bool
 ) -> None:
-    assert refusal_to_resume(values, IDENTITY, MODEL) == answer
-    assert refusal_to_load(values, OF_WEIGHTS, MODEL) == (None if loads else answer)
+    assert refusal_of_weights(values, IDENTITY, MODEL) == answer
+    assert refusal_of_weights(values, OF_WEIGHTS, MODEL) == (None if loads else answer)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +269,13 @@ def test_weights_that_do_not_go_into_the_model_are_refused(
     changed: dict[str, Any], answer: str
 ) -> None:
     values = {**CHECKPOINT, "state_dict": {**STATE, **changed}}
-    for refusal, expected in ((refusal_to_resume, IDENTITY), (refusal_to_load, OF_WEIGHTS)):
-        with pytest.raises(CheckpointError, match=answer):
-            refusal(values, expected, MODEL)
+    with pytest.raises(CheckpointError, match=answer):
+        refusal_of_weights(values, IDENTITY, MODEL)
 
 
 def test_bfloat16_weights_go_into_a_float32_model() -> None:
     state = {**STATE, "weight": STATE["weight"].bfloat16()}
-    assert refusal_to_load({**CHECKPOINT, "state_dict": state}, OF_WEIGHTS, MODEL) is None
+    assert refusal_of_weights({**CHECKPOINT, "state_dict": state}, OF_WEIGHTS, MODEL) is None
 
 
 # -- the program
@@ -401,9 +399,9 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, files)
 
     assert capsys.readouterr().err.splitlines() == [
+        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
         "samples.jsonl.damaged has it as it was",
-        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
         f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
@@ -483,8 +481,12 @@ def test_an_option_that_changed_by_itself_is_said(
     assert (facts["seed"], facts["precision"]) == (3, "32-true")
 
 
-def test_a_folder_without_checkpoints_begins_at_the_start(tmp_path: Path) -> None:
-    start = find_start(tmp_path, TrainConfig(), {}, cast("LanguageModel", None))
+def test_a_folder_without_checkpoints_begins_at_the_start(
+    config_of: Callable[[list[str]], TrainConfig], moe_run: Any, tmp_path: Path
+) -> None:
+    config = config_of(moe_run.args)
+    data = prepare(config.data, progress=False)
+    start = find_start(tmp_path, config, data, build_module(config, data))
 
     assert (start.step, start.checkpoint) == (0, None)
     assert start.describe(tmp_path).endswith(
@@ -524,8 +526,6 @@ def test_no_run_goes_on_from_its_best_weights(
 def test_the_identity_leaves_out_what_only_changes_the_computing(
     config_of: Callable[[list[str]], TrainConfig], moe_run: Any
 ) -> None:
-    from moe_ffn.data.prepare import prepare
-
     plain = config_of(moe_run.args)
     data = prepare(plain.data, progress=False)
     for option, value, same in [

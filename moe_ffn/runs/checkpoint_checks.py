@@ -1,0 +1,452 @@
+"""What a run reads of a checkpoint, compared with what this run would write, before anything is touched.
+
+A checksum says that a file is what was written; it does not say who wrote it, or that it was a whole state.
+What belongs into a checkpoint is not listed here: it is the state of a fresh run, its template. Nothing is
+taken for granted of what a file holds: neither how deep it is, nor how long, nor how large. What is wrong is
+raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from packaging.version import Version
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_ffn.errors import explain, printable, shorten, show
+from moe_ffn.import_path import is_outside
+from moe_ffn.metrics.table import Metric, compute, measured_in, statistics_of
+from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring.alarms import ROWS_OF_MEDIAN, AlarmKind
+from moe_ffn.training.optimizer import build_schedule
+from moe_ffn.training.recovery.checkpoint_file import CheckpointError
+from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
+from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions, StepTimer
+
+MAX_WHOLE_NUMBER = 2**53
+"""No number of steps or tokens is larger."""
+
+MAX_LEVELS = 50
+"""As deep as a config may be."""
+
+_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_NUMBERS |= {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+_VERSION = "pytorch-lightning_version"
+_OLDEST = Version("2.6")
+"""Lightning converts older checkpoints as it reads them; no run of this program is so old."""
+
+SCALER = "MixedPrecision"
+"""Where Lightning keeps the scale of float16's gradients."""
+
+
+def _require_float(value: Any) -> Any:
+    """Python takes a whole number for one, but none was ever measured."""
+    if type(value) is int:
+        raise ValueError(f"must be a measured number, got {value:g}")
+    return value
+
+
+def _require_ordinary(value: Tensor) -> Tensor:
+    if problem := _problem(value):
+        raise ValueError(problem)
+    return value
+
+
+_Count = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
+_Loss = _Seconds = Annotated[float, Field(ge=0)]
+_Losses = list[Annotated[float, BeforeValidator(_require_float), Field(allow_inf_nan=False)]]
+_Tensors = dict[str, Annotated[Tensor, AfterValidator(_require_ordinary)]]
+_ListOrTuple = Field(strict=False)
+_OfModel = Annotated[tuple[Literal["loss_spike", "skipped_step"], None, _Count], _ListOrTuple]
+_OfLayer = Annotated[tuple[AlarmKind, str, _Count], _ListOrTuple]
+
+_GROWING: Mapping[str, TypeAdapter[Any]] = {
+    path: TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    for path, kind in {
+        _VERSION: str,
+        "loops": dict[str, Any],
+        "optimizer_states": Annotated[list[dict[str, Any]], Field(min_length=1, max_length=1)],
+        "optimizer_states.0.state": dict[_Count, dict[str, Any]],
+        "guard.began_in": str | None,
+        "guard.losses": Annotated[_Losses, Field(max_length=STEPS_OF_MEDIAN)],
+        "callbacks": dict[str, Any],
+        "callbacks.StepLogger.window.sums": _Tensors,
+        "callbacks.StepLogger.routing.load": dict[str, _Tensors],
+        "callbacks.StepLogger.routing.idle_steps": _Tensors,
+        "callbacks.StepLogger.routing.probe": _Tensors,
+        "callbacks.StepLogger.routing.last_look": int,
+        "callbacks.StepLogger.rules.losses": Annotated[_Losses, Field(max_length=ROWS_OF_MEDIAN)],
+        "callbacks.StepLogger.rules.lasted": list[_OfLayer],
+        "callbacks.StepLogger.rules.last_seen": list[_OfModel | _OfLayer],
+        "callbacks.ValidationLogger.last": dict[Literal["loss", "bits_per_byte"], float],
+        "callbacks.ValidationLogger.last_step": Annotated[int, Field(ge=-1)],
+        "callbacks.ValidationLogger.routing": dict[str, _Tensors],
+        "callbacks.CheckpointKeeper.best_loss": _Loss,
+        "callbacks.CheckpointKeeper.missed_loss": _Loss,
+        "callbacks.EarlyStoppingByOptions.stopping_reason": Annotated[int, Field(ge=0, le=3)],
+        "callbacks.EarlyStoppingByOptions.stopping_reason_message": str | None,
+        "callbacks.StepTimer.time_elapsed": dict[str, _Seconds],
+    }.items()
+}
+"""Where a fresh state does not show what may stand there later: the types of that."""
+
+
+def require_training(
+    values: Mapping[str, Any],
+    module: LanguageModel,
+    callbacks: Iterable[Callback],
+    accumulated: int,
+) -> None:
+    """All of a checkpoint beside its weights from which training goes on.
+
+    Args:
+        module: of the run, fresh.
+        callbacks: of the run, fresh.
+        accumulated: batches that make one optimizer step.
+
+    Raises:
+        CheckpointError: it is not whole, or of something else.
+    """
+    config = module.optimizer_config
+    optimizer = config.build(module.decoder)
+    schedule = build_schedule(optimizer, config, module.max_steps)
+    scale = torch.amp.GradScaler("cpu").state_dict()
+    for name, fresh in {
+        _VERSION: "",
+        "epoch": 0,
+        "global_step": 0,
+        "loops": {},
+        "optimizer_states": [],
+        "lr_schedulers": [schedule.state_dict()],
+        "guard": module.guard.state_dict(),
+        "callbacks": {},
+        **{name: scale for name in (SCALER, "native_amp_scaling_state") if name in values},
+    }.items():
+        if name not in values:
+            raise CheckpointError(f"lacks '{name}', so it is no checkpoint of a run")
+        require_same_kind(values[name], fresh, name)
+    _require_version(values[_VERSION])
+    step, num_skipped = values["global_step"], values["guard"]["num_skipped"]
+    _require_loops(values["loops"].get("fit_loop"), step, accumulated)
+    last = values["lr_schedulers"][0]["last_epoch"]
+    require_count(last, "lr_schedulers.0.last_epoch", step, step)
+    require_count(num_skipped, "guard.num_skipped", most=step)
+    taken = None if SCALER in values else step - num_skipped  # it leaves steps out, uncounted
+    is_own = is_outside(type(config))
+    _require_optimizer(values["optimizer_states"][0], optimizer, taken, is_own=is_own)
+    _require_callbacks(values["callbacks"], callbacks)
+    _require_layers(values["callbacks"], module)
+
+
+def _require_version(found: str) -> None:
+    with suppress(ValueError):
+        if Version(found) >= _OLDEST:
+            return
+    raise malformed(_VERSION, f"must be a version from {_OLDEST} on, got {show(found)}")
+
+
+def _require_loops(found: Any, step: int, accumulated: int) -> None:
+    path = "loops.fit_loop"
+    if isinstance(found, Mapping) and found.get("state_dict") == {"combined_loader": [{}]}:
+        found = {**found, "state_dict": {}}  # of loaders which have begun, and keep nothing
+    # A state does not depend on the trainer.
+    fresh: Any = _FitLoop(None).state_dict()  # pyright: ignore[reportArgumentType]
+    require_same_kind(found, fresh, path)
+    name = "epoch_loop.automatic_optimization.optim_progress"
+    completed = found[name]["optimizer"]["step"]["total"]["completed"]
+    require_count(completed, f"{path}.{name}.optimizer.step.total.completed", step, step)
+    name, batches = "epoch_loop.batch_progress", step * accumulated
+    require_count(found[name]["total"]["ready"], f"{path}.{name}.total.ready", batches, batches)
+
+
+def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    for callback in callbacks:
+        name, state = callback.state_key, callback.state_dict()
+        if state:  # others are in no checkpoint
+            require_same_kind(found.get(name), state, f"callbacks.{name}")
+    # Whether a run has these may change.
+    for fresh in (EarlyStoppingByOptions("validation/loss"), StepTimer()):
+        name = type(fresh).__qualname__
+        for key in [key for key in found if key.startswith(name)]:
+            require_same_kind(found[key], fresh.state_dict(), f"callbacks.{name}")
+    steps, seen = found["StepLogger"], found["ValidationLogger"]
+    last_row, last_look = steps["last_row_step"], steps["routing"]["last_look"]
+    if (last_look > 0) != (last_row > 0) or last_look > last_row:
+        problem = f"is {last_look}, but the last row is of step {last_row}"
+        raise malformed("callbacks.StepLogger.routing.last_look", problem)
+    if len(seen["last"]) != (2 if seen["last_step"] >= 0 else 0):
+        problem = f"has {len(seen['last'])} values at step {seen['last_step']}"
+        raise malformed("callbacks.ValidationLogger.last", problem)
+    keeper, loss = found["CheckpointKeeper"], seen["last"].get("loss", math.inf)
+    if min(keeper["best_loss"], keeper["missed_loss"]) > loss:
+        problem = f"must be at most {loss:g}, which was reached"
+        raise malformed("callbacks.CheckpointKeeper.best_loss", problem)
+
+
+def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
+    """What was measured of each sparse layer has the names and shapes that its number of experts gives."""
+    path, routing = "callbacks.StepLogger", found["StepLogger"]["routing"]
+    sums, validated = found["StepLogger"]["window"]["sums"], found["ValidationLogger"]["routing"]
+    num_ranks = next((value.numel() for value in sums.values()), 0) or 1
+    for name, value in sums.items():
+        require_same_kind(value, torch.zeros(num_ranks), f"{path}.window.sums.{name}")
+        require_finite(value, f"{path}.window.sums.{name}")
+    known = module.decoder.config.routers()
+
+    def num_experts(layer: str) -> int:
+        if layer in known:
+            return known[layer].num_experts
+        pairs_E = routing["load"].get(layer, {}).get("pairs_E", torch.zeros(0))
+        return routing["idle_steps"].get(layer, pairs_E).numel()  # a block of somebody's own
+
+    def zeros(layer: str, metrics: Iterable[Metric]) -> dict[str, Tensor]:
+        return {s.name: s.zeros(num_experts(layer)) for s in statistics_of(metrics)}
+
+    for layer, value in routing["idle_steps"].items():
+        fresh = torch.zeros(num_experts(layer), dtype=torch.int64)
+        require_same_kind(value, fresh, f"{path}.routing.idle_steps.{layer}")
+    for layer, value in routing["probe"].items():
+        shape = value.numel() // max(num_experts(layer), 1), num_experts(layer)
+        fresh = torch.zeros(shape, dtype=torch.bool)
+        require_same_kind(value, fresh, f"{path}.routing.probe.{layer}")
+    for layer, values in routing["load"].items():
+        fresh = zeros(layer, measured_in("every batch"))
+        require_same_kind(values, fresh, f"{path}.routing.load.{layer}")
+    metrics = measured_in("every batch", "last step", "validation")
+    for layer, values in validated.items():
+        fresh = compute(metrics, zeros(layer, metrics))
+        require_same_kind(values, fresh, f"callbacks.ValidationLogger.routing.{layer}")
+
+
+def _require_optimizer(
+    found: Mapping[str, Any], fresh: Optimizer, taken: int | None, *, is_own: bool
+) -> None:
+    """A state that goes into a fresh optimizer, which is used up.
+
+    Of one of somebody's own it is not known how its state goes on after the first step: what has the shape of
+    a parameter then has it later too, and everything is finite.
+
+    Args:
+        taken: how many steps moved the weights; None where that is not known.
+    """
+    path = "optimizer_states.0"
+    require_keys(found, ("state", "param_groups"), path)
+    state, groups = found["state"], found["param_groups"]
+    require_same_kind(state, {}, f"{path}.state")
+    if not is_own:  # whose options may be of several kinds
+        require_same_kind(groups, fresh.state_dict()["param_groups"], f"{path}.param_groups")
+        for group, options in zip(fresh.param_groups, groups, strict=True):
+            # What is kept may depend on them: a run may take up momentum on the way.
+            group |= {k: v for k, v in options.items() if type(v) is type(group[k]) is float}
+    shapes = [p.shape for group in fresh.param_groups for p in group["params"]]
+    after_one_step, storages = _after_one_step(fresh), set[int]()
+    for number, of_parameter in state.items():
+        if number >= len(shapes):
+            raise malformed(f"{path}.state", "is of a parameter that this run does not have")
+        where, shape, kept = (
+            f"{path}.state.{number}",
+            shapes[number],
+            after_one_step.get(number, {}),
+        )
+        if is_own:
+            kept = {n: v for n, v in kept.items() if isinstance(v, Tensor) and v.shape == shape}
+        for name, template in kept.items():
+            if name in of_parameter:
+                require_same_kind(of_parameter[name], template, f"{where}.{name}")
+            elif not is_own:
+                raise malformed(where, f"lacks '{name}'")
+        tensors = {n: v for n, v in of_parameter.items() if isinstance(v, Tensor)}
+        for name, value in tensors.items():
+            if name not in kept:  # of options that it had before, such as a momentum
+                require_tensor(value, None if is_own else shape, f"{where}.{name}")
+            require_finite(value, f"{where}.{name}")
+            # Optimizers write in place: two tensors in one would write each other's numbers.
+            storage = value.untyped_storage().data_ptr()
+            if storage in storages and value.numel() and not is_own:
+                raise malformed(f"{where}.{name}", "shares its place with another tensor")
+            storages.add(storage)
+    if is_own or taken is None:
+        return
+    counts = [s["step"].item() for s in state.values() if isinstance(s.get("step"), Tensor)]
+    if taken and after_one_step and not state:
+        raise malformed(f"{path}.state", f"is empty after {taken} steps")
+    if counts and (max(counts) != taken or any(n < 0 or n % 1 for n in counts)):
+        raise malformed(f"{path}.state", f"counts {max(counts):g} steps, but {taken} were taken")
+
+
+def _after_one_step(optimizer: Optimizer) -> Mapping[int, Mapping[str, Any]]:
+    """By the number of a parameter, what the optimizer keeps of it; takes over the optimizer.
+
+    Tried without memory first, and then on zeros, since Adafactor looks at the size of the weights. Empty
+    where neither can be tried, of an optimizer of somebody's own.
+    """
+    for device in ("meta", "cpu"):
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [
+                nn.Parameter(torch.zeros_like(p, device=device)) for p in group["params"]
+            ]
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer.step(lambda: 0.0)
+            return optimizer.state_dict()["state"]
+        except Exception:  # of any kind, since it may be anybody's
+            continue
+    return {}
+
+
+# -- single values
+
+
+def malformed(path: str, problem: str) -> CheckpointError:
+    """The error to raise about the value at `path`, a dotted key."""
+    return CheckpointError(f"is malformed: {shorten(printable(path), 120)}: {problem}")
+
+
+def require_same_kind(found: Any, template: Any, path: str) -> None:
+    """Mappings with the same keys and lists of the same length, of values of the same kinds.
+
+    Args:
+        template: as it should be: a whole number stands for any from 0 on, a number for any finite one, and
+            a tensor for one of its shape, of floating-point numbers where it has those.
+
+    Raises:
+        CheckpointError: it is otherwise.
+    """
+    if path in _GROWING:
+        try:
+            _GROWING[path].validate_python(found)
+        except ValidationError as error:
+            where, _, problem = explain(error)[0].rpartition(": ")
+            raise malformed(f"{path}.{where}".rstrip("."), problem) from None
+    elif isinstance(template, Mapping):
+        require_keys(found, template, path)
+        for key, value in template.items():
+            require_same_kind(found[key], value, f"{path}.{key}")
+    elif isinstance(template, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(template):
+            raise malformed(path, f"must be a list of {len(template)}, got {describe(found)}")
+        for place, (mine, its) in enumerate(zip(found, template, strict=True)):
+            require_same_kind(mine, its, f"{path}.{place}")
+    elif isinstance(template, Tensor):
+        require_tensor(found, template.shape, path, is_float=template.is_floating_point())
+    elif type(template) is int:
+        require_count(found, path)
+    elif type(template) is float:
+        if type(found) not in (int, float) or not math.isfinite(found) or abs(found) > 1e300:
+            raise malformed(path, f"must be a finite number, got {describe(found)}")
+    elif type(found) is not type(template):
+        expected = {bool: "true or false", type(None): "null", str: "text"}
+        kind = expected.get(type(template), "other")
+        raise malformed(path, f"must be {kind}, got {describe(found)}")
+
+
+def require_keys(found: Any, keys: Iterable[Any], path: str) -> None:
+    """A mapping with these keys and no other."""
+    if not isinstance(found, Mapping):
+        raise malformed(path, f"must be a mapping, got {describe(found)}")
+    for key in keys:
+        if key not in found:
+            raise malformed(path, f"lacks '{key}'")
+    for key in found:
+        if key not in keys:
+            raise malformed(path, f"has {show(key)}, which does not belong there")
+
+
+def require_count(found: Any, path: str, least: int = 0, most: int = MAX_WHOLE_NUMBER) -> None:
+    """A whole number from `least` to `most`."""
+    if type(found) is not int or not least <= found <= most:
+        bound = f"from {least} to {most}" if most < MAX_WHOLE_NUMBER else f"of at least {least}"
+        raise malformed(path, f"must be a whole number {bound}, got {describe(found)}")
+
+
+def require_tensor(
+    found: Any, shape: Sequence[int] | None, path: str, *, is_float: bool | None = None
+) -> None:
+    """A tensor that holds ordinary numbers, one after the other, on the CPU.
+
+    Args:
+        shape: of the tensor; None where it may have any.
+        is_float: whether its numbers are floating-point ones; None where either may be.
+    """
+    is_plain = isinstance(found, Tensor) and not found.is_nested
+    if not is_plain or (shape is not None and found.shape != tuple(shape)):
+        wanted = "" if shape is None else f" {tuple(shape)}"
+        raise malformed(path, f"must be a tensor{wanted}, got {describe(found)}")
+    if problem := _problem(found):
+        raise malformed(path, problem)
+    if is_float is not None and found.is_floating_point() != is_float:
+        numbers = "floating-point numbers" if is_float else "whole numbers"
+        raise malformed(path, f"must hold {numbers}, got {_dtype(found)}")
+
+
+def _problem(found: Tensor) -> str:
+    """Why a tensor is not one of ordinary numbers on the CPU; empty where it is."""
+    if type(found) is not Tensor or found.requires_grad:
+        return f"must be a plain tensor, got a {type(found).__name__} with a gradient"
+    if found.is_nested or found.layout != torch.strided or found.is_quantized:
+        return "must be a plain tensor, got a sparse, nested or quantized one"
+    if found.device.type != "cpu":
+        return "must hold values, got a tensor without any"
+    if any(size > 1 and not step for size, step in zip(found.shape, found.stride(), strict=True)):
+        return "has several numbers in one place"  # and may claim to be more than any memory holds
+    return "" if found.dtype in _NUMBERS else f"must hold ordinary numbers, got {_dtype(found)}"
+
+
+def require_finite(found: Tensor, path: str) -> None:
+    """Neither NaN nor infinity."""
+    if not bool(found.isfinite().all()):
+        what = "NaN" if bool(found.isnan().any()) else "infinity"
+        raise CheckpointError(f"holds {what} in '{path}'")
+
+
+def require_plain(found: Any, path: str, levels: int = MAX_LEVELS) -> None:
+    """Nested mappings and lists of text, numbers, true, false and null, as a config is made of."""
+    if levels == 0:
+        raise malformed(path, f"is nested more than {MAX_LEVELS} levels deep")
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            if not isinstance(key, str):
+                raise malformed(path, f"must have keys of text, got {describe(key)}")
+            require_plain(value, f"{path}.{key}", levels - 1)
+    elif isinstance(found, list | tuple):
+        for place, value in enumerate(found):
+            require_plain(value, f"{path}.{place}", levels - 1)
+    elif not isinstance(found, str | int | float | None) or (
+        isinstance(found, int) and abs(found) > 2**64
+    ):
+        raise malformed(path, f"must be a plain value, got {describe(found)}")
+
+
+def describe(found: Any) -> str:
+    """A value in a few words, whatever it is."""
+    if isinstance(found, Tensor):
+        if found.is_nested:
+            return "a nested tensor"
+        return f"a tensor {tuple(found.shape)} of {_dtype(found)}"
+    if isinstance(found, Mapping):
+        return "a mapping"
+    if isinstance(found, list | tuple):
+        return f"a list of {len(found)}"
+    return show(found)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
