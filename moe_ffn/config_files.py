@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +12,12 @@ from pydantic import ValidationError
 from yaml.composer import ComposerError
 
 from moe_ffn.config import Config
-from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, explain, first_line, reason, shorten
 from moe_ffn.files import read_given
 from moe_ffn.import_path import (
-    Code,
     FileTag,
     explaining_outside_errors,
     is_file_tag,
-    telling_imports,
 )
 from moe_ffn.option_tree import explain_unknown, option_tree
 from moe_ffn.trust import UntrustedCodeError, trusted_code_alone
@@ -38,7 +34,7 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
     Says on stderr whose code it runs, before it does, where a `type` names somebody's own class.
     """
     try:
-        with telling_imports(_say_import), explaining_outside_errors():
+        with explaining_outside_errors():
             return root.model_validate(options)
     except ValidationError as error:
 
@@ -46,11 +42,6 @@ def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
             return explain_unknown(path, message, option_tree(root, options))
 
         raise ConfigError("\n".join(explain(error, unknown))) from error
-
-
-def _say_import(code: Code) -> None:
-    if is_first_rank():  # says it for all
-        print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

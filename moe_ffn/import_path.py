@@ -28,6 +28,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason
+from moe_ffn.ranks import is_first_rank
 
 Class = TypeVar("Class")
 
@@ -71,24 +72,14 @@ _run: dict[str, Code] = {}
 _imported: dict[str, Code] = {}
 """The code that a class was last taken from, by what the tag said before the colon."""
 
-_Hook = Callable[[Code], None]
-_tell: ContextVar[_Hook] = ContextVar("_tell", default=lambda code: None)
-_permit: ContextVar[_Hook] = ContextVar("_permit", default=lambda code: None)
-
-
-@contextmanager
-def telling_imports(tell: Callable[[Code], None]) -> Iterator[None]:
-    """Within this, `tell` is given each module or file before `import_class` first runs its code."""
-    token = _tell.set(tell)
-    try:
-        yield
-    finally:
-        _tell.reset(token)
+_permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lambda code: None)
 
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Within this, `permit` is given each module or file before that, and refuses it by a ConfigError."""
+    """Within this, `permit` is given each module or file before `import_class` first runs its code, and may
+    raise a ConfigError.
+    """
     token = _permit.set(permit)
     try:
         yield
@@ -122,8 +113,8 @@ def is_file_tag(text: str) -> bool:
 def import_class(tag: str, family: type[Class]) -> type[Class]:
     """The subclass of `family` that `module:ClassName` or `path/to/file.py:ClassName` names.
 
-    Importing runs the code of that module; `telling_imports` says so before, and `permitting_imports`
-    may refuse. What it prints goes to stderr.
+    Importing runs the code of that module, and a line on stderr says so before; `permitting_imports` may
+    refuse. What it prints goes to stderr.
 
     Raises:
         ConfigError: it cannot be imported, or is no such class, or lacks a method.
@@ -221,16 +212,15 @@ def _import_file(code: Code) -> ModuleType:
 
 
 def _ask(code: Code) -> None:
-    if code.path is not None or _is_there(code.where):
-        _permit.get()(code)
-        _tell.get()(code)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
+    if code.path is None:  # nothing is run of a module that is not there, and its error is another
+        try:
+            if importlib.util.find_spec(code.where.partition(".")[0]) is None:
+                return
+        except (ImportError, ValueError):
+            return
+    _permit.get()(code)
+    if is_first_rank():  # says it for all
+        print(f"importing {code.where!r}, which runs its code", file=sys.stderr, flush=True)
 
 
 # -- what was imported

@@ -6,13 +6,14 @@ goes on, or is generated from or traced, runs the code it began with.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import count
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from pydantic import BaseModel
 from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError
-from moe_ffn.import_path import Code, file_of_module, imported_code
+from moe_ffn.import_path import Code, imported_code
 from moe_ffn.runs.documents import CodeEntries, CodeEntry
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 
-_OURS = {"moe_ffn", "experiments"}
+_OURS = ["moe_ffn", "experiments"]
 _MAX_BYTES = 10_000_000
 """No source file is longer."""
 
@@ -45,19 +46,23 @@ def code_files(config: Config, known: Mapping[str, CodeEntry] | None = None) -> 
     Raises:
         ConfigError: a file is not UTF-8.
     """
-    codes, known = named_code(config), known or {}
+    codes = named_code(config)
     if not codes:
         return {}
-    copies, entries = _copies(codes), dict[str, Any]()
-    files: dict[str, str] = {}
+    copies, entries, files = _copies(codes), dict[str, Any](), dict[str, str]()
     for code in codes:
         name = copies.get(code.sha256) if code.is_file else None
-        entries[name or code.where] = _entry(code.path, code.sha256, is_copied=name is not None)
+        path = "" if code.path is None else str(code.path.resolve())
+        is_copied = name is not None
+        entries[name or code.where] = {"path": path, "sha256": code.sha256, "copied": is_copied}
         if name is not None:
             files[name] = _text(code)
     for name, path in _helpers(codes).items():
-        entries[name] = _entry(path, _sha256(path), is_copied=False)
-    entries |= {name: known[name].model_dump() for name in entries if name in known}
+        sha256 = _sha256(path) or ""
+        entries[name] = {"path": str(path.resolve()), "sha256": sha256, "copied": False}
+    entries |= {
+        name: entry.model_dump() for name, entry in (known or {}).items() if name in entries
+    }
     return {**files, CODE_FILE: json.dumps(entries, indent=2) + "\n"}
 
 
@@ -77,43 +82,31 @@ def describe_code(files: Mapping[str, str], folder: Path) -> Iterator[str]:
 
 def say_changed_code(folder: Path) -> None:
     """A line on stderr for each file that is not what it was when the run in `folder` began."""
+    if not is_first_rank():
+        return
     for name, entry in CodeEntries.read(folder / CODE_FILE).entries.items():
-        path = Path(entry.path)
-        now = _sha256(path)
-        if now is None or now == entry.sha256 or not is_first_rank():
+        now = _sha256(Path(entry.path))
+        if now in (None, entry.sha256):
             continue
-        what = (
-            f"the run goes by its copy, '{folder / name}'"
-            if entry.copied
-            else "there is no copy, so it is run as it is now"
-        )
-        was = entry.sha256[:12]
+        what = "there is no copy, so it is run as it is now"
+        if entry.copied:
+            what = f"the run goes by its copy, '{folder / name}'"
         print(
-            f"'{path}' has changed since '{folder}' began (sha256 {was}..., now {now[:12]}...); {what}",
+            f"'{entry.path}' has changed since '{folder}' began (sha256 {entry.sha256[:12]}..., now "
+            f"{now[:12]}...); {what}",
             file=sys.stderr,
         )
-
-
-def _entry(path: Path | None, sha256: str | None, *, is_copied: bool) -> dict[str, Any]:
-    return {
-        "path": "" if path is None else str(path.resolve()),
-        "sha256": sha256 or "",
-        "copied": is_copied,
-    }
 
 
 def _copies(codes: list[Code]) -> dict[str, str]:
     """sha256 of a file -> the name of its copy; two files of one name get a number."""
     names: dict[str, str] = {}
     for code in codes:
-        if not code.is_file or code.sha256 in names:
-            continue
-        stem, number = Path(code.where).stem, 1
-        name = f"{CODE_FOLDER}/{stem}.py"
-        while name in names.values():
-            number += 1
-            name = f"{CODE_FOLDER}/{stem}_{number}.py"
-        names[code.sha256] = name
+        if code.is_file and code.sha256 not in names:
+            stem = f"{CODE_FOLDER}/{Path(code.where).stem}"
+            free = (name for n in count(2) if (name := f"{stem}_{n}.py") not in names.values())
+            first = f"{stem}.py"
+            names[code.sha256] = first if first not in names.values() else next(free)
     return names
 
 
@@ -141,46 +134,22 @@ def _helpers(codes: list[Code]) -> dict[str, Path]:
 
     Those that are imported under a name made up at run time stay unknown.
     """
-    found: dict[str, Path] = {}
-    seen = {code.path.resolve() for code in codes if code.path is not None}
-    waiting = [(code.content, "" if code.is_file else code.where) for code in codes]
-    while waiting:
-        source, module = waiting.pop()
-        for name in _imported_names(source, module):
-            path = None if name.partition(".")[0] in _OURS else file_of_module(name)
-            if (
-                path is None
-                or path.resolve() in seen
-                or path.suffix != ".py"
-                or _is_installed(path)
-            ):
-                continue
-            seen.add(path.resolve())
-            found[name] = path
-            waiting.append((path.read_bytes(), name))
-    return found
-
-
-def _imported_names(source: bytes, module: str) -> Iterator[str]:
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            try:
-                base = importlib.util.resolve_name("." * node.level + (node.module or ""), module)
-            except ImportError:
-                continue
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
-
-
-def _is_installed(path: Path) -> bool:
     homes = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    return any(path.resolve().is_relative_to(home) for home in homes)
+    places = [p for p in sys.path if not any(Path(p).resolve().is_relative_to(h) for h in homes)]
+    finder = ModuleFinder(places, excludes=_OURS)
+    for code in codes:
+        with suppress(ImportError, SyntaxError, OSError):
+            if code.is_file:
+                finder.run_script(code.where)
+            else:
+                finder.import_hook(code.where)
+    own = {code.path.resolve() for code in codes if code.path is not None}
+    files = {name: Path(m.__file__) for name, m in finder.modules.items() if m.__file__}
+    return {
+        name: path
+        for name, path in files.items()
+        if path.suffix == ".py" and path.resolve() not in own
+    }
 
 
 KeyPath = tuple[str | int, ...]
