@@ -27,8 +27,8 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, did_you_mean, explain, first_line, reason
-from moe_ffn.ranks import is_first_rank
 
 Class = TypeVar("Class")
 

@@ -144,7 +144,8 @@ def _helpers(codes: list[Code]) -> dict[str, Path]:
             else:
                 finder.import_hook(code.where)
     own = {code.path.resolve() for code in codes if code.path is not None}
-    files = {name: Path(m.__file__) for name, m in finder.modules.items() if m.__file__}
+    found = {name: getattr(module, "__file__", None) for name, module in finder.modules.items()}
+    files = {name: Path(file) for name, file in found.items() if file}
     return {
         name: path
         for name, path in files.items()
