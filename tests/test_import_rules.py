@@ -31,7 +31,7 @@ FOUNDATION = {
 MAY_IMPORT: dict[str, set[str]] = {
     # The foundation itself: each alone.
     "errors": set(),
-    "import_path": {"errors", "ranks"},
+    "import_path": {"environment", "errors"},
     "config": {"errors", "import_path"},
     "outputs": set(),
     "activations": set(),
