@@ -43,6 +43,11 @@ class ExpertWeights:
         return summarize(self)
 
     @property
+    def parameters(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The matrices, then the biases."""
+        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+
+    @property
     def num_experts(self) -> int:
         return self.up_EHD.shape[0]
 

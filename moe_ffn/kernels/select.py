@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels import grouped_mm
+from moe_ffn.kernels import cpu
 from moe_ffn.kernels.base import Backend, ExpertWeights
-from moe_ffn.kernels.cpu import backend as cpu
-from moe_ffn.kernels.loop import loop
+from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
 from moe_ffn.outputs import check_dtype
 from moe_ffn.transforms import is_batched, transforms_at_work
@@ -19,14 +18,14 @@ from moe_ffn.transforms import is_batched, transforms_at_work
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
     "cpu": cpu.cpu,
-    "grouped_mm": grouped_mm.grouped_mm,
+    "grouped_mm": grouped_mm,
     "triton": triton.triton,
 }
 """Every backend computes the same function; a test holds each to the same double loop."""
 
 REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
     "cpu": cpu.refusal,
-    "grouped_mm": grouped_mm.refusal,
+    "grouped_mm": grouped_mm_refusal,
     "triton": triton.refusal,
 }
 """Why a backend does not take these tokens and weights, or None. Backends not listed take all."""

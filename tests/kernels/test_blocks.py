@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ffn.kernels.cpu import rows as blocks
-from moe_ffn.kernels.cpu.rows import Block, Piece, cut_blocks
+from moe_ffn.kernels import cpu_blocks as blocks
+from moe_ffn.kernels.cpu_blocks import Block, Piece, cut_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,10 @@ def test_small_experts_share_a_block_and_a_large_one_has_several() -> None:
     # expert     0  1  2   3
     # rows       1  0  4  14   -> rows 0..5 | the 14 as 6 + 6 + 2
     assert cut_blocks([1, 1, 5, 19]) == [
-        Block(0, 5, (Piece(0, 0, 1, False), Piece(2, 1, 5, False))),
-        Block(5, 11, (Piece(3, 0, 6, False),)),
-        Block(11, 17, (Piece(3, 0, 6, True),)),
-        Block(17, 19, (Piece(3, 0, 2, True),)),
+        Block(slice(0, 5), (Piece(0, slice(0, 1), False), Piece(2, slice(1, 5), False))),
+        Block(slice(5, 11), (Piece(3, slice(0, 6), False),)),
+        Block(slice(11, 17), (Piece(3, slice(0, 6), True),)),
+        Block(slice(17, 19), (Piece(3, slice(0, 2), True),)),
     ]
 
 
@@ -39,7 +39,9 @@ def test_every_row_is_in_one_piece_of_its_expert(sizes: list[int]) -> None:
     cut = cut_blocks(offsets)
     experts = [e for e, size in enumerate(sizes) for _ in range(size)]
     pieces = [
-        (block.start + p.start, block.start + p.stop, p) for block in cut for p in block.pieces
+        (block.rows.start + p.rows.start, block.rows.start + p.rows.stop, p)
+        for block in cut
+        for p in block.pieces
     ]
     rows = [(row, p.expert) for start, stop, p in pieces for row in range(start, stop)]
     assert rows == list(enumerate(experts))

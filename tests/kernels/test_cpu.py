@@ -12,11 +12,11 @@ from torch import Tensor
 from moe_ffn.activations import Activation, ClampedSwiGLU
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
+from moe_ffn.kernels import cpu_blocks as blocks
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask
-from moe_ffn.kernels.cpu import rows as blocks
-from moe_ffn.kernels.cpu.backend import cpu
-from moe_ffn.kernels.loop import loop
+from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.select import best_backend
+from moe_ffn.kernels.torch_products import loop
 
 T, D, E, F = 6, 3, 4, 5
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")

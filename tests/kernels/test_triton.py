@@ -18,8 +18,8 @@ from torch import Tensor
 from moe_ffn.activations import Activation, ClampedSwiGLU
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.loop import loop
 from moe_ffn.kernels.select import run_experts
+from moe_ffn.kernels.torch_products import loop
 from moe_ffn.kernels.triton import backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

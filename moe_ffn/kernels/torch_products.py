@@ -1,9 +1,11 @@
-"""All experts in one call of `torch.nn.functional.grouped_mm` per product.
+"""The backends made of torch's own products: `loop`, expert by expert, and `grouped_mm`, all at once.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, O out, I in
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +13,53 @@ from einops import rearrange
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype
+from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype, outside_graphs
+
+
+@outside_graphs
+def loop(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """One gather, two products per expert, one scatter. Reads the offsets on the host.
+
+    An expert without tokens multiplies an empty slice, which keeps its gradient a zero instead of a
+    missing one, on which DDP and FSDP would hang. Without gradients it is left out.
+    """
+    ends = plan.offsets_E.tolist()
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    experts = range(weights.num_experts)
+    if not torch.is_grad_enabled():
+        experts = [expert for expert in experts if sizes[expert]]
+        sizes = [sizes[expert] for expert in experts]
+    # Without the pairs that are not computed: of ReLU or top-p routing they may be most of the list.
+    token_ids_N, weights_N = plan.token_ids_N[: ends[-1]], plan.weights_N[: ends[-1]]
+    if not sizes:
+        return torch.zeros_like(x_TD)
+    inputs = x_TD.index_select(0, token_ids_N).split_with_sizes(sizes)
+    up_NH = _linear_per_expert(experts, inputs, weights.up_EHD, weights.up_bias_EH)
+    hidden = weights.activate(up_NH).split_with_sizes(sizes)
+    y_ND = _linear_per_expert(experts, hidden, weights.down_EDF, weights.down_bias_ED)
+    return combine(y_ND, x_TD, token_ids_N, weights_N)
+
+
+def _linear_per_expert(
+    experts: Sequence[int], inputs: Sequence[Tensor], weight_EOI: Tensor, bias_EO: Tensor | None
+) -> Tensor:
+    weight_E, bias_E = weight_EOI, bias_EO
+    if torch.is_grad_enabled():
+        # Once: the gradient of `weight_EOI[expert]` is as large as all experts together.
+        weight_E, bias_E = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
+    outputs = [
+        F.linear(input_NI, weight_E[expert], None if bias_E is None else bias_E[expert])
+        for expert, input_NI in zip(experts, inputs, strict=True)
+    ]
+    return torch.cat(outputs)
+
 
 ROW_BYTES = 16
 """grouped_mm needs rows whose length in bytes is a multiple of this."""
 
 
 def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """No loop and no host synchronisation. float32, bfloat16 and float16; see `refusal`."""
+    """No loop and no host synchronisation. float32, bfloat16 and float16; see `grouped_mm_refusal`."""
     ranks_N = torch.arange(plan.token_ids_N.shape[0], device=x_TD.device)
     computed_N1 = (ranks_N < plan.offsets_E[-1]).unsqueeze(-1)
     expert_ids_N = torch.searchsorted(plan.offsets_E, ranks_N.to(torch.int32), right=True)
@@ -40,7 +81,7 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return combine(y_ND, x_TD, plan.token_ids_N, plan.weights_N)
 
 
-def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
+def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
     """Why `F.grouped_mm` does not take this dtype or these widths; None when it does."""
     dtype = compute_dtype(x_TD)
     rows = (weights.d_model, weights.d_ff)
