@@ -33,6 +33,8 @@ POINTERS = {
     "offsets_ptr": "*i32",
     "total_ptr": "*i32",
     "token_ids_ptr": "*i64",
+    "output_ids_ptr": "*i64",
+    "input_ids_ptr": "*i64",
     "ranks_ptr": "*i64",
     "starts_ptr": "*i64",
     "weights_ptr": "*fp32",
@@ -72,40 +74,37 @@ def numbers(log: str) -> dict[str, int]:
 
 def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Config]]]:
     """(name, kernel, dtype, constants, configs) of what is to be compiled."""
-    swiglu = {"ACTIVATION": "silu", "GATED": True, "CLAMPED": False}
+    swiglu = {"ACTIVATION": "silu", "GATED": True}
     epilogues = {
         "swiglu": swiglu,
         "gelu": {**swiglu, "ACTIVATION": "gelu", "GATED": False},
         "geglu": {**swiglu, "ACTIVATION": "gelu"},
-        "clamped": {**swiglu, "CLAMPED": True},
+        "clamped": {**swiglu, "ACTIVATION": "clamped_swiglu"},
         "relu_squared": {**swiglu, "ACTIVATION": "relu_squared", "GATED": False},
         "reglu": {**swiglu, "ACTIVATION": "relu"},
         "glu": {**swiglu, "ACTIVATION": "sigmoid"},
         "bilinear": {**swiglu, "ACTIVATION": "identity"},
     }
-    where = {"E": E, "E_BLOCK": E, "PRECISION": "ieee"}
-    without = {"bias_ptr": None, "HAS_BIAS": False}
-    dropless = {"dropout_ptr": None, "HAS_DROPOUT": False}
+    where = {"E": E, "PRECISION": "ieee"}
+    without: dict[str, Any] = {"bias_ptr": None}
+    dropless: dict[str, Any] = {"dropout_ptr": None}
     for name, epilogue in epilogues.items():
         widths = {"D": D, "F": F, **where, **epilogue}
         for kernel, tiles in (
             (hidden_kernel, launch.HIDDEN),
             (hidden_gradient_kernel, launch.HIDDEN_GRADIENT),
         ):
-            keep = {"KEEP": True} if kernel is hidden_kernel else {}
             some = tiles if name in ("swiglu", "gelu") else tiles[:1]
-            plain = {**widths, **without, **dropless, **keep}
-            yield name, kernel, "bf16", plain, some
+            yield name, kernel, "bf16", {**widths, **without, **dropless}, some
             if name == "clamped":
-                both = {**widths, "HAS_BIAS": True, "HAS_DROPOUT": True, **keep}
-                yield "clamped, bias and dropout", kernel, "bf16", both, tiles[:1]
+                yield "clamped, bias and dropout", kernel, "bf16", widths, tiles[:1]
     odd = {"D": 1000, "F": 1400, **where, **swiglu, **without, **dropless}
-    yield "odd widths", hidden_kernel, "bf16", {**odd, "KEEP": True}, launch.HIDDEN[:1]
+    yield "odd widths", hidden_kernel, "bf16", odd, launch.HIDDEN[:1]
     yield "odd widths", hidden_gradient_kernel, "bf16", odd, launch.HIDDEN_GRADIENT[:1]
     float32 = [launch.float32(GROUP=launch.GROUP)]
-    yield "float32", hidden_kernel, "fp32", {**odd, "KEEP": True}, float32
+    yield "float32", hidden_kernel, "fp32", odd, float32
     yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, float32
-    yield "fp16", hidden_kernel, "fp16", {**odd, "KEEP": True}, launch.HIDDEN[:1]
+    yield "fp16", hidden_kernel, "fp16", odd, launch.HIDDEN[:1]
 
     down = {"IN": F, "OUT": D, **where, **without, "in_stride": 1}
     yield "down", product_kernel, "bf16", down, launch.PRODUCT
@@ -113,16 +112,14 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     yield "gradient of tokens", product_kernel, "bf16", transposed, launch.PRODUCT
 
     sizes = {"IN": D, "OUT": 2 * F, "PRECISION": "ieee"}
-    up = {**sizes, "GATHER_OUTPUT": False, "GATHER_INPUT": True}
+    up = {**sizes, "output_ids_ptr": None}
     yield "up", weight_gradient_kernel, "bf16", up, launch.WEIGHT_GRADIENT
-    down = {**sizes, "IN": F, "OUT": D, "GATHER_OUTPUT": True, "GATHER_INPUT": False}
+    down = {**sizes, "IN": F, "OUT": D, "input_ids_ptr": None}
     yield "down", weight_gradient_kernel, "bf16", down, launch.WEIGHT_GRADIENT
 
     blocks = [triton.Config({"BLOCK_O": 128, "BLOCK_K": 32}, num_warps=4)]
-    biases = {"OUT": D, "WEIGHTED": True}
-    yield "down", bias_gradient_kernel, "bf16", biases, blocks
-    weighted = {"D": D, "WEIGHTED": True}
-    yield "y", combine_kernel, "bf16", weighted, [triton.Config({"BLOCK_D": 1024}, num_warps=4)]
+    yield "down", bias_gradient_kernel, "bf16", {"OUT": D}, blocks
+    yield "y", combine_kernel, "bf16", {"D": D}, [triton.Config({"BLOCK_D": 1024}, num_warps=4)]
 
 
 def main(chosen: list[str]) -> None:

@@ -4,8 +4,7 @@ Nothing of this package is compiled at installation, and only `backend.py` is im
 first runs.
 
 backend.py   the backend: (x_TD, plan, weights) -> y_TD, and whether it can
-operator.py  the two operators that torch sees, forward and backward
-launch.py    tile sizes, buffers, grids and arguments of the kernels
+launch.py    the two operators that torch sees; tile sizes, buffers, grids and arguments of the kernels
 forward.py   hidden units, products, a token's weighted sum; the device functions that kernels share
 backward.py  gradients of hidden units and routing weights, of matrices, of biases
 """

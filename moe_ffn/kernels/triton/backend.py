@@ -33,18 +33,11 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     The first call with a pair of widths does wait: it compiles the kernels and times their tile
     sizes. It keeps for backward the inputs, the pre-activations and, with dropout, the mask (N, F).
     """
-    from moe_ffn.kernels.triton.operator import experts  # imports triton, which is optional
+    from moe_ffn.kernels.triton.launch import experts  # imports triton, which is optional
 
     dtype = compute_dtype(x_TD)
     ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
-    differentiable = (
-        x_TD,
-        plan.weights_N,
-        weights.up_EHD,
-        weights.down_EDF,
-        weights.up_bias_EH,
-        weights.down_bias_ED,
-    )
+    differentiable = (x_TD, plan.weights_N, *weights.parameters)
     clamped = weights.clamped
     y_TD, _ = experts(
         *differentiable,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ffn.kernels.triton.forward import dot, find_rows, hidden_units, slot_and_column
+from moe_ffn.kernels.triton.forward import dot, find_tile, hidden_units, load
 
 
 @triton.jit
@@ -32,12 +32,8 @@ def hidden_gradient_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -49,8 +45,7 @@ def hidden_gradient_kernel(
     dw = <dy, down h + b> = <down^T dy, h> + <dy, b>: taken on the side of the hidden units, where
     no result of the expert is needed, and where w is multiplied with only once.
     """
-    slot, column = slot_and_column(tl.cdiv(F, BLOCK_O), GROUP)
-    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
     H: tl.constexpr = 2 * F if GATED else F
@@ -64,23 +59,19 @@ def hidden_gradient_kernel(
     down_ptrs = down_ptr + expert * (D * F) + (inner[:, None] * F + units[None, :])
 
     d_weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    if HAS_BIAS:  # known when compiling, the other only on the device  # noqa: SIM102
+    if bias_ptr is not None:  # known when compiling, the other only on the device  # noqa: SIM102
         if column == 0:  # <dy, b> belongs to the row, not to a tile: one of them adds it
             for k in range(0, D, BLOCK_K):
                 dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
                 b = tl.load(bias_ptr + expert * D + k + inner, mask=inner < D - k, other=0.0)
                 d_weights += tl.sum(dy.to(tl.float32) * b.to(tl.float32)[None, :], axis=1)
 
+    MASKED: tl.constexpr = D % BLOCK_K != 0 or F % BLOCK_O != 0
     d_hidden = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(0, D, BLOCK_K):
-        # Neighbouring units are neighbours in memory: a mask leaves them so for the compiler.
-        if D % BLOCK_K == 0 and F % BLOCK_O == 0:
-            dy = tl.load(dy_ptrs + k)
-            w = tl.load(down_ptrs + k * F)
-        else:
-            dy = tl.load(dy_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
-            exist = (inner < D - k)[:, None] & (units < F)[None, :]
-            w = tl.load(down_ptrs + k * F, mask=exist, other=0.0)
+        dy = load(dy_ptrs + k, inner[None, :] < D - k, MASKED)
+        exist = (inner < D - k)[:, None] & (units < F)[None, :]
+        w = load(down_ptrs + k * F, exist, MASKED)
         d_hidden = dot(dy, w, d_hidden, PRECISION)
 
     # 64 bits up to the tile's first row, 32 within it: half as many registers.
@@ -91,67 +82,24 @@ def hidden_gradient_kernel(
     pre_ptr += wide_first * H
     d_pre_ptr += wide_first * H
     hidden_ptr += wide_first * F
-    if HAS_DROPOUT:
+    if dropout_ptr is not None:
         dropout_ptr += wide_first * F
+    pointers = (pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr)
     if BLOCK_O >= 128:
         # Half of the columns after the other: all at once, the registers would not suffice.
         halves = tl.permute(tl.reshape(d_hidden, (BLOCK_M, 2, BLOCK_O // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         half = column * BLOCK_O + tl.arange(0, BLOCK_O // 2)
         d_weights += _through_activation(
-            left,
-            half,
-            mine,
-            weights,
-            pre_ptr,
-            d_pre_ptr,
-            hidden_ptr,
-            dropout_ptr,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            CLAMPED,
-            HAS_DROPOUT,
-            BLOCK_M,
+            left, half, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
+        half += BLOCK_O // 2
         d_weights += _through_activation(
-            right,
-            half + BLOCK_O // 2,
-            mine,
-            weights,
-            pre_ptr,
-            d_pre_ptr,
-            hidden_ptr,
-            dropout_ptr,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            CLAMPED,
-            HAS_DROPOUT,
-            BLOCK_M,
+            right, half, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
     else:
         d_weights += _through_activation(
-            d_hidden,
-            units,
-            mine,
-            weights,
-            pre_ptr,
-            d_pre_ptr,
-            hidden_ptr,
-            dropout_ptr,
-            alpha,
-            limit,
-            F,
-            ACTIVATION,
-            GATED,
-            CLAMPED,
-            HAS_DROPOUT,
-            BLOCK_M,
+            d_hidden, units, mine, weights, pointers, alpha, limit, F, ACTIVATION, GATED, BLOCK_M
         )
     d_weights_ptrs = d_weights_ptr + wide_first * d_weights_stride + tile * d_weights_stride
     tl.store(d_weights_ptrs + column, d_weights, mask=mine)
@@ -163,20 +111,16 @@ def _through_activation(
     units,
     mine,
     weights,
-    pre_ptr,
-    d_pre_ptr,
-    hidden_ptr,
-    dropout_ptr,
+    pointers,
     alpha,
     limit,
     F: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Writes d_pre and w h of these units; returns what they add to dw."""
+    pre_ptr, d_pre_ptr, hidden_ptr, dropout_ptr = pointers
     H: tl.constexpr = 2 * F if GATED else F
     UP: tl.constexpr = H - F
     stored = mine[:, None] & (units < F)[None, :]
@@ -187,9 +131,9 @@ def _through_activation(
     gate = up
     if GATED:
         gate = tl.load(pre_ptr + pre_offsets, mask=stored, other=0.0).to(tl.float32)
-    hidden, gate_slope, up_slope = hidden_units(gate, up, alpha, limit, ACTIVATION, GATED, CLAMPED)
+    hidden, gate_slope, up_slope = hidden_units(gate, up, alpha, limit, ACTIVATION, GATED)
     d_weighted = d_hidden * weights[:, None]
-    if HAS_DROPOUT:
+    if dropout_ptr is not None:
         dropout = tl.load(dropout_ptr + hidden_offsets, mask=stored, other=0.0).to(tl.float32)
         hidden *= dropout
         d_weighted *= dropout
@@ -206,21 +150,20 @@ def _through_activation(
 def weight_gradient_kernel(
     output_grad_ptr,
     input_ptr,
-    token_ids_ptr,
+    output_ids_ptr,
+    input_ids_ptr,
     offsets_ptr,
     gradient_ptr,
     output_grad_stride,
     input_stride,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    GATHER_OUTPUT: tl.constexpr,
-    GATHER_INPUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """gradient_EOI = output_grad_e^T input_e; one of the two may be read from the tokens' own rows.
+    """gradient_EOI = output_grad_e^T input_e; one of the two may have a row per token, named by its ids.
 
     A tile is one of the gradient: BLOCK_M outputs by BLOCK_O inputs, BLOCK_K of the expert's rows at a time.
     An expert without rows writes zeros: DDP and FSDP would hang on a missing gradient.
@@ -245,10 +188,10 @@ def weight_gradient_kernel(
         wide_rows = rows.to(tl.int64)
         output_rows = wide_rows
         input_rows = wide_rows
-        if GATHER_OUTPUT:
-            output_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
-        if GATHER_INPUT:
-            input_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+        if output_ids_ptr is not None:
+            output_rows = tl.load(output_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
+        if input_ids_ptr is not None:
+            input_rows = tl.load(input_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         # Both masked: a row of the next expert, or one that nobody computed, may hold a NaN.
         output_mask = mine[:, None]
         input_mask = mine[:, None]
@@ -277,7 +220,6 @@ def bias_gradient_kernel(
     gradient_ptr,
     output_grad_stride,
     OUT: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -292,12 +234,12 @@ def bias_gradient_kernel(
         rows = k + tl.arange(0, BLOCK_K)
         mine = rows < end
         source_rows = rows.to(tl.int64)
-        if WEIGHTED:
+        if weights_ptr is not None:
             source_rows = tl.load(token_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         pointers = output_grad_ptr + source_rows[:, None] * output_grad_stride + outs[None, :]
         values = tl.load(pointers, mask=mine[:, None] & (outs < OUT)[None, :], other=0.0)
         values = values.to(tl.float32)
-        if WEIGHTED:
+        if weights_ptr is not None:
             values *= tl.load(weights_ptr + rows, mask=mine, other=0.0).to(tl.float32)[:, None]
         gradient += tl.sum(values, axis=0)
     gradient_ptrs = gradient_ptr + expert.to(tl.int64) * OUT + outs

@@ -13,36 +13,49 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_and_column(num_columns, GROUP: tl.constexpr):
-    """The place of this program among the tiles of rows ("slots") and of columns.
+def find_tile(
+    offsets_ptr, num_columns, E: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr
+):
+    """(expert, first row, where the expert's rows end, column) of this program's tile.
 
-    A group of slots goes over all columns before the next group starts: what runs at the same time
-    shares its rows and the matrix of its expert, which stay in the L2 cache.
-    """
-    program = tl.program_id(0)
-    num_slots = tl.num_programs(0) // num_columns
-    first = program // (GROUP * num_columns) * GROUP
-    size = tl.minimum(num_slots - first, GROUP)
-    within = program % (GROUP * num_columns)
-    return first + within % size, within // size
+    Nothing is to be done where first >= end.
 
-
-@triton.jit
-def find_rows(offsets_ptr, slot, E: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row, where the expert's rows end); nothing to do where first >= end.
+    A program is a slot of rows and a column. A group of slots goes over all columns before the next group
+    starts: what runs at the same time shares its rows and the matrix of its expert, which stay in the L2
+    cache.
 
     The slots of expert e are those from start_e // BLOCK_M + e to end_e // BLOCK_M + e: never fewer
     than it has tiles, at most one too many, and N // BLOCK_M + E altogether, a number that the host
     knows. So no table of tiles has to be made, or waited for.
     """
-    experts = tl.arange(0, E_BLOCK)
+    program = tl.program_id(0)
+    num_slots = tl.num_programs(0) // num_columns
+    first_slot = program // (GROUP * num_columns) * GROUP
+    size = tl.minimum(num_slots - first_slot, GROUP)
+    within = program % (GROUP * num_columns)
+    slot = first_slot + within % size
+
+    experts = tl.arange(0, triton.next_power_of_2(E))  # pyright: ignore[reportArgumentType]
     ends = tl.load(offsets_ptr + experts, mask=experts < E, other=0)
     behind = (experts < E) & (ends // BLOCK_M + experts + 1 <= slot)
     expert: tl.tensor = tl.sum(behind.to(tl.int32), axis=0)  # pyright: ignore[reportAssignmentType]
     start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets_ptr + expert, mask=expert < E, other=0)
     first = start + (slot - start // BLOCK_M - expert) * BLOCK_M
-    return expert.to(tl.int64), first, end
+    return expert.to(tl.int64), first, end, within // size
+
+
+@triton.jit
+def load(pointers, mask, MASKED: tl.constexpr):
+    """The values, 0 where the mask is false.
+
+    Neighbours stay neighbours in memory for the compiler only without a mask, so it is left out where
+    widths divide by the tile's.
+    """
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
@@ -84,11 +97,9 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def hidden_units(
-    gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr
-):
+def hidden_units(gate, up, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """(hidden, its slope in `gate`, its slope in `up`); without a gate, `gate` is not looked at."""
-    if CLAMPED:
+    if ACTIVATION == "clamped_swiglu":
         # Where a value is clamped the slope is 0; at the limit itself it is not, as in torch.
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
@@ -126,22 +137,16 @@ def hidden_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
-    E_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; `pre_NH` where it is kept."""
-    slot, column = slot_and_column(tl.cdiv(F, BLOCK_O), GROUP)
-    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    """hidden_NF = act(up_e x[token] + bias), gate and up in one pass; `pre_NH` unless that is None."""
+    expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(F, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
     H: tl.constexpr = 2 * F if GATED else F
@@ -159,21 +164,15 @@ def hidden_kernel(
     gate = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(0, D, BLOCK_K):
-        if D % BLOCK_K == 0:
-            x = tl.load(x_ptrs + k)
-            w = tl.load(gate_ptrs + UP * D + k)
-        else:
-            x = tl.load(x_ptrs + k, mask=inner[None, :] < D - k, other=0.0)
-            w = tl.load(gate_ptrs + UP * D + k, mask=inner[:, None] < D - k, other=0.0)
+        exists = inner < D - k
+        x = load(x_ptrs + k, exists[None, :], D % BLOCK_K != 0)
+        w = load(gate_ptrs + UP * D + k, exists[:, None], D % BLOCK_K != 0)
         up = dot(x, w, up, PRECISION)
         if GATED:
-            if D % BLOCK_K == 0:
-                v = tl.load(gate_ptrs + k)
-            else:
-                v = tl.load(gate_ptrs + k, mask=inner[:, None] < D - k, other=0.0)
+            v = load(gate_ptrs + k, exists[:, None], D % BLOCK_K != 0)
             gate = dot(x, v, gate, PRECISION)
 
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias_ptrs = bias_ptr + expert * H + safe_units
         up += tl.load(bias_ptrs + UP).to(tl.float32)[None, :]
         if GATED:
@@ -188,22 +187,15 @@ def hidden_kernel(
     wide_first = first.to(tl.int64)
     rounded_up = up.to(dtype)
     rounded_gate = gate.to(dtype)
-    if KEEP:
+    if pre_ptr is not None:
         pre_ptrs = pre_ptr + wide_first * H + (tile * H + units[None, :])
         tl.store(pre_ptrs + UP, rounded_up, mask=stored)
         if GATED:
             tl.store(pre_ptrs, rounded_gate, mask=stored)
-    hidden, _, _ = hidden_units(
-        rounded_gate.to(tl.float32),
-        rounded_up.to(tl.float32),
-        alpha,
-        limit,
-        ACTIVATION,
-        GATED,
-        CLAMPED,
-    )
+    kept_gate, kept_up = rounded_gate.to(tl.float32), rounded_up.to(tl.float32)
+    hidden, _, _ = hidden_units(kept_gate, kept_up, alpha, limit, ACTIVATION, GATED)
     hidden_offsets = tile * F + units[None, :]
-    if HAS_DROPOUT:
+    if dropout_ptr is not None:
         dropout_ptrs = dropout_ptr + wide_first * F + hidden_offsets
         hidden *= tl.load(dropout_ptrs, mask=stored, other=0.0).to(tl.float32)
     tl.store(hidden_ptr + wide_first * F + hidden_offsets, hidden.to(dtype), mask=stored)
@@ -221,8 +213,6 @@ def product_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     E: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -233,8 +223,7 @@ def product_kernel(
 
     The two strides within an expert's matrix make it (O, I) or its transpose.
     """
-    slot, column = slot_and_column(tl.cdiv(OUT, BLOCK_O), GROUP)
-    expert, first, end = find_rows(offsets_ptr, slot, E, E_BLOCK, BLOCK_M)
+    expert, first, end, column = find_tile(offsets_ptr, tl.cdiv(OUT, BLOCK_O), E, BLOCK_M, GROUP)
     if first >= end:
         return
     rows = first + tl.arange(0, BLOCK_M)
@@ -248,19 +237,15 @@ def product_kernel(
     matrix_ptrs = matrix_ptr + expert * (OUT * IN)
     matrix_ptrs += outs[None, :] * out_stride + inner[:, None] * in_stride
 
+    MASKED: tl.constexpr = IN % BLOCK_K != 0 or OUT % BLOCK_O != 0
     output = tl.zeros((BLOCK_M, BLOCK_O), dtype=tl.float32)
     for k in range(0, IN, BLOCK_K):
-        # Neighbouring columns are neighbours in memory: a mask leaves them so for the compiler.
-        if IN % BLOCK_K == 0 and OUT % BLOCK_O == 0:
-            a = tl.load(input_ptrs + k)
-            w = tl.load(matrix_ptrs + k * in_stride)
-        else:
-            a = tl.load(input_ptrs + k, mask=inner[None, :] < IN - k, other=0.0)
-            exist = (inner < IN - k)[:, None] & (outs < OUT)[None, :]
-            w = tl.load(matrix_ptrs + k * in_stride, mask=exist, other=0.0)
+        a = load(input_ptrs + k, inner[None, :] < IN - k, MASKED)
+        exist = (inner < IN - k)[:, None] & (outs < OUT)[None, :]
+        w = load(matrix_ptrs + k * in_stride, exist, MASKED)
         output = dot(a, w, output, PRECISION)
 
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * OUT + outs, mask=outs < OUT, other=0.0)
         output += bias.to(tl.float32)[None, :]
     stored = (rows < end)[:, None] & (outs < OUT)[None, :]
@@ -277,7 +262,6 @@ def combine_kernel(
     total_ptr,
     output_ptr,
     D: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """output_TD = the sum over the token's pairs of their rows (N, D), in float32.
@@ -299,12 +283,9 @@ def combine_kernel(
         computed = rank < total
         pointers = rows_ptr + rank.to(tl.int64) * D + columns
         row = tl.load(pointers, mask=columns < tl.where(computed, D, 0), other=0.0).to(tl.float32)
-        if WEIGHTED:
+        if weights_ptr is not None:
             row *= tl.load(weights_ptr + rank, mask=computed, other=0.0).to(tl.float32)
         output += row
         rank = next_rank
-    tl.store(
-        output_ptr + token * D + columns,
-        output.to(output_ptr.dtype.element_ty),
-        mask=columns < D,
-    )
+    output_ptrs = output_ptr + token * D + columns
+    tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=columns < D)

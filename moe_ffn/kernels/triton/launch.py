@@ -1,4 +1,7 @@
-"""Tile sizes, buffers, grids and arguments of the kernels. Nothing here waits for the device.
+"""Tile sizes, buffers, grids and arguments of the kernels, in one operator forward and one backward.
+
+The operators are opaque to torch: torch.compile and export take them without a break in the graph, and are
+told the shapes of the outputs alone. Nothing here waits for the device.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up, I in, O out
@@ -15,6 +18,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from moe_ffn.kernels.base import no_second_derivative
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -30,7 +34,7 @@ from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, produc
 # spilling. A test compiles them all.
 
 GROUP = 8
-"""Slots of rows that go over the columns together, see `forward.slot_and_column`."""
+"""Slots of rows that go over the columns together, see `forward.find_tile`."""
 
 
 def _config(
@@ -105,48 +109,20 @@ def tuned(
     )(kernel)
 
 
-_hidden: Any = tuned(hidden_kernel, HIDDEN, ["D", "F"])
-_hidden_gradient: Any = tuned(
+_hidden_kernel: Any = tuned(hidden_kernel, HIDDEN, ["D", "F"])
+_hidden_gradient_kernel: Any = tuned(
     hidden_gradient_kernel, HIDDEN_GRADIENT, ["D", "F"], reset=["d_weights_ptr"]
 )
-_product: Any = tuned(product_kernel, PRODUCT, ["IN", "OUT"])
-_weight_gradient: Any = tuned(weight_gradient_kernel, WEIGHT_GRADIENT, ["IN", "OUT"])
-_bias_gradient: Any = bias_gradient_kernel
-_combine: Any = combine_kernel
+_product_kernel: Any = tuned(product_kernel, PRODUCT, ["IN", "OUT"])
+_weight_gradient_kernel: Any = tuned(weight_gradient_kernel, WEIGHT_GRADIENT, ["IN", "OUT"])
+_bias_gradient_kernel: Any = bias_gradient_kernel
+_combine_kernel: Any = combine_kernel
 
 _FUSED = {"enable_fp_fusion": True}
 """A multiplication and an addition in one instruction: said, as Triton's default is about to change."""
 
 
 # ------------------------------------------------------------------------------- launches
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What is computed between the two products."""
-
-    activation: str
-    gated: bool
-    clamp: tuple[float, float] | None
-    """(alpha, limit) of a clamped SwiGLU."""
-
-    @classmethod
-    def of(
-        cls, activation: str, up_EHD: Tensor, down_EDF: Tensor, clamp: list[float] | None
-    ) -> Epilogue:
-        alpha_and_limit = None if clamp is None else (clamp[0], clamp[1])
-        return cls(activation, up_EHD.shape[1] != down_EDF.shape[2], alpha_and_limit)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        alpha, limit = self.clamp or (0.0, 0.0)
-        return {
-            "alpha": alpha,
-            "limit": limit,
-            "ACTIVATION": self.activation,
-            "GATED": self.gated,
-            "CLAMPED": self.clamp is not None,
-        }
 
 
 @dataclass(frozen=True)
@@ -179,165 +155,49 @@ class Rows:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {
-            "offsets_ptr": self.offsets_E,
-            "E": self.num_experts,
-            "E_BLOCK": triton.next_power_of_2(self.num_experts),
-            "PRECISION": _precision(),
-            **_FUSED,
-        }
+        return {"offsets_ptr": self.offsets_E, "E": self.num_experts, **_product_options()}
 
 
-def hidden(
-    rows: Rows,
-    epilogue: Epilogue,
-    x_TD: Tensor,
-    up_EHD: Tensor,
-    bias_EH: Tensor | None,
-    dropout_NF: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """(hidden_NF, pre_NH); no rows of `pre` unless they are kept."""
-    _, width, d_model = up_EHD.shape
-    d_ff = width // 2 if epilogue.gated else width
-    hidden_NF = rows.empty(d_ff)
-    pre_NH = rows.empty(width) if keep else hidden_NF.new_empty(0, width)
-    _hidden[rows.grid(d_ff)](
-        x_TD,
-        up_EHD,
-        bias_EH,
-        dropout_NF,
-        rows.token_ids_N,
-        pre_ptr=pre_NH,
-        hidden_ptr=hidden_NF,
-        x_stride=x_TD.stride(0),
-        D=d_model,
-        F=d_ff,
-        KEEP=keep,
-        HAS_BIAS=bias_EH is not None,
-        HAS_DROPOUT=dropout_NF is not None,
-        **rows.arguments,
-        **epilogue.arguments,
-    )
-    return hidden_NF, pre_NH
+def _product_options() -> dict[str, Any]:
+    """The precision of products of float32 is what torch's own products are allowed."""
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
 
-def hidden_gradient(
-    rows: Rows,
-    epilogue: Epilogue,
-    dy_TD: Tensor,
-    down_EDF: Tensor,
-    bias_ED: Tensor | None,
-    dropout_NF: Tensor | None,
-    weights_N: Tensor,
-    pre_NH: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(d_pre_NH, the weighted hidden units (N, F), the float32 gradient of the routing weights)."""
-    _, d_model, d_ff = down_EDF.shape
-    d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
-    # Each tile of units has a column of its own and they are added up afterwards: atomic additions
-    # would come in another order every time. Zero for tiles wider than the narrowest, and for the
-    # pairs that are not computed.
-    parts = triton.cdiv(d_ff, MIN_BLOCK_O)
-    d_weights = dy_TD.new_zeros(len(rows), parts, dtype=torch.float32)
-    _hidden_gradient[rows.grid(d_ff)](
-        dy_TD,
-        down_EDF,
-        bias_ED,
-        dropout_NF,
-        rows.token_ids_N,
-        weights_ptr=weights_N,
-        pre_ptr=pre_NH,
-        d_pre_ptr=d_pre_NH,
-        hidden_ptr=hidden_NF,
-        d_weights_ptr=d_weights,
-        dy_stride=dy_TD.stride(0),
-        d_weights_stride=parts,
-        D=d_model,
-        F=d_ff,
-        HAS_BIAS=bias_ED is not None,
-        HAS_DROPOUT=dropout_NF is not None,
-        **rows.arguments,
-        **epilogue.arguments,
-    )
-    return d_pre_NH, hidden_NF, d_weights.sum(dim=1)
+def _activation(
+    name: str, clamp: list[float] | None, up_EHD: Tensor, down_EDF: Tensor
+) -> dict[str, Any]:
+    """The arguments for what is between the two products; `clamp` is (alpha, limit) of a clamped SwiGLU."""
+    alpha, limit = clamp or (0.0, 0.0)
+    return {
+        "alpha": alpha,
+        "limit": limit,
+        "ACTIVATION": name if clamp is None else "clamped_swiglu",
+        "GATED": up_EHD.shape[1] != down_EDF.shape[2],
+    }
 
 
-def product(
+def _product(
     rows: Rows, input_NI: Tensor, matrix_EOI: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
     """output_NO; the matrices may be a transposed view."""
     width_in, width_out = input_NI.shape[1], matrix_EOI.shape[1]
     output_NO = rows.empty(width_out)
-    _product[rows.grid(width_out)](
+    _product_kernel[rows.grid(width_out)](
         input_NI,
         matrix_EOI,
-        bias_EO,
+        _contiguous(bias_EO),
         output_ptr=output_NO,
         out_stride=matrix_EOI.stride(1),
         in_stride=matrix_EOI.stride(2),
         IN=width_in,
         OUT=width_out,
-        HAS_BIAS=bias_EO is not None,
         **rows.arguments,
     )
     return output_NO
 
 
-def weight_gradient(
-    rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
-) -> Tensor:
-    """In the shape and dtype of `like`; `gather` says which of "output" and "input" has T rows."""
-    num_experts, width_out, width_in = like_EOI.shape
-    gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
-
-    def programs(meta: dict[str, Any]) -> tuple[int]:
-        tiles = triton.cdiv(width_out, meta["BLOCK_M"]) * triton.cdiv(width_in, meta["BLOCK_O"])
-        return (num_experts * tiles,)
-
-    _weight_gradient[programs](
-        output_grad,
-        inputs,
-        rows.token_ids_N,
-        rows.offsets_E,
-        gradient_EOI,
-        output_grad.stride(0),
-        inputs.stride(0),
-        IN=width_in,
-        OUT=width_out,
-        GATHER_OUTPUT=gather == "output",
-        GATHER_INPUT=gather == "input",
-        PRECISION=_precision(),
-        **_FUSED,
-    )
-    return gradient_EOI
-
-
-def bias_gradient(
-    rows: Rows, output_grad: Tensor, like_EO: Tensor, weights_N: Tensor | None = None
-) -> Tensor:
-    """The sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
-    num_experts, width = like_EO.shape
-    gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
-    block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
-    _bias_gradient[(num_experts, triton.cdiv(width, block))](
-        output_grad,
-        rows.token_ids_N,
-        weights_N,
-        rows.offsets_E,
-        gradient_EO,
-        output_grad.stride(0),
-        OUT=width,
-        WEIGHTED=weights_N is not None,
-        BLOCK_O=block,
-        BLOCK_K=rows_at_a_time,
-        num_warps=4,
-        **_FUSED,
-    )
-    return gradient_EO
-
-
-def combine(
+def _combine(
     rows: Rows,
     rows_ND: Tensor,
     weights_N: Tensor | None,
@@ -350,15 +210,9 @@ def combine(
     output_TD = rows_ND.new_empty(num_tokens, d_model, dtype=dtype)
     block = min(1024, triton.next_power_of_2(d_model))
     if num_tokens:
-        _combine[(num_tokens, triton.cdiv(d_model, block))](
-            rows_ND,
-            weights_N,
-            ranks_N,
-            starts,
-            rows.offsets_E[-1:],
-            output_TD,
+        _combine_kernel[(num_tokens, triton.cdiv(d_model, block))](
+            *(rows_ND, weights_N, ranks_N, starts, rows.offsets_E[-1:], output_TD),
             D=d_model,
-            WEIGHTED=weights_N is not None,
             BLOCK_D=block,
             num_warps=max(1, min(4, block // 256)),
             **_FUSED,
@@ -366,8 +220,209 @@ def combine(
     return output_TD
 
 
-def _precision() -> str:
-    """Of products of float32: what torch's own products are allowed."""
-    if knobs.runtime.interpret:
-        return "interpreted"
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def _weight_gradient(
+    rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
+) -> Tensor:
+    """In the shape and dtype of `like`; `gather` says which of "output" and "input" has T rows."""
+    num_experts, width_out, width_in = like_EOI.shape
+    gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
+
+    def programs(meta: dict[str, Any]) -> tuple[int]:
+        tiles = triton.cdiv(width_out, meta["BLOCK_M"]) * triton.cdiv(width_in, meta["BLOCK_O"])
+        return (num_experts * tiles,)
+
+    _weight_gradient_kernel[programs](
+        output_grad,
+        inputs,
+        rows.token_ids_N if gather == "output" else None,
+        rows.token_ids_N if gather == "input" else None,
+        rows.offsets_E,
+        gradient_EOI,
+        output_grad.stride(0),
+        inputs.stride(0),
+        IN=width_in,
+        OUT=width_out,
+        **_product_options(),
+    )
+    return gradient_EOI
+
+
+def _bias_gradient(
+    rows: Rows, output_grad: Tensor, like_EO: Tensor, weights_N: Tensor | None = None
+) -> Tensor:
+    """The sum of each expert's rows; with weights, of the rows of its tokens times their weights."""
+    num_experts, width = like_EO.shape
+    gradient_EO = torch.empty_like(like_EO, memory_format=torch.contiguous_format)
+    block, rows_at_a_time = (16, 16) if knobs.runtime.interpret else (128, 32)
+    _bias_gradient_kernel[(num_experts, triton.cdiv(width, block))](
+        *(output_grad, rows.token_ids_N, weights_N, rows.offsets_E, gradient_EO),
+        output_grad.stride(0),
+        OUT=width,
+        BLOCK_O=block,
+        BLOCK_K=rows_at_a_time,
+        num_warps=4,
+        **_FUSED,
+    )
+    return gradient_EO
+
+
+def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """With neighbouring columns beside each other, as kernels read them."""
+    x = x.to(dtype)
+    return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+# ------------------------------------------------------------------ the operators that torch sees
+
+
+@torch.library.custom_op("moe_ffn::experts", mutates_args=())
+def experts(
+    x_TD: Tensor,
+    weights_N: Tensor,
+    up_EHD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EH: Tensor | None,
+    down_bias_ED: Tensor | None,
+    token_ids_N: Tensor,
+    offsets_E: Tensor,
+    ranks_N: Tensor,
+    starts: Tensor,
+    dropout_NF: Tensor | None,
+    activation: str,
+    clamp: list[float] | None,
+    dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """y_TD, and the pre-activations (N, H) if backward is to come, else none of their rows."""
+    with torch.cuda.device_of(x_TD):  # Triton launches on the current device
+        rows = Rows(token_ids_N, offsets_E, dtype)
+        x_rows_TD, (_, width, d_model) = _matrix(x_TD, dtype), up_EHD.shape
+        hidden_NF = rows.empty(down_EDF.shape[2])
+        pre_NH = rows.empty(width) if keep else None
+        _hidden_kernel[rows.grid(hidden_NF.shape[1])](
+            *(x_rows_TD, _matrix(up_EHD, dtype), _contiguous(up_bias_EH), dropout_NF, token_ids_N),
+            pre_ptr=pre_NH,
+            hidden_ptr=hidden_NF,
+            x_stride=x_rows_TD.stride(0),
+            D=d_model,
+            F=hidden_NF.shape[1],
+            **rows.arguments,
+            **_activation(activation, clamp, up_EHD, down_EDF),
+        )
+        y_ND = _product(rows, hidden_NF, _matrix(down_EDF, dtype), down_bias_ED)
+        y_TD = _combine(rows, y_ND, weights_N, ranks_N, starts, x_TD.dtype)
+        return y_TD, hidden_NF.new_empty(0, width) if pre_NH is None else pre_NH
+
+
+@experts.register_fake
+def _(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    _, _, _, token_ids_N, *_, dtype, keep = others
+    num_kept = token_ids_N.shape[0] if keep else 0
+    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
+
+
+@torch.library.custom_op("moe_ffn::experts_backward", mutates_args=())
+def experts_backward(
+    dy_TD: Tensor,
+    x_TD: Tensor,
+    weights_N: Tensor,
+    up_EHD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EH: Tensor | None,
+    down_bias_ED: Tensor | None,
+    token_ids_N: Tensor,
+    offsets_E: Tensor,
+    ranks_N: Tensor,
+    starts: Tensor,
+    dropout_NF: Tensor | None,
+    pre_NH: Tensor,
+    activation: str,
+    clamp: list[float] | None,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
+    with torch.cuda.device_of(x_TD):
+        dtype = pre_NH.dtype
+        rows = Rows(token_ids_N, offsets_E, dtype)
+        dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
+        d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
+        # Each tile of units has a column of its own and they are added up afterwards: atomic additions
+        # would come in another order every time. Zero for tiles wider than the narrowest, and for the
+        # pairs that are not computed.
+        parts = triton.cdiv(d_ff, MIN_BLOCK_O)
+        d_weights = dy_TD.new_zeros(len(rows), parts, dtype=torch.float32)
+        bias_ED = _contiguous(down_bias_ED)
+        _hidden_gradient_kernel[rows.grid(d_ff)](
+            *(dy_TD, _matrix(down_EDF, dtype), bias_ED, dropout_NF, token_ids_N),
+            weights_ptr=weights_N,
+            pre_ptr=pre_NH,
+            d_pre_ptr=d_pre_NH,
+            hidden_ptr=hidden_NF,
+            d_weights_ptr=d_weights,
+            dy_stride=dy_TD.stride(0),
+            d_weights_stride=parts,
+            D=d_model,
+            F=d_ff,
+            **rows.arguments,
+            **_activation(activation, clamp, up_EHD, down_EDF),
+        )
+        want_x, want_weights, want_up, want_down, want_up_bias, want_down_bias = wanted
+        grads = [x_TD.new_empty(0) for _ in wanted]
+        if want_weights:
+            grads[1] = d_weights.sum(dim=1).to(weights_N.dtype)
+        if want_down:
+            grads[3] = _weight_gradient(rows, dy_TD, hidden_NF, down_EDF, gather="output")
+        del hidden_NF
+        if want_up:
+            grads[2] = _weight_gradient(
+                rows, d_pre_NH, _matrix(x_TD, dtype), up_EHD, gather="input"
+            )
+        if want_up_bias and up_bias_EH is not None:
+            grads[4] = _bias_gradient(rows, d_pre_NH, up_bias_EH)
+        if want_down_bias and down_bias_ED is not None:
+            grads[5] = _bias_gradient(rows, dy_TD, down_bias_ED, weights_N)
+        if want_x:
+            d_x_ND = _product(rows, d_pre_NH, _matrix(up_EHD, dtype).transpose(1, 2))
+            grads[0] = _combine(rows, d_x_ND, None, ranks_N, starts, x_TD.dtype)
+        return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
+
+
+@experts_backward.register_fake
+def _(dy_TD: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    inputs, wanted = (x_TD, *others)[:6], others[-1]
+    return tuple(
+        tensor.new_empty(tensor.shape) if want and tensor is not None else x_TD.new_empty(0)
+        for tensor, want in zip(inputs, wanted, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Beside the inputs, the pre-activations: no gathered tokens and no hidden units."""
+    *tensors, activation, clamp, _, keep = inputs
+    pre_NH = output[1]
+    assert keep, "the pre-activations of a forward pass that needs gradients are kept"
+    ctx.mark_non_differentiable(pre_NH)
+    ctx.set_materialize_grads(False)  # zeros for the pre-activations would be as large as they are
+    ctx.save_for_backward(*tensors, pre_NH)
+    ctx.activation, ctx.clamp = activation, clamp
+
+
+def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy_TD is None:
+        return (None,) * 15
+    wanted = list(ctx.needs_input_grad[:6])
+    grads = experts_backward(dy_TD, *ctx.saved_tensors, ctx.activation, ctx.clamp, wanted)
+    kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+    return (*kept, *(None,) * 9)
+
+
+def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    raise no_second_derivative("triton")
+
+
+experts.register_autograd(_backward, setup_context=_save)
+experts_backward.register_autograd(_refuse)
