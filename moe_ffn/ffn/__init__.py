@@ -10,33 +10,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_ffn.capacity import CapacityConfig
+from moe_ffn.capacity import CapacityConfig as CapacityConfig
 from moe_ffn.config import require_count
 from moe_ffn.errors import ConfigError, explain
-from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.ffn.conv import ConvConfig
-from moe_ffn.ffn.dense import DenseConfig, GatedConfig, IdentityConfig
-from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig
-from moe_ffn.ffn.moe import MoEConfig
-from moe_ffn.ffn.shared_expert import CombineConfig
-from moe_ffn.ffn.soft_moe import SoftMoEConfig
-from moe_ffn.ffn.zero_computation import ZeroComputationConfig
-
-__all__ = [
-    "CapacityConfig",
-    "CombineConfig",
-    "ConvConfig",
-    "DenseConfig",
-    "FFNBlock",
-    "FFNConfig",
-    "GatedConfig",
-    "IdentityConfig",
-    "MixtureOfDepthsConfig",
-    "MoEConfig",
-    "SoftMoEConfig",
-    "ZeroComputationConfig",
-    "build_ffn",
-]
+from moe_ffn.ffn.base import FFNBlock as FFNBlock
+from moe_ffn.ffn.base import FFNConfig as FFNConfig
+from moe_ffn.ffn.conv import ConvConfig as ConvConfig
+from moe_ffn.ffn.dense import DenseConfig as DenseConfig
+from moe_ffn.ffn.dense import GatedConfig as GatedConfig
+from moe_ffn.ffn.dense import IdentityConfig as IdentityConfig
+from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig as MixtureOfDepthsConfig
+from moe_ffn.ffn.moe import MoEConfig as MoEConfig
+from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
+from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
+from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig
 
 
 def build_ffn(config: Mapping[str, Any] | str | FFNConfig, d_model: int) -> FFNBlock:

@@ -3,40 +3,22 @@
 A new router is one file in this folder, and one line here.
 """
 
-from moe_ffn.routing.balanced_assignment import BalancedAssignmentRouterConfig
-from moe_ffn.routing.base import (
-    FixedKConfig,
-    LinearRouter,
-    LinearRouterConfig,
-    Router,
-    RouterConfig,
-    routing_of_pairs,
+from moe_ffn.routing.balanced_assignment import (
+    BalancedAssignmentRouterConfig as BalancedAssignmentRouterConfig,
 )
-from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig
-from moe_ffn.routing.forced import ForcedRouterConfig
-from moe_ffn.routing.hash import HashRouterConfig
-from moe_ffn.routing.noisy_top_k import NoisyTopKRouterConfig
-from moe_ffn.routing.relu import ReLURouterConfig
-from moe_ffn.routing.sinkhorn import SinkhornRouterConfig
-from moe_ffn.routing.top_k import GroupsConfig, SigmoidTopKRouterConfig, TopKRouterConfig
-from moe_ffn.routing.top_p import TopPRouterConfig
-
-__all__ = [
-    "BalancedAssignmentRouterConfig",
-    "ExpertChoiceRouterConfig",
-    "FixedKConfig",
-    "ForcedRouterConfig",
-    "GroupsConfig",
-    "HashRouterConfig",
-    "LinearRouter",
-    "LinearRouterConfig",
-    "NoisyTopKRouterConfig",
-    "ReLURouterConfig",
-    "Router",
-    "RouterConfig",
-    "SigmoidTopKRouterConfig",
-    "SinkhornRouterConfig",
-    "TopKRouterConfig",
-    "TopPRouterConfig",
-    "routing_of_pairs",
-]
+from moe_ffn.routing.base import FixedKConfig as FixedKConfig
+from moe_ffn.routing.base import LinearRouter as LinearRouter
+from moe_ffn.routing.base import LinearRouterConfig as LinearRouterConfig
+from moe_ffn.routing.base import Router as Router
+from moe_ffn.routing.base import RouterConfig as RouterConfig
+from moe_ffn.routing.base import routing_of_pairs as routing_of_pairs
+from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig as ExpertChoiceRouterConfig
+from moe_ffn.routing.forced import ForcedRouterConfig as ForcedRouterConfig
+from moe_ffn.routing.hash import HashRouterConfig as HashRouterConfig
+from moe_ffn.routing.noisy_top_k import NoisyTopKRouterConfig as NoisyTopKRouterConfig
+from moe_ffn.routing.relu import ReLURouterConfig as ReLURouterConfig
+from moe_ffn.routing.sinkhorn import SinkhornRouterConfig as SinkhornRouterConfig
+from moe_ffn.routing.top_k import GroupsConfig as GroupsConfig
+from moe_ffn.routing.top_k import SigmoidTopKRouterConfig as SigmoidTopKRouterConfig
+from moe_ffn.routing.top_k import TopKRouterConfig as TopKRouterConfig
+from moe_ffn.routing.top_p import TopPRouterConfig as TopPRouterConfig
