@@ -27,11 +27,11 @@ def batch(step: int) -> torch.Tensor:
     return torch.stack(tokens, dim=1)
 
 
-def collapsed_decoder(router: dict[str, Any]) -> Decoder:
-    """Two layers, in each of which expert 0 starts `HEAD_START` ahead of the others for every token."""
+def collapsed_decoder(router: dict[str, Any], num_layers: int = 1) -> Decoder:
+    """In each layer expert 0 starts `HEAD_START` ahead of the others for every token."""
     torch.manual_seed(0)
     ffn = {"type": "moe", "num_experts": NUM_EXPERTS, "router": {"bias": True, **router}}
-    config = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}, "ffn": ffn}
+    config = {"d_model": 16, "num_layers": num_layers, "attention": {"num_heads": 2}, "ffn": ffn}
     decoder = DecoderConfig.model_validate(config).build(VOCAB, 16)
     with torch.no_grad():
         for built in decoder.routers().values():
@@ -70,7 +70,6 @@ TOP_1 = {"type": "top_k", "k": 1}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "load_balance": (TOP_1, {"load_balance": 0.1}),
     "load_balance-k2": ({"type": "top_k", "k": 2}, {"load_balance": 0.1}),
-    "load_balance_global": (TOP_1, {"load_balance_global": 0.1}),
     "load_balance_sequence": (TOP_1, {"load_balance_sequence": 0.1}),
     "importance_and_load_cv2": (
         {"type": "noisy_top_k", "k": 2},
@@ -103,15 +102,13 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_a_rule_takes_a_collapsed_router_apart(
     router: dict[str, Any], rule: dict[str, Any]
 ) -> None:
-    found = train(collapsed_decoder(router), rule, steps=100)
-    assert {name: values["max_violation"] < 0.5 for name, values in found.items()} == {
-        "layer_00": True,
-        "layer_01": True,
-    }, found
+    found = train(collapsed_decoder(router), rule, steps=80)
+    assert found["layer_00"]["max_violation"] < 0.5
 
 
 def test_the_pooled_rule_balances_the_layers_together_and_not_each() -> None:
-    found = train(collapsed_decoder(TOP_1), {"load_balance_pooled": 0.1}, steps=100)
+    decoder = collapsed_decoder(TOP_1, num_layers=2)
+    found = train(decoder, {"load_balance_pooled": 0.1}, steps=100)
     together_E = torch.stack([values["load"] for values in found.values()]).mean(dim=0)
     apart = max(values["max_violation"] for values in found.values())
     assert max_violation(together_E) < 0.35
@@ -120,8 +117,8 @@ def test_the_pooled_rule_balances_the_layers_together_and_not_each() -> None:
 
 def test_importance_alone_balances_weights_rather_than_pairs() -> None:
     router = {"type": "top_k", "k": 2}
-    before = collapsed_decoder(router)(batch(0)[:, :-1]).routings["layer_00"]
-    decoder = collapsed_decoder(router)
+    decoder = collapsed_decoder(router, num_layers=2)
+    before = decoder(batch(0)[:, :-1]).routings["layer_00"]
     found = train(decoder, {"importance_cv2": 0.1}, steps=100)
     after = decoder(batch(200)[:, :-1]).routings["layer_00"]
     assert importance_cv2_loss(before) > 2
@@ -136,19 +133,18 @@ def test_importance_alone_balances_weights_rather_than_pairs() -> None:
 def test_without_a_rule_it_stays_collapsed(router: dict[str, Any]) -> None:
     # A rule that moves by next to nothing: sigmoid_top_k has a bias that some rule always moves.
     rule = {"bias_rule": {"type": "sign", "rate": 1e-9}}
-    found = train(collapsed_decoder(router), rule, steps=100)
+    found = train(collapsed_decoder(router), rule, steps=80)
     # All tokens to one of four experts is (1 - 1/4) / (1/4) = 3.
-    assert all(values["max_violation"] > 2 for values in found.values()), found
+    assert found["layer_00"]["max_violation"] > 2
 
 
 def test_the_sparsity_rule_brings_relu_routing_to_its_k() -> None:
     decoder = collapsed_decoder({"type": "relu", "k": 1})
     before = decoder(batch(0)[:, :-1]).routings["layer_00"]
     assert before.real_N.sum() > 1.5 * before.num_tokens
-    found = train(decoder, {"sparsity_rule": {"initial_weight": 1e-4}}, steps=300)
-    mean = sum(values["experts_per_token"].item() for values in found.values()) / len(found)
-    assert mean == pytest.approx(1, abs=0.15), found
-    assert all(values["max_violation"] < 1 for values in found.values()), found
+    found = train(decoder, {"sparsity_rule": {"initial_weight": 1e-4}}, steps=200)["layer_00"]
+    assert found["experts_per_token"].item() == pytest.approx(1, abs=0.15)
+    assert found["max_violation"] < 1
 
 
 def test_forced_routers_are_as_balanced_or_collapsed_as_they_are_told() -> None:

@@ -32,9 +32,8 @@ def _as_before() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-@pytest.mark.parametrize("profiler", ["simple", "advanced"])
-def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path, profiler: str) -> None:
-    run = run_train(tmp_path, "--trainer.profiler", profiler, "--trainer.max_steps", "2")
+def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--trainer.profiler", "simple", "--trainer.max_steps", "2")
 
     assert run.code == 0, run.stderr
     text = (run.folder / "profile.txt").read_text()
@@ -43,8 +42,9 @@ def test_a_profile_is_a_file_of_the_run(run_train: RunTrain, tmp_path: Path, pro
     assert text.startswith("optimizer steps 1 to 2\n")
 
     more = ("--resume", str(run.folder), "--trainer.max_steps")
-    assert run_train(tmp_path, *more, "3").code == 0
+    assert run_train(tmp_path, *more, "3", "--trainer.profiler", "advanced").code == 0
     text = (run.folder / "profile.txt").read_text()
+    assert "LanguageModel.optimizer_step" in text
     assert text.startswith("optimizer steps 3 to 3\n")
     assert run_train(tmp_path, *more, "4", "--trainer.profiler", "null").code == 0
     assert not (run.folder / "profile.txt").exists(), "what is there is of this run's last part"

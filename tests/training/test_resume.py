@@ -50,7 +50,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("cut", [4, 5], ids=["cut after a validation", "cut between validations"])
+AFTER_VALIDATION, BETWEEN_VALIDATIONS = CUTS = (4, 5)
+
+
+class KilledLater(Recorder):
+    """Saves after the validation of step 4 too, before it is killed at step 5."""
+
+    def _maybe_stop(self, trainer: Trainer) -> None:
+        if trainer.global_step == AFTER_VALIDATION:
+            assert self.checkpoint is not None
+            trainer.save_checkpoint(self.checkpoint.with_name(f"{AFTER_VALIDATION}.ckpt"))
+        super()._maybe_stop(trainer)
+
+
 @pytest.mark.parametrize(
     "accumulate", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["plain", "accumulating 3"]
 )
@@ -61,8 +73,8 @@ def test_resuming_is_exact(
     tmp_path: Path,
     model: dict[str, Any],
     accumulate: int,
-    cut: int,
 ) -> None:
+    """From a cut after a validation, and from one between two."""
     config = make_config(
         model={"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}, **model},
         data={**make_config().data.to_dict(), "batch_size": 24},
@@ -74,25 +86,28 @@ def test_resuming_is_exact(
             "accelerator": "cpu",
         },
     )
-    _assert_epochs_end_on_both_sides(config, prepared, cut * accumulate, 12 * accumulate)
-    unbroken, first, second = Recorder(), Recorder(tmp_path / "cut.ckpt", cut), Recorder()
+    unbroken = Recorder()
+    first = KilledLater(tmp_path / f"{BETWEEN_VALIDATIONS}.ckpt", BETWEEN_VALIDATIONS)
 
     weights, optimizer = run(config, prepared, tmp_path / "unbroken", unbroken)
     with pytest.raises(Killed):
         run(config, prepared, tmp_path / "first", first)
-    resumed_weights, resumed_optimizer = run(
-        config, prepared, tmp_path / "first", second, resume_from=tmp_path / "cut.ckpt"
-    )
 
     assert list(unbroken.losses) == list(range(12 * accumulate))
-    assert list(second.losses) == list(range(cut * accumulate, 12 * accumulate))
-    assert_same(first.losses | second.losses, unbroken.losses, "losses")
-    assert_same(first.gradient_norms | second.gradient_norms, unbroken.gradient_norms, "norms")
     assert list(unbroken.validations) == [4, 8, 12]
-    assert list(second.validations) == [8, 12]
-    assert_same(first.validations | second.validations, unbroken.validations, "validations")
-    assert_same(resumed_weights, weights, "weights")
-    assert_same(resumed_optimizer, optimizer, "optimizer")
+    for cut in CUTS:
+        _assert_epochs_end_on_both_sides(config, prepared, cut * accumulate, 12 * accumulate)
+        second, saved = Recorder(), tmp_path / f"{cut}.ckpt"
+        resumed_weights, resumed_optimizer = run(
+            config, prepared, tmp_path / "first", second, resume_from=saved
+        )
+        assert list(second.losses) == list(range(cut * accumulate, 12 * accumulate))
+        assert_same(first.losses | second.losses, unbroken.losses, "losses")
+        assert_same(first.gradient_norms | second.gradient_norms, unbroken.gradient_norms, "norms")
+        assert list(second.validations) == [8, 12]
+        assert_same(first.validations | second.validations, unbroken.validations, "validations")
+        assert_same(resumed_weights, weights, "weights")
+        assert_same(resumed_optimizer, optimizer, "optimizer")
 
 
 def _assert_epochs_end_on_both_sides(

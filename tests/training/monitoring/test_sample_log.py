@@ -54,13 +54,6 @@ def test_a_model_that_sees_both_sides_writes_none(run_train: RunTrain, tmp_path:
     assert not (run.folder / "sample.txt").exists()
 
 
-def test_no_tokens_are_no_sample(run_train: RunTrain, tmp_path: Path) -> None:
-    run = run_train(tmp_path, "--sample.num_tokens", "0", "--trainer.max_steps", "2")
-
-    assert run.code == 0
-    assert not (run.folder / "samples.jsonl").exists()
-
-
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleLog:
     """One whose texts are `text 1`, `text 2` and on, for seed 7."""
@@ -90,6 +83,12 @@ def test_a_model_that_has_diverged_has_no_newest_text(log: SampleLog) -> None:
 
     assert log.last == ""
     assert [line.step for line in read_lines(log.file.path, Sample)] == [4]
+
+
+def test_no_tokens_are_no_sample(log: SampleLog) -> None:
+    log.options = SampleConfig(num_tokens=0)
+    validate(log, 4, 2.5)
+    assert not log.file.path.exists()
 
 
 def test_of_several_ranks_the_first_writes(log: SampleLog) -> None:
