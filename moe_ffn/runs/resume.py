@@ -279,7 +279,7 @@ def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
     Args:
         callbacks: their states in the checkpoint, which know what has to be there.
     """
-    steps = {"last_row_step": 0, "num_alarms": 0, **callbacks.get("StepLogger", {})}
+    steps = {"last_row_step": 0, "bell": {"num_alarms": 0}, **callbacks.get("StepLogger", {})}
     text = callbacks.get("SampleLog", {}).get("last")
     # The validation of that very step may be still to come, and with it a row and a text.
     validated = callbacks.get("ValidationLogger", {}).get("last_step", -1)
@@ -289,7 +289,7 @@ def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
         return f"ends at step {last}, not {expected}" if last < expected else ""
 
     def lacks_alarms(alarms: Sequence[Line]) -> str:
-        found, expected = len(alarms), steps["num_alarms"]
+        found, expected = len(alarms), steps["bell"]["num_alarms"]
         return f"has {found} alarms, not {expected}" if found < expected else ""
 
     def lacks_text(samples: Sequence[Sample]) -> str:

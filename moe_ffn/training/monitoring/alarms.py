@@ -20,6 +20,7 @@ from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
 from moe_ffn.training.monitoring.json_lines import JsonLines
 from moe_ffn.training.monitoring.loggers import alert
+from moe_ffn.training.monitoring.routing_window import Checkpointed
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.guard import SkippedStep
@@ -112,7 +113,7 @@ class Advice:
         return f"{raise_loss}, or take {option} 'sigmoid_top_k', whose bias a rule balances"
 
 
-class AlarmRules:
+class AlarmRules(Checkpointed):
     """Reads rows in their order. An alarm rings when a trouble begins, not again while it lasts."""
 
     def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
@@ -169,11 +170,10 @@ class AlarmRules:
             "last_seen": [[*key, step] for key, step in self._last_seen.items()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses.clear()
-        self._losses.extend(state["losses"])
-        self._lasted = {(kind, layer): steps for kind, layer, steps in state["lasted"]}
-        self._last_seen = {(kind, layer): step for kind, layer, step in state["last_seen"]}
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._losses = deque(state_dict["losses"], maxlen=ROWS_OF_MEDIAN)
+        self._lasted = {(kind, layer): steps for kind, layer, steps in state_dict["lasted"]}
+        self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
         """Whether this was not seen for a while; a trouble that comes and goes rings once."""
@@ -221,8 +221,10 @@ class AlarmRules:
             yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
 
 
-class AlarmBell:
+class AlarmBell(Checkpointed):
     """Prints each alarm, appends it to the JSON lines at `path`, and counts it for the results."""
+
+    in_checkpoint = ("num_alarms",)
 
     def __init__(self, path: Path) -> None:
         self.num_alarms = 0

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -29,6 +29,7 @@ from moe_ffn.training.monitoring.alarms import AlarmBell, AlarmRules
 from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
+    Checkpointed,
     RoutingByLayer,
     RoutingWindow,
     of_every_rank,
@@ -64,8 +65,21 @@ def log_row(trainer: Trainer, row: Row) -> None:
         logger.log_metrics(values, trainer.global_step)
 
 
-class StepLogger(Callback):
-    """Hands the loggers one row every few optimizer steps, covering all of them, and rings alarms."""
+class StepLogger(Checkpointed, Callback):
+    """Hands the loggers one row every few optimizer steps, covering all of them, and rings alarms.
+
+    In checkpoints is the row that is not full yet, and what later rows are compared with.
+    """
+
+    in_checkpoint = (
+        "_window",
+        "_routing",
+        "rules",
+        "bell",
+        "_last_row_step",
+        "total_tokens",
+        "total_seconds",
+    )
 
     def __init__(self, config: LoggingConfig, rules: AlarmRules, bell: AlarmBell) -> None:
         self.config = config
@@ -152,27 +166,6 @@ class StepLogger(Callback):
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The row that is not full yet, and what later rows are compared with. A collective."""
-        return {
-            "window": self._window.state_dict(),
-            "routing": self._routing.state_dict(),
-            "rules": self.rules.state_dict(),
-            "num_alarms": self.bell.num_alarms,
-            "last_row_step": self._last_row_step,
-            "total_tokens": self.total_tokens,
-            "total_seconds": self.total_seconds,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._window.load_state_dict(state_dict["window"])
-        self._routing.load_state_dict(state_dict["routing"])
-        self.rules.load_state_dict(state_dict["rules"])
-        self.bell.num_alarms = state_dict["num_alarms"]
-        self._last_row_step = state_dict["last_row_step"]
-        self.total_tokens = state_dict["total_tokens"]
-        self.total_seconds = state_dict["total_seconds"]
-
     def _values(self, trainer: Trainer, module: LanguageModel) -> Row:
         step = trainer.global_step
         num_steps = step - self._last_row_step
@@ -201,8 +194,10 @@ class StepLogger(Callback):
 
 
 @dataclass
-class _LossWindow:
+class _LossWindow(Checkpointed):
     """Sums since the last row, over the steps that were taken."""
+
+    in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds")
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 0
@@ -243,18 +238,18 @@ class _LossWindow:
     def state_dict(self) -> dict[str, Any]:
         """With the sums of each rank, for the ranks that go on. A collective: every rank has to call it."""
         sums = {name: of_every_rank(value) for name, value in self.sums.items()}
-        return {name: getattr(self, name) for name in self._COUNTS} | {"sums": sums}
+        return super().state_dict() | {"sums": sums}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in self._COUNTS:
-            setattr(self, name, state[name])
-        self.sums = {name: of_this_rank(values_R) for name, values_R in state["sums"].items()}
-
-    _COUNTS: ClassVar = ("num_batches", "num_skipped", "tokens", "seconds")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        sums = state_dict["sums"]
+        self.sums = {name: of_this_rank(values_R) for name, values_R in sums.items()}
 
 
-class ValidationLogger(Callback):
+class ValidationLogger(Checkpointed, Callback):
     """Adds each validation to the loggers, and keeps the last one."""
+
+    in_checkpoint = ("last", "last_step", "routing")
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
@@ -287,17 +282,11 @@ class ValidationLogger(Callback):
         row: Row = {f"validation/{name}": value for name, value in self.last.items()}
         log_row(trainer, row | routing_row(self.routing, prefix="validation/"))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last, "last_step": self.last_step, "routing": self.routing}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last = state_dict["last"]
-        self.last_step = state_dict["last_step"]
-        self.routing = state_dict["routing"]
-
-
-class SampleLog(Callback):
+class SampleLog(Checkpointed, Callback):
     """Continues the prompt at every validation, always with the same seed, and keeps what came of it."""
+
+    in_checkpoint = ("last",)
 
     def __init__(
         self, path: Path, tokenizer: Tokenizer, options: SampleConfig, prompt: str, seed: int
@@ -333,9 +322,3 @@ class SampleLog(Callback):
             return
         line = {STEP: trainer.global_step, "prompt": self.prompt, "text": self.last}
         self.file.add([line])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last = state_dict["last"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed
@@ -30,7 +30,30 @@ ByLayer = dict[str, dict[str, Tensor]]
 """Values by their names, for each sparse layer."""
 
 
-class RoutingByLayer:
+class Checkpointed:
+    """What keeps some of its attributes in checkpoints: numbers, tensors, and objects of this kind."""
+
+    in_checkpoint: ClassVar[tuple[str, ...]]
+    """Their names; in a checkpoint without a leading underscore."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A collective: every rank has to call it."""
+        found = {name.lstrip("_"): getattr(self, name) for name in self.in_checkpoint}
+        return {
+            name: value.state_dict() if isinstance(value, Checkpointed) else value
+            for name, value in found.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in self.in_checkpoint:
+            value, held = state_dict[name.lstrip("_")], getattr(self, name)
+            if isinstance(held, Checkpointed):
+                held.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+class RoutingByLayer(Checkpointed):
     """The metrics of each sparse layer over batches and ranks; a layer begins when it is first seen.
 
     Args:
@@ -70,14 +93,14 @@ class RoutingByLayer:
         """What was added since `close`, over all ranks. A collective: every rank has to call it."""
         return self._loaded | self._of_all_ranks()
 
-    def load_state_dict(self, state: ByLayer) -> None:
+    def load_state_dict(self, state_dict: ByLayer) -> None:
         """Go on from there; what one rank has counts for all, since they are added up.
 
         Exact for counts, in whatever order.
         """
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         self.sums = {}
-        self._loaded = dict(state) if is_first else {}
+        self._loaded = dict(state_dict) if is_first else {}
 
     def _of_all_ranks(self) -> ByLayer:
         """The statistics of all ranks together, on the CPU: one exchange and one copy of the sums, and one of
@@ -157,8 +180,13 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
     return {layer: chosen_experts(routing).cpu() for layer, routing in routings.items()}
 
 
-class RoutingWindow:
-    """The load of each sparse layer since the last row; at its last step what tokens say, and what lasts."""
+class RoutingWindow(Checkpointed):
+    """The load of each sparse layer since the last row; at its last step what tokens say, and what lasts.
+
+    Checkpoints are made between steps, where no token of a row that is not full has been measured.
+    """
+
+    in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
 
     def __init__(self, config: LoggingConfig) -> None:
         self.dead_after_steps = config.alarms.after_steps
@@ -166,7 +194,7 @@ class RoutingWindow:
         self._load = RoutingByLayer("every batch")
         self._tokens = RoutingByLayer("last step")
         self._idle_steps: dict[str, Tensor] = {}
-        self._chosen: dict[str, Tensor] = {}  # of the probe, at the last look
+        self._probe: dict[str, Tensor] = {}  # at the last look
         self._last_look = -config.churn_every_n_steps
 
     def update(
@@ -197,11 +225,11 @@ class RoutingWindow:
             values[layer] |= of_tokens
         looks: dict[str, tuple[Tensor, Tensor]] = {}
         if step - self._last_look >= self.churn_every_n_steps:
-            before, self._chosen, self._last_look = self._chosen, probe(module), step
+            before, self._probe, self._last_look = self._probe, probe(module), step
             # A mixture of depths hands a number of tokens on that differs from look to look.
             looks = {
                 layer: (before[layer], now_TE)
-                for layer, now_TE in self._chosen.items()
+                for layer, now_TE in self._probe.items()
                 if layer in before and before[layer].shape == now_TE.shape
             }
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
@@ -220,21 +248,3 @@ class RoutingWindow:
             )
             of_layer |= {key: value.cpu() for key, value in compute_row_end(row).items()}
         return values
-
-    def state_dict(self) -> dict[str, Any]:
-        """The load since the last row, and what later rows need to know of earlier steps.
-
-        Between steps alone, where no token of a row that is not full has been measured.
-        """
-        return {
-            "load": self._load.state_dict(),
-            "idle_steps": self._idle_steps,
-            "probe": self._chosen,
-            "last_look": self._last_look,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._load.load_state_dict(state["load"])
-        self._idle_steps = state["idle_steps"]
-        self._chosen = state["probe"]
-        self._last_look = state["last_look"]
