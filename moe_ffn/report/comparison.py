@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,15 +16,20 @@ from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
 from moe_ffn.layer_names import is_inner
 from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.report.html import NONE
+from moe_ffn.report.html import NONE, number
 from moe_ffn.report.tables import layer_mean
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, named_run_folder
 from moe_ffn.runs.reader import Run, read_run
 
-TEXT_COLUMNS = ("config", "guesses", "precision")
 MEASURES = [LAYER_METRICS[k] for k in ("max_violation", "experts_per_token", "dropped_fraction")]
-COLUMNS = (*TEXT_COLUMNS, "loss", *(m.label for m in MEASURES), "MFLOPs", "tokens/s")
+TEXTS = ("config", "guesses", "precision")
+NUMBERS = (
+    {"loss": ".4f"} | {m.label: m.form for m in MEASURES} | {"MFLOPs": ".2f", "tokens/s": ",.0f"}
+)
+"""Column -> the format of its numbers."""
+
+COLUMNS = (*TEXTS, *NUMBERS)
 LEGEND = (
     "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: "
     f"{MEASURES[0].formula}, mean of the layers, validation; experts: per token, "
@@ -37,45 +42,33 @@ _SPEED = "train/tokens_per_second"
 
 @dataclass(frozen=True)
 class Result:
-    """One run; None where a block routes nothing, or where what was written down of it is lost."""
+    """One run as a row."""
 
     name: str
     causal: bool
     precision: str | None
-    """The number format it was trained in."""
-    loss: float | None
-    """None where training diverged, too."""
-    max_violation: float | None
-    experts_per_token: float | None
-    dropped_fraction: float | None
-    flops_per_token: float | None
-    tokens_per_second: float | None
-    """None where it ended before its first row, too."""
-    unigram_loss: float | None
+    """The number format it was trained in; None where that is lost."""
+    numbers: Mapping[str, float | None]
+    """By their columns; None or absent where a block routes nothing, where training diverged or ended before
+    its first row, and where what was written down is lost."""
+    unigram_loss: float | None = None
     """What a model that knows only the frequencies of tokens scores on the same split."""
     lost: str = ""
     """What its files lack, as `summary.json lacks routing`; empty where nothing is lost."""
 
+    @property
+    def loss(self) -> float | None:
+        return self.numbers.get("loss")
+
     def cells(self) -> list[str]:
         """One row, in the order of `COLUMNS`."""
-        flops = None if self.flops_per_token is None else self.flops_per_token / 1e6
-        return [
-            self.name,
-            "next" if self.causal else "masked",
-            self.precision or NONE,
-            _number(self.loss, ".4f"),
-            *(_number(getattr(self, metric.key), metric.form) for metric in MEASURES),
-            _number(flops, ".2f"),
-            _number(self.tokens_per_second, ",.0f"),
-        ]
+        texts = [self.name, "next" if self.causal else "masked", self.precision or NONE]
+        return texts + [number(self.numbers.get(name), form) for name, form in NUMBERS.items()]
 
     @property
     def is_worse_than_unigram(self) -> bool:
-        return (
-            self.loss is not None
-            and self.unigram_loss is not None
-            and self.loss > self.unigram_loss
-        )
+        unigram = self.unigram_loss
+        return self.loss is not None and unigram is not None and self.loss > unigram
 
 
 def read_result(name: str, config: TrainConfig) -> Result:
@@ -85,46 +78,53 @@ def read_result(name: str, config: TrainConfig) -> Result:
         ConfigError: its folder is no run's any more, or a file in it cannot be read.
     """
     run = read_run(named_run_folder(config), has_ended=True)
-    speeds = filter(math.isfinite, run.series(_SPEED).values)
-    return Result(
-        name=name,
-        causal=config.model.causal,
-        precision=run.facts.precision if run.facts.is_whole else None,
-        loss=run.summary.validation_loss,
-        max_violation=layer_mean(run, "max_violation"),
-        experts_per_token=layer_mean(run, "experts_per_token"),
-        dropped_fraction=_last_dropped_fraction(run),
-        flops_per_token=run.facts.flops_per_token,
-        tokens_per_second=max(speeds, default=None),
-        unigram_loss=run.summary.unigram_loss,
-        lost="; ".join(_lost(run)),
-    )
-
-
-def _lost(run: Run) -> Iterator[str]:
-    """What the files of a run should have, and do not."""
     summary, facts = run.summary, run.facts
+    speeds = list(filter(math.isfinite, run.series(_SPEED).values))
+    violation, experts, dropped = MEASURES
+    flops = facts.flops_per_token
+    has_routing = summary.has("routing") and all(
+        layer.has(violation.key) and layer.has(experts.key) for layer in summary.routing.values()
+    )
+    # What the files of a run should have.
     is_kept = {
         SUMMARY_FILE: {
             "validation_loss": summary.has("validation_loss"),
             "unigram_loss": summary.unigram_loss is not None,
-            "routing": summary.has("routing")
-            and all(layer.has(m.key) for layer in summary.routing.values() for m in MEASURES[:2]),
+            "routing": has_routing,
         },
-        FACTS_FILE: {
-            "precision": facts.is_whole,
-            "flops_per_token": facts.flops_per_token is not None,
-        },
-        # A run that max_time ended before its first row has none.
-        METRICS_FILE: {
-            _SPEED: any(map(math.isfinite, run.series(_SPEED).values))
-            or summary.tokens_per_second == 0
-        },
+        FACTS_FILE: {"precision": facts.is_whole, "flops_per_token": flops is not None},
+        # A run that max_time ended before its first row has no speed.
+        METRICS_FILE: {_SPEED: bool(speeds) or summary.tokens_per_second == 0},
     }
-    for file, keys in is_kept.items():
-        lacking = [key for key, kept in keys.items() if not kept]
-        if lacking:
-            yield f"{file} lacks {', '.join(lacking)}"
+    lost = [
+        f"{file} lacks {', '.join(key for key, kept in keys.items() if not kept)}"
+        for file, keys in is_kept.items()
+        if not all(keys.values())
+    ]
+    return Result(
+        name=name,
+        causal=config.model.causal,
+        precision=facts.precision if facts.is_whole else None,
+        numbers={
+            "loss": summary.validation_loss,
+            violation.label: layer_mean(run, violation.key),
+            experts.label: layer_mean(run, experts.key),
+            dropped.label: _last_row_mean(run, dropped.key),
+            "MFLOPs": None if flops is None else flops / 1e6,
+            "tokens/s": max(speeds, default=None),
+        },
+        unigram_loss=summary.unigram_loss,
+        lost="; ".join(lost),
+    )
+
+
+def _last_row_mean(run: Run, key: str) -> float | None:
+    """A measure in the last row that has it, mean of the layers but for blocks inside their blocks."""
+    layers = [found for layer, found in run.layers.items() if not is_inner(layer)]
+    found = [series for measures in layers if (series := measures.get(key))]
+    last = max((series.steps[-1] for series in found), default=None)
+    values = [series.values[-1] for series in found if series.steps[-1] == last]
+    return fmean(values) if values and all(map(math.isfinite, values)) else None
 
 
 def comparison_table(results: Sequence[Result]) -> Table:
@@ -133,7 +133,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
     caption = Text(legend(results), style="table.caption")
     table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
+        table.add_column(name, justify="left" if name in TEXTS else "right")
     for result in in_order(results):
         table.add_row(*map(Text, result.cells()))
     return table
@@ -145,7 +145,7 @@ def write_markdown(results: Sequence[Result], path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    rows = [COLUMNS, ["---" if name in TEXT_COLUMNS else "---:" for name in COLUMNS]]
+    rows = [COLUMNS, ["---" if name in TEXTS else "---:" for name in COLUMNS]]
     rows += [[*map(_plain, result.cells())] for result in in_order(results)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     write_whole(path, "\n".join([*lines, "", _plain(legend(results)), ""]))
@@ -167,19 +167,3 @@ def in_order(results: Sequence[Result]) -> list[Result]:
         results,
         key=lambda r: (not r.causal, r.loss is None, 0.0 if r.loss is None else r.loss),
     )
-
-
-def _last_dropped_fraction(run: Run) -> float | None:
-    """Of the last row that has it, mean of the layers, as MaxVio is."""
-    found = [
-        series
-        for layer, measures in run.layers.items()
-        if not is_inner(layer) and (series := measures.get("dropped_fraction"))
-    ]
-    last = max((series.steps[-1] for series in found), default=None)
-    values = [series.values[-1] for series in found if series.steps[-1] == last]
-    return fmean(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)

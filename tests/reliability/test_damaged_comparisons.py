@@ -220,7 +220,7 @@ def test_a_name_does_nothing_in_the_table(tmp_path: Path) -> None:
         "a\\|b",
     ]
     results = [
-        Result(name, True, "32-true", 9.0, None, None, None, 1.0, 1.0, unigram_loss=1.0)
+        Result(name, True, "32-true", {"loss": 9.0}, unigram_loss=1.0)
         for name in (*names, "plain_name-1")
     ]
 
