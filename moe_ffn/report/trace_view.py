@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -244,13 +245,11 @@ _MIDDLE = 0.179
 """Relative luminance that has a contrast of 4.58 with black and with white alike."""
 
 
-@cache
 def ground(expert: int) -> str:
     """`#rrggbb`, a ground to write on in black."""
     return _colour(expert, _GROUNDS[expert % 2])
 
 
-@cache
 def ink(expert: int) -> str:
     """`#rrggbb`, to write with on a dark or a light ground."""
     return _colour(expert, _MIDDLE)
@@ -263,16 +262,14 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
+@cache
 def _colour(expert: int, wanted: float) -> str:
-    hue, low, high = (0.58 + expert * _GOLDEN) % 1, 0.0, 1.0
-    for _ in range(12):  # luminance grows with lightness; 2**-12 is finer than a step of 1 / 255
-        lightness = (low + high) / 2
-        if luminance(_hex(hue, lightness)) < wanted:
-            low = lightness
-        else:
-            high = lightness
-    return _hex(hue, low)
+    """The lightest of the expert's hue that is no lighter than wanted."""
+    hue = (0.58 + expert * _GOLDEN) % 1
 
+    def lightened(step: int) -> str:
+        parts = colorsys.hls_to_rgb(hue, step / 4096, 0.7)
+        return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
-def _hex(hue: float, lightness: float) -> str:
-    return "#" + "".join(f"{round(255 * c):02x}" for c in colorsys.hls_to_rgb(hue, lightness, 0.7))
+    steps = range(4096)  # luminance grows with lightness
+    return lightened(bisect_left(steps, wanted, key=lambda n: luminance(lightened(n))) - 1)
