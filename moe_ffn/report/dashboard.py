@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -42,9 +43,8 @@ DEFAULT_LAYERS = (0, 1, 2, 3)
 
 
 STEP = "trainer/global_step"
-STEP_TITLE = "optimizer step"
 
-SPEED = "tokens_per_second"
+SPEED = RUN_METRICS["tokens_per_second"]
 
 LAYER = "layer_[0-9]+(/inner)*"
 """A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
@@ -53,30 +53,24 @@ LAYER = "layer_[0-9]+(/inner)*"
 def training_panels() -> list[PanelTypes]:
     names = "|".join(BALANCING_LOSSES)
     return [
-        *(_of_run(metric) for key, metric in RUN_METRICS.items() if key != SPEED),
-        _matching("Balancing losses", "before their weights", f"^train/({names})$"),
+        *(_of_run(metric) for metric in RUN_METRICS.values() if metric is not SPEED),
+        _lines("Balancing losses", "before their weights", regex=f"^train/({names})$"),
     ]
-
-
-def _of_run(metric: Metric) -> reports.LinePlot:
-    """Training and validation in one panel, where a metric has both."""
-    keys = [f"{row}/{metric.key}" for row in metric.rows]
-    return _over_steps(metric.title, metric.axis(), *keys)
 
 
 def efficiency_panels() -> list[PanelTypes]:
     """Speed, and the last validation loss against what a run costs."""
-    costs = (
-        ("num_active_params", "active parameters"),
-        ("num_params", "parameters in all"),
-        ("flops_per_token", "FLOPs per token"),
-    )
+    costs = {
+        "num_active_params": "active parameters",
+        "num_params": "parameters in all",
+        "flops_per_token": "FLOPs per token",
+    }
     return [
-        _of_run(RUN_METRICS[SPEED]),
+        _of_run(SPEED),
         reports.BarPlot(
-            title=f"{RUN_METRICS[SPEED].title} at the end",
-            metrics=[f"train/{SPEED}"],
-            title_x=RUN_METRICS[SPEED].axis(),
+            title=f"{SPEED.title} at the end",
+            metrics=[f"train/{SPEED.key}"],
+            title_x=SPEED.axis(),
             title_y="runs, by FFN type",
         ),
         *(
@@ -87,7 +81,7 @@ def efficiency_panels() -> list[PanelTypes]:
                 y=reports.SummaryMetric("validation/loss"),
                 log_x=True,
             )
-            for key, title in costs
+            for key, title in costs.items()
         ),
     ]
 
@@ -106,7 +100,7 @@ def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
         ),
         *(
             # One histogram per step, a bin for each expert: drawn as expert x step.
-            _over_steps(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
+            _lines(f"Load of layer {layer}", "expert", f"routing/layer_{layer:02d}/load")
             for layer in layers
         ),
         *(_of_layers(metric) for metric in layer_measures() if metric.measured != "validation"),
@@ -115,26 +109,27 @@ def routing_panels(layers: Sequence[int]) -> list[PanelTypes]:
     ]
 
 
+def _of_run(metric: Metric) -> reports.LinePlot:
+    """Training and validation in one panel, where a metric has both."""
+    return _lines(metric.title, metric.axis(), *(f"{row}/{metric.key}" for row in metric.rows))
+
+
 def _of_layers(metric: Metric, prefix: str = "") -> reports.LinePlot:
     is_both = bool(prefix) and metric.measured != "validation"
     title = f"{metric.title}, validation" if is_both else metric.title
-    return _matching(title, metric.axis(), f"^{prefix}routing/{LAYER}/{metric.key}$")
+    return _lines(title, metric.axis(), regex=f"^{prefix}routing/{LAYER}/{metric.key}$")
 
 
-def _over_steps(title: str, unit: str, *metrics: str) -> reports.LinePlot:
-    return reports.LinePlot(
+def _lines(title: str, unit: str, *keys: str, regex: str | None = None) -> reports.LinePlot:
+    """Metrics over the steps, by their keys, or all whose whole key the expression matches."""
+    plot = reports.LinePlot(
         title=title,
         x=STEP,
-        y=list(metrics),
-        title_x=STEP_TITLE,
+        y=list(keys),
+        title_x="optimizer step",
         title_y=unit,
         smoothing_type="none",
     )
-
-
-def _matching(title: str, unit: str, regex: str) -> reports.LinePlot:
-    """A line for every metric whose whole name the expression matches."""
-    plot = _over_steps(title, unit)
     plot.metric_regex = regex
     return plot
 
@@ -184,16 +179,30 @@ def build_workspace(
         layers: layers whose load has a heat map of its own, expert x step.
         name: of the saved view.
     """
+    panels = {
+        "Training": training_panels(),
+        "Efficiency": efficiency_panels(),
+        "Routing": routing_panels(layers),
+    }
+    over_steps: dict[str, Any] = {"x_axis": STEP, "smoothing_type": "none"}
     return ws.Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=[
-            _section("Training", training_panels()),
-            _section("Efficiency", efficiency_panels()),
-            _section("Routing", routing_panels(layers)),
+            ws.Section(
+                name=title,
+                panels=found,
+                is_open=True,
+                # As many rows as they need, so that nothing stands on a second page.
+                layout_settings=ws.SectionLayoutSettings(
+                    columns=PANELS_IN_A_ROW, rows=math.ceil(len(found) / PANELS_IN_A_ROW)
+                ),
+                panel_settings=ws.SectionPanelSettings(**over_steps),
+            )
+            for title, found in panels.items()
         ],
-        settings=ws.WorkspaceSettings(x_axis=STEP, smoothing_type="none", max_runs=MAX_LINES),
+        settings=ws.WorkspaceSettings(max_runs=MAX_LINES, **over_steps),
         runset_settings=ws.RunsetSettings(
             groupby=[ws.Config("ffn_type")],
             group_colors={**GROUP_COLORS},
@@ -207,17 +216,6 @@ def to_json(workspace: ws.Workspace) -> str:
     return workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
-def _section(name: str, panels: list[PanelTypes]) -> ws.Section:
-    rows = math.ceil(len(panels) / PANELS_IN_A_ROW)  # nothing stands on a second page
-    return ws.Section(
-        name=name,
-        panels=panels,
-        is_open=True,
-        layout_settings=ws.SectionLayoutSettings(columns=PANELS_IN_A_ROW, rows=rows),
-        panel_settings=ws.SectionPanelSettings(x_axis=STEP, smoothing_type="none"),
-    )
-
-
 def save(workspace: ws.Workspace, replace: str | None = None) -> str:
     """Save the workspace as a new view, or over the one at the URL `replace`; returns its URL.
 
@@ -229,9 +227,12 @@ def save(workspace: ws.Workspace, replace: str | None = None) -> str:
             "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
         )
     try:
-        if replace is not None:
-            workspace = _in_place_of(replace, workspace)
-        return workspace.save().url
+        if replace is None:
+            return workspace.save().url
+        saved = ws.Workspace.from_url(replace)  # which keeps its address
+        for part in ("name", "sections", "settings", "runset_settings"):
+            setattr(saved, part, getattr(workspace, part))
+        return saved.save().url
     except Exception as error:  # errors of every kind: wandb's own, its service's, pydantic's
         raise ConfigError(
             f"wandb did not save the workspace: {first_line(error).rstrip('. ')}; check the network, "
@@ -248,13 +249,3 @@ def _has_key() -> bool:
         raise ConfigError(f"wandb's settings: {'; '.join(explain(error))}") from error
     except Exception as error:  # a malformed key
         raise ConfigError(f"wandb cannot be used: {first_line(error)}") from error
-
-
-def _in_place_of(url: str, workspace: ws.Workspace) -> ws.Workspace:
-    """The saved view at `url` with everything in it replaced; it keeps its address."""
-    saved = ws.Workspace.from_url(url)
-    saved.name = workspace.name
-    saved.sections = workspace.sections
-    saved.settings = workspace.settings
-    saved.runset_settings = workspace.runset_settings
-    return saved

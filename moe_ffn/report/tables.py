@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -97,15 +98,13 @@ def moving_measures(run: Run) -> list[str]:
 
 def constant_measures(run: Run) -> list[str]:
     """`dropped 0%`, for each metric that had one value in all layers and at all steps."""
-    said: list[str] = []
-    for metric in layer_measures():
-        value = constant(measured(run, metric))
-        if value is not None:
-            title = metric.title
-            name = title if title.startswith("MaxVio") else title.lower()
-            shown = f"{100 * value:.4g}%" if metric.is_share else f"{value:.4g}"
-            said.append(f"{name} {shown}")
-    return said
+    values = {metric: constant(measured(run, metric)) for metric in layer_measures()}
+    return [
+        f"{metric.title if metric.title.startswith('MaxVio') else metric.title.lower()} "
+        + (f"{100 * value:.4g}%" if metric.is_share else f"{value:.4g}")
+        for metric, value in values.items()
+        if value is not None
+    ]
 
 
 # -- the head of a page
@@ -193,39 +192,48 @@ def alarm_groups(run: Run) -> list[list[Alarm]]:
 # -- the experts of one run
 
 
-def expert_rows(run: Run) -> list[dict[str, Any]]:
-    """The layers whose load was measured on the validation split.
+@dataclass(frozen=True)
+class ExpertRow:
+    """The load of a layer on the validation split, as text."""
 
-    Each has `shares`, the (text, kind) of every expert; `extremes`, which sums them up; and `measures`, one
-    for each of `result_headers`.
-    """
-    rows: list[dict[str, Any]] = []
+    layer: str
+    shares: Sequence[tuple[str, str]]
+    """Of each expert: percent, with more digits where an even share is small, and a class of the style sheet:
+    `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0, otherwise empty."""
+    extremes: Sequence[str]
+    """How many experts, the busiest, median and idlest share, and how many experts have no pair."""
+    measures: Sequence[str]
+    """One for each of `result_columns`."""
+
+
+def expert_rows(run: Run) -> list[ExpertRow]:
+    """The layers whose load was measured."""
+    rows: list[ExpertRow] = []
     for layer, values in run.validated.items():
         load = values.get("load")
         if isinstance(load, list) and load:
             # None for a share that was not measured, which is not the same as no pair.
             shares = [finite(share) for share in load]
+            extremes = [NONE] * 4
+            if summary := summarize_load(shares):
+                extremes = [
+                    f"{percent(summary.highest, 2)} (expert {summary.busiest})",
+                    percent(summary.median, 2),
+                    percent(summary.lowest, 2),
+                    str(len(summary.unused)),
+                ]
             rows.append(
-                {
-                    "layer": short_name(layer),
-                    "shares": [_share(share, len(shares)) for share in shares],
-                    "extremes": [str(len(shares)), *_extremes(shares)],
-                    "measures": [number(values.get(m.key), m.form) for m in result_columns()],
-                }
+                ExpertRow(
+                    short_name(layer),
+                    [_share(share, len(shares)) for share in shares],
+                    [str(len(shares)), *extremes],
+                    [number(values.get(m.key), m.form) for m in result_columns()],
+                )
             )
     return rows
 
 
-def result_headers() -> list[str]:
-    """Of the columns beside the shares of the experts."""
-    return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
-
-
 def _share(share: float | None, num_experts: int) -> tuple[str, str]:
-    """Percent, with more digits where an even share is small; and a class of the style sheet.
-
-    `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0; otherwise empty.
-    """
     if share is None:
         return NONE, ""
     ratio = share * num_experts
@@ -233,17 +241,9 @@ def _share(share: float | None, num_experts: int) -> tuple[str, str]:
     return percent(share, percent_digits(num_experts)), kind
 
 
-def _extremes(shares: Sequence[float | None]) -> list[str]:
-    """The busiest, median and idlest share, and how many experts have no pair."""
-    summary = summarize_load(shares)
-    if summary is None:
-        return [NONE] * 4
-    return [
-        f"{percent(summary.highest, 2)} (expert {summary.busiest})",
-        percent(summary.median, 2),
-        percent(summary.lowest, 2),
-        str(len(summary.unused)),
-    ]
+def result_headers() -> list[str]:
+    """Of the columns beside the shares of the experts."""
+    return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
 
 
 # -- the texts and options of one run
@@ -270,6 +270,9 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 # -- several runs side by side
 
 
+COMPARED = [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
+"""The metrics of layers that a table of runs has."""
+
 RUN_COLUMNS: Mapping[str, Callable[[Run], str]] = {
     "validation loss (nats)": lambda run: number(final(run, "validation/loss")),
     "state": lambda run: STATES[run.state][1],
@@ -280,24 +283,9 @@ RUN_COLUMNS: Mapping[str, Callable[[Run], str]] = {
     "FLOPs per token": lambda run: compact(run.facts.flops_per_token),
     "bits per byte": lambda run: number(final(run, "validation/bits_per_byte")),
     "tokens per second": lambda run: number(final(run, "train/tokens_per_second"), ",.0f"),
+    **{m.label: lambda run, m=m: number(layer_mean(run, m.key), m.form) for m in COMPARED},
 }
-"""Header -> what a table of runs says there; `compared_measures` follow."""
-
-
-def compared_measures() -> list[Metric]:
-    """The metrics of layers that a table of runs has."""
-    return [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
-
-
-def run_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """One row per run, in the order given, which is that of the colours."""
-    return [
-        [
-            *(column(run) for column in RUN_COLUMNS.values()),
-            *(number(layer_mean(run, m.key), m.form) for m in compared_measures()),
-        ]
-        for run in runs
-    ]
+"""Header -> what a table of runs says there."""
 
 
 def best_runs(runs: Sequence[Run]) -> list[bool]:
