@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, is_near, shorten, show
+from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, shorten, show
 from moe_ffn.import_path import FileTag, import_class, tag_of
 
 MAX_COUNT = 10**9
@@ -164,9 +164,7 @@ class TaggedConfig(Config, frozen=True):
             return cls.members[tag]
         known = ", ".join(sorted(cls.members))
         if tag is None:
-            near = [key for key in map(str, data) if key != "type" and is_near("type", key)]
-            slip = f", but there is '{near[0]}'" if near else ""
-            message = f"missing{slip}; one of: {known}, or my_file.py:ClassName"
+            message = f"missing; one of: {known}, or my_file.py:ClassName"
             raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:
             try:

@@ -51,11 +51,6 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def is_near(name: str, other: str) -> bool:
-    """Whether `other` looks like a misspelt `name`."""
-    return bool(difflib.get_close_matches(name, [other]))
-
-
 UNKNOWN_KEY = "unknown_key"
 """The type of a pydantic error about a key that a config does not take."""
 
@@ -93,15 +88,10 @@ def show(value: Any) -> str:
         return "a huge number"
 
 
-def without_middle(text: str, limit: int = 600) -> str:
-    """`text`, its middle replaced by dots where it is longer than `limit`: what is wrong comes last."""
+def shorten(text: str, limit: int = 60) -> str:
+    """`text`, its middle replaced by dots where it is longer than `limit`: what is wrong often comes last."""
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
-
-
-def shorten(text: str, limit: int = 60) -> str:
-    """`text`, its end replaced by dots where it is longer than `limit`."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def printable(text: str, also: str = "") -> str:

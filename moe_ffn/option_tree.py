@@ -215,9 +215,7 @@ def nearest_options(typed: str, tree: Option) -> str:
     above, _, name = typed.replace("-", "_").rpartition(".")
     near = difflib.get_close_matches(name, {option.name: None for option in here}, n=1)
     return _did_you_mean(
-        _same_name(typed, here)
-        or _same_name(typed, _options_of_all_types(here))
-        or (_same_name(f"{above}.{near[0]}", here) if near else [])
+        _same_name(typed, here) or (_same_name(f"{above}.{near[0]}", here) if near else [])
     )
 
 
@@ -254,14 +252,3 @@ def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
             common[option.path] = [*same, False].index(False)
     most = max(common.values(), default=0)
     return sorted((p for p in common if common[p] == most), key=lambda path: path.count("."))
-
-
-def _options_of_all_types(options: Iterable[Option]) -> list[Option]:
-    """The options of the types that are not chosen, where they would stand."""
-    return [
-        option
-        for section in options
-        if section.family is not None
-        for member in members_of(section.family)
-        for option in section.options_of(member)
-    ]

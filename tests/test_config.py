@@ -149,7 +149,7 @@ def test_a_bad_value_is_refused_by_path(data: dict[str, Any], line: str) -> None
 def test_a_long_value_is_shortened() -> None:
     (line,) = mistakes(Drawing, {"options": {"required": "9" * 500}})
     assert len(line) < 120
-    assert line.endswith("9...")
+    assert "9...9" in line
 
 
 def test_every_mistake_has_its_line() -> None:

@@ -24,14 +24,8 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, command, first_line, is_from_clone, printable, reason, show
 from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
+from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
-from moe_ffn.runs.folder import (
-    CONFIG_FILE,
-    SUMMARY_FILE,
-    check_entries,
-    named_run_folder,
-    output_dir,
-)
 from moe_ffn.runs.lock import locked
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.trust import FLAG, HELP, UntrustedCodeError
@@ -70,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         results.append(result)
         if result.lost:
-            problems[file] = f"'{named_run_folder(config)}': {result.lost}"
-    path = output_dir(next(iter(configs.values()))) / "comparison.md"
+            problems[file] = f"'{run_folder.named_run_folder(config)}': {result.lost}"
+    path = run_folder.output_dir(next(iter(configs.values()))) / "comparison.md"
     Console().print(comparison_table(results))
     if results:
         try:
@@ -124,9 +118,9 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
         UnreadableRunError: it cannot be known which options a finished run had.
         ConfigError: its folder holds a finished run with other options, or something else than files.
     """
-    folder = named_run_folder(config)
-    check_entries(folder)
-    if not (folder / SUMMARY_FILE).is_file():
+    folder = run_folder.named_run_folder(config)
+    run_folder.check_entries(folder)
+    if not (folder / run_folder.SUMMARY_FILE).is_file():
         return False
     try:
         found = _differences(folder, config, trust_code)
@@ -147,7 +141,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
 
     An unfinished run with other options is renamed, so that nothing of it is lost or written over.
     """
-    folder = named_run_folder(config)
+    folder = run_folder.named_run_folder(config)
     if not folder.exists():
         return False
     try:
@@ -166,7 +160,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
 
 def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
     """In which options, or code behind them, the run in `folder` is another, as `differences` names them."""
-    own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
     return differences(comparable_options(own), comparable_options(config))
 
 
@@ -187,7 +181,7 @@ def train(
             *(sys.executable, *(["-m", "experiments.train"] if is_from_clone() else installed)),
             *("--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
-            *(["--resume", str(named_run_folder(config))] if begun else []),
+            *(["--resume", str(run_folder.named_run_folder(config))] if begun else []),
             *([FLAG] if begun and trust_code else []),
         ],
         stdout=subprocess.PIPE,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import unicodedata
 from collections.abc import Sequence
 from urllib.parse import parse_qs, urlsplit
 
@@ -55,11 +54,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
                 f"--{name} ({given!r}) is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty "
                 f"and has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
             )
-    if hasattr(options, "name"):
-        symbols = [c for c in options.name if unicodedata.category(c).startswith(("S", "C"))]
-        if symbols or not options.name.strip():
-            what = f"hold {symbols[0]!r}: wandb takes no symbols" if symbols else "be empty"
-            raise ConfigError(f"--name ({options.name!r}) must not {what}")
     if hasattr(options, "layers"):
         layers = {text: whole_number(text) for text in options.layers}
         for text, number in layers.items():

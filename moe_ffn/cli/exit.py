@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
 from moe_ffn.environment import is_first_rank
-from moe_ffn.errors import ConfigError, printable, reason, without_middle
+from moe_ffn.errors import ConfigError, printable, reason, shorten
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -59,7 +59,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         with _signals_as_exits():
             return main(sys.argv[1:])
     except ConfigError as error:
-        lines = [without_middle(line) for line in str(error).split("\n")]
+        lines = [shorten(line, 600) for line in str(error).split("\n")]
         if len(lines) > MAX_LINES:
             rest = len(lines) - (MAX_LINES - 1)
             lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]

@@ -55,11 +55,8 @@ def out_of_memory(error: BaseException) -> str:
     has = f", and this process may have {gigabytes(limit)}" if limit is not None else ""
     if found := _GPU_HAS.search(text):
         has = f", and the GPU has {found[1]}"
-    more = (
-        f"{gigabytes(int(found[1]))} more"
-        if (found := _TRIED.search(text))
-        else "what it asked for"
-    )
+    tried = _TRIED.search(text)
+    more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
     return f"out of memory: the program did not get {more}{has}"
 
 
@@ -75,35 +72,27 @@ def check_fits(config: TrainConfig) -> None:
     What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
     """
     memory = memory_limit()
-    if memory is None:
-        return
-    num_params = _num_params(config)
-    if num_params * _FLOAT32 > memory:
+    if memory is not None and max(_bytes_of_weights(config), _bytes_of_batch(config)) > memory:
         raise ConfigError(
-            f"model: {num_params:,} parameters take {gigabytes(num_params * _FLOAT32)}, and this "
-            f"process may have {gigabytes(memory)} of memory; lower model.d_model "
-            f"({config.model.d_model}), model.num_layers ({config.model.num_layers}) or what is wide "
-            "in model.ffn"
-        )
-    num_tokens = config.data.batch_size * config.data.seq_len
-    if num_tokens * _INT64 > memory:
-        raise ConfigError(
-            f"data: batch_size ({config.data.batch_size}) times seq_len ({config.data.seq_len}) is "
-            f"{gigabytes(num_tokens * _INT64)} of token ids, and this process may have "
-            f"{gigabytes(memory)} of memory; lower one of them"
+            f"model: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
         )
 
 
 def training_needs(config: TrainConfig) -> str:
     """What the memory of a training run is made of, and which options lower it."""
-    num_params, model, data = _num_params(config), config.model, config.data
+    weights, model, data = _bytes_of_weights(config), config.model, config.data
     return (
-        f"the weights of {num_params:,} parameters and their gradients take "
-        f"{gigabytes(2 * num_params * _FLOAT32)}, and the optimizer states and a batch's activations come on "
-        f"top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), model.num_layers "
-        f"({model.num_layers}) or model.d_model ({model.d_model})"
+        f"{weights // _FLOAT32:,} parameters and their gradients take {gigabytes(2 * weights)}, the token "
+        f"ids of a batch {gigabytes(_bytes_of_batch(config))}, and the optimizer's states and the activations "
+        f"come on top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), "
+        f"model.num_layers ({model.num_layers}) or model.d_model ({model.d_model})"
     )
 
 
-def _num_params(config: TrainConfig) -> int:
-    return config.model.num_params(config.data.tokenizer.max_vocab_size, config.data.seq_len)
+def _bytes_of_weights(config: TrainConfig) -> int:
+    vocab_size = config.data.tokenizer.max_vocab_size
+    return config.model.num_params(vocab_size, config.data.seq_len) * _FLOAT32
+
+
+def _bytes_of_batch(config: TrainConfig) -> int:
+    return config.data.batch_size * config.data.seq_len * _INT64

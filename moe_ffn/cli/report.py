@@ -8,7 +8,6 @@ moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,10 +41,15 @@ def main(argv: Sequence[str]) -> int:
         help="write the rows of one run as CSV here, and no page",
     )
     parser.add_argument(
-        "--every", default="10", metavar="SECONDS", help="how often --watch looks (default: 10)"
+        "--every",
+        type=float,
+        default=10,
+        metavar="SECONDS",
+        help="how often --watch looks (default: 10)",
     )
     options = parser.parse_args(argv)
-    every = _seconds(options.every)
+    if not 0.1 <= options.every <= 86_400:
+        raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got {options.every}")
     if options.csv is not None:
         return write_csv(options.runs, options.csv)
     check_plotly()
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         check_output("--output", options.output, OPENING)
     output = options.output or default_output(options.runs)
     if options.watch:
-        watch(options.runs, output, every, lambda text: print(text, flush=True))
+        watch(options.runs, output, options.every, lambda text: print(text, flush=True))
         return 0
     write_report(options.runs, output)
     print(output)
@@ -75,13 +79,3 @@ def default_output(folders: Sequence[Path]) -> Path:
     first = folders[0]
     is_one = len({folder.resolve() for folder in folders}) == 1
     return (first if is_one else first.resolve().parent) / "report.html"
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.1 <= seconds <= 86_400:
-        raise ConfigError(f"--every: must be seconds, from 0.1 to 86400, got '{text}'")
-    return seconds

@@ -18,19 +18,8 @@ from moe_ffn.cli.parser import Parser
 from moe_ffn.environment import check_environment, is_first_rank
 from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
-from moe_ffn.runs.folder import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    REPORT_FILE,
-    check_can_be_read,
-    check_is_run,
-    check_run_folder,
-    is_finished,
-    is_run,
-    named_run_folder,
-    output_dir,
-)
 from moe_ffn.runs.lock import is_trained_here
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.runs.record import fixed_options
@@ -53,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         resume, config = None, parse(options)
     check_environment(config.trainer.num_nodes)
     if resume is None and is_first_rank():  # which makes the folder
-        check_run_folder(config)
+        run_folder.check_run_folder(config)
     with explaining_outside_errors():
         check_fits(config)
     # Only now: a mistake in the options should not wait for lightning.
@@ -111,13 +100,13 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
         ConfigError: there is no such run, or it is finished, or names code that is not trusted.
     """
     folder = Path(run).expanduser() if run else _newest(parse(argv))
-    check_is_run(folder)
-    check_can_be_read(folder)
+    run_folder.check_is_run(folder)
+    run_folder.check_can_be_read(folder)
     # In one word, or what stands first in `argv` would be another file.
-    given = [f"--config={folder / CONFIG_FILE}", *argv]
+    given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(given)  # which exits, and runs no code
-    own = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
     config = parse(given)
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():
@@ -129,10 +118,10 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
             f"run: '{folder}' keeps its name and place; leave --run.name and --run.output_dir out"
         )
     config = config.model_copy(update={"run": own.run})
-    if is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
+    if run_folder.is_finished(folder) and config.trainer.max_steps <= own.trainer.max_steps:
         page = f", but its page was not written: {command('report')} {folder}"
         raise ConfigError(
-            f"'{folder}' is finished{'' if (folder / REPORT_FILE).is_file() else page}; raise "
+            f"'{folder}' is finished{'' if (folder / run_folder.REPORT_FILE).is_file() else page}; raise "
             f"trainer.max_steps (now {own.trainer.max_steps}) to train on, or leave --resume out to start "
             "a new run"
         )
@@ -141,14 +130,18 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
 
 
 def _newest(config: TrainConfig) -> Path:
-    parent = output_dir(config)
+    parent = run_folder.output_dir(config)
     if config.run.name is not None:
-        return named_run_folder(config)
+        return run_folder.named_run_folder(config)
     try:
-        runs = [path for path in parent.iterdir() if is_run(path)] if parent.exists() else []
+        runs = (
+            [path for path in parent.iterdir() if run_folder.is_run(path)]
+            if parent.exists()
+            else []
+        )
     except OSError as error:
         raise ConfigError(f"run.output_dir: '{parent}' cannot be read ({reason(error)})") from error
-    unfinished = [p for p in runs if not is_finished(p) and not is_trained_here(p)]
+    unfinished = [p for p in runs if not run_folder.is_finished(p) and not is_trained_here(p)]
     if not unfinished:
         what = "has no unfinished run that nobody trains" if runs else "has no run"
         raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")
@@ -157,7 +150,7 @@ def _newest(config: TrainConfig) -> Path:
 
 def _last_written(folder: Path) -> tuple[float, str]:
     times = [0.0]
-    for place in (folder, folder / CHECKPOINTS_FOLDER):
+    for place in (folder, folder / run_folder.CHECKPOINTS_FOLDER):
         with suppress(OSError):  # gone by now, or not to be read
             times += [path.lstat().st_mtime for path in place.iterdir()]
     return max(times), folder.name

@@ -29,38 +29,11 @@ from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import command, first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.report.page import write_report
-from moe_ffn.runs.assemble import (
-    RunCallbacks,
-    build_module,
-    build_trainer,
-    check_trainer,
-    make_callbacks,
-    make_loggers,
-    make_token_data,
-    quiet_libraries,
-    run_facts,
-)
+from moe_ffn.runs import assemble, outside_code
+from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.documents import Saved
-from moe_ffn.runs.folder import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
-    DOCUMENTS_FILE,
-    FACTS_FILE,
-    REPORT_FILE,
-    SAVED_FILE,
-    TOKENIZER_FILE,
-    check_entries,
-    make_run_folder,
-)
 from moe_ffn.runs.lock import locked
-from moe_ffn.runs.outside_code import (
-    code_files,
-    describe_code,
-    named_code,
-    portable_options,
-    say_changed_code,
-)
 from moe_ffn.runs.record import checkpoint_identity, new_run_id
 from moe_ffn.runs.resume import (
     Start,
@@ -91,49 +64,49 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             checkpoint of the run to go on with is good.
         SystemExit: the run did not come to its end; the code says why.
     """
-    quiet_libraries()
+    assemble.quiet_libraries()
     is_main = is_first_rank()
     console = Console(quiet=not is_main)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
-    precision = check_trainer(config)
+    precision = assemble.check_trainer(config)
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
         torch.manual_seed(config.seed)
-        module = build_module(config, data)
+        module = assemble.build_module(config, data)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
         say(f"\n{describe_data(data)}")
     with ExitStack() as stack:
         start = None
         if resume is not None:
             stack.enter_context(locked(resume.folder) if is_main else nullcontext())
-            check_entries(resume.folder)  # again, now that no other process trains it
+            run_folder.check_entries(resume.folder)  # again, now that no other process trains it
             start = go_on(resume, data, module, say)
             if config.trainer.precision == "auto":
                 precision = first_precision(resume.folder, start, precision)
         run_id = (start and start.run_id) or new_run_id()
-        facts = run_facts(config, data, precision, run_id)
+        facts = assemble.run_facts(config, data, precision, run_id)
         saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)
         files = run_files(config, data, facts, saved)
         if resume is not None and start is not None:
             folder = resume.folder
             files = go_back(resume, start, files) if is_main else files
         elif is_main:
-            folder = make_run_folder(config, files)
-            trust(named_code(config))
+            folder = run_folder.make_run_folder(config, files)
+            trust(outside_code.named_code(config))
             stack.enter_context(locked(folder))
         else:
             folder = Path(config.run.output_dir)
         loggers: list[Logger] = []
         if is_main:
-            loggers, wandb_line = make_loggers(config, folder, facts)
-            code = describe_code(files, folder) if resume is None else ()
+            loggers, wandb_line = assemble.make_loggers(config, folder, facts)
+            code = outside_code.describe_code(files, folder) if resume is None else ()
             for line in (f"precision {precision}", wandb_line, *code, f"writing to {folder}/\n"):
                 say(line)
         whose = checkpoint_identity(config, data, run_id, precision)
-        callbacks = make_callbacks(config, data, folder, files, whose)
-        trainer = build_trainer(config, folder, precision, loggers, callbacks)
-        token_data = make_token_data(config, data)
+        callbacks = assemble.make_callbacks(config, data, folder, files, whose)
+        trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
+        token_data = assemble.make_token_data(config, data)
         if config.trainer.compile:
             module.decoder.compile()
         status = "failed"
@@ -171,7 +144,7 @@ def go_on(
     Raises:
         ConfigError: it cannot go on.
     """
-    say_changed_code(resume.folder)
+    outside_code.say_changed_code(resume.folder)
     check_documents(resume.folder, data.documents)
     start = find_start(resume.folder, resume.own, data, module)
     start.require_steps_left(resume.config.trainer.max_steps)
@@ -193,7 +166,10 @@ def ended_early(config: TrainConfig, step: int) -> str:
 
 @contextmanager
 def ending_as_documented(
-    config: TrainConfig, trainer: Trainer, callbacks: RunCallbacks, say: Callable[[str], None]
+    config: TrainConfig,
+    trainer: Trainer,
+    callbacks: assemble.RunCallbacks,
+    say: Callable[[str], None],
 ) -> Iterator[None]:
     """Signals and divergence end the block with a sentence and the exit code of docs/reliability.md.
 
@@ -209,7 +185,7 @@ def ending_as_documented(
         raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
     except Diverged as error:
         if is_main:
-            saved = step_checkpoints(folder / CHECKPOINTS_FOLDER)
+            saved = step_checkpoints(folder / run_folder.CHECKPOINTS_FOLDER)
             left = (
                 f"the last good checkpoint is {saved[0]}"
                 if saved
@@ -230,19 +206,19 @@ def run_files(
 ) -> dict[str, str]:
     """The files that a run begins with, name -> text: options, facts, tokenizer, documents, code."""
     return {
-        CONFIG_FILE: to_yaml(portable_options(config)),
-        FACTS_FILE: json.dumps(facts, indent=2) + "\n",
-        TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
-        DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
-        SAVED_FILE: saved.to_text(),
-        **code_files(config),
+        run_folder.CONFIG_FILE: to_yaml(outside_code.portable_options(config)),
+        run_folder.FACTS_FILE: json.dumps(facts, indent=2) + "\n",
+        run_folder.TOKENIZER_FILE: json.dumps(data.tokenizer.to_dict()),
+        run_folder.DOCUMENTS_FILE: json.dumps(data.documents.to_dict()),
+        run_folder.SAVED_FILE: saved.to_text(),
+        **outside_code.code_files(config),
     }
 
 
 def write_results(
     folder: Path,
     summary: Mapping[str, Any],
-    callbacks: RunCallbacks,
+    callbacks: assemble.RunCallbacks,
     loggers: list[Logger],
     step: int,
 ) -> str:
@@ -268,7 +244,7 @@ def write_results(
     files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
     lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:
-        lacking.append(f"{CHECKPOINTS_FOLDER}/{BEST_NAME}")
+        lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
     return f"the disk did not take the newest of {', '.join(lacking)}" if lacking else ""
 
 
@@ -279,10 +255,10 @@ def add_report(folder: Path) -> bool:
         whether the disk took it.
     """
     try:
-        write_report([folder], folder / REPORT_FILE, has_ended=True)
+        write_report([folder], folder / run_folder.REPORT_FILE, has_ended=True)
     except Exception as error:  # of any kind: a run is not to be lost to its page
         cause = error.__cause__
         why = reason(cause) if isinstance(cause, OSError) else first_line(error)
-        print(f"{REPORT_FILE}: {why}", file=sys.stderr)
+        print(f"{run_folder.REPORT_FILE}: {why}", file=sys.stderr)
         return not isinstance(cause, OSError)
     return True

@@ -130,11 +130,11 @@ def test_rows_as_csv_are_of_one_run_and_overwrite_nothing(program: Program) -> N
         ),
         (
             ["runs/a", "--watch", "--every", "0"],
-            "--every: must be seconds, from 0.1 to 86400, got '0'",
+            "--every: must be seconds, from 0.1 to 86400, got 0.0",
         ),
         (
             ["runs/a", "--watch", "--every", "soon"],
-            "--every: must be seconds, from 0.1 to 86400, got 'soon'",
+            "argument --every: invalid float value: 'soon'",
         ),
     ],
 )
