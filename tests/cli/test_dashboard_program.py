@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +14,9 @@ import pytest
 from moe_ffn.cli.dashboard import parse_options
 from moe_ffn.errors import ConfigError
 from moe_ffn.report.dashboard import DEFAULT_LAYERS, DEFAULT_NAME, build_workspace, to_json
+from tests.helpers.tiny_runs import run_here
 from tests.helpers.wandb_server import WandbServer, wandb_server
 
-REPOSITORY = Path(__file__).parents[2]
 WHERE = ("--entity", "team", "--project", "project")
 NO_KEY = "no wandb key: run 'wandb login' or set WANDB_API_KEY; --json FILE needs none"
 
@@ -43,21 +40,19 @@ class Answer:
 
 @pytest.fixture
 def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Run the program in a process and a home folder of its own, warnings being errors."""
+    """Run the program with a home folder of its own, and a wandb that knows of no earlier call."""
 
     def run(*argv: str, **environment: str) -> Answer:
+        import wandb
+
+        for name, value in {"HOME": str(home), **environment}.items():
+            monkeypatch.setenv(name, value)
+        wandb.teardown()
         start = time.monotonic()
-        finished = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "experiments.dashboard", *argv],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(home), **environment},
-            timeout=60,
-            check=False,
-        )
+        done = run_here(*argv, program="experiments.dashboard")
         seconds = time.monotonic() - start
-        return Answer(finished.returncode, finished.stdout, finished.stderr, seconds)
+        wandb.teardown()
+        return Answer(done.code, done.stdout, done.stderr, seconds)
 
     home = tmp_path / "a-home"  # wandb's own log goes there
     home.mkdir()
@@ -91,24 +86,6 @@ def test_json_goes_to_a_file(dashboard: Callable[..., Answer], tmp_path: Path) -
     assert (answer.code, answer.stdout, answer.stderr) == (0, "", "")
     view = json.loads((tmp_path / "view.json").read_text())
     assert view["displayName"] == "Feed-forward blocks"
-
-
-def test_a_reader_that_stops_early_is_no_mistake() -> None:
-    read, write = os.pipe()
-    os.close(read)
-
-    finished = subprocess.run(
-        [sys.executable, "-m", "experiments.dashboard", *WHERE, "--json", "-"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
-        check=False,
-    )
-    os.close(write)
-
-    assert (finished.returncode, finished.stderr) == (0, "")
 
 
 def test_help_says_what_becomes_of_a_view_that_exists(dashboard: Callable[..., Answer]) -> None:
