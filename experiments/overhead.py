@@ -67,14 +67,10 @@ def main(argv: Sequence[str]) -> int:
     observing: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(config.rounds):
-            run_folder = Path(folder) / f"round-{turn}"
-            if turn % 2 == 0:
-                bare.append(time_bare_loop(config, data, precision))
-            program, share = time_program(config, data, precision, run_folder)
+            bare.append(time_bare_loop(config, data, precision))
+            program, share = time_program(config, data, precision, Path(folder) / f"round-{turn}")
             full.append(program)
             observing.append(share)
-            if turn % 2:
-                bare.append(time_bare_loop(config, data, precision))
             print(
                 f"round {turn + 1}: bare {bare[-1]:,.0f}, program {full[-1]:,.0f} tokens/s, "
                 f"observing {share:.2%} of it"
@@ -127,14 +123,7 @@ def time_program(
     """Tokens per second of `experiments.train` (Trainer, callbacks, loggers), and the share of observing."""
     from lightning.pytorch.callbacks import Callback
 
-    from moe_ffn.runs.assemble import (
-        build_module,
-        build_trainer,
-        make_callbacks,
-        make_loggers,
-        make_token_data,
-        run_facts,
-    )
+    from moe_ffn.runs import assemble
     from moe_ffn.training.monitoring.loggers import close
     from moe_ffn.training.recovery.stopping import Interrupted
 
@@ -148,8 +137,8 @@ def time_program(
     changes = {"max_steps": config.steps + 2, "accumulate_grad_batches": 1, "accelerator": "cpu"}
     trainer_config = TrainerConfig.model_validate(config.trainer.to_dict() | changes)
     config = config.model_copy(update={"trainer": trainer_config})
-    loggers, _ = make_loggers(config, folder, run_facts(config, data, precision))
-    callbacks = make_callbacks(config, data, folder)
+    loggers, _ = assemble.make_loggers(config, folder, assemble.run_facts(config, data, precision))
+    callbacks = assemble.make_callbacks(config, data, folder)
     observed: list[tuple[float, float]] = []
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,12 +151,15 @@ def time_program(
         return run
 
     callbacks.steps.on_train_batch_end = timed(callbacks.steps.on_train_batch_end)
-    trainer = build_trainer(config, folder, precision, loggers, callbacks)
+    trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
     trainer.callbacks.insert(0, Stopwatch())  # pyright: ignore[reportAttributeAccessIssue]  # set late
     # The share of a shared expert is measured inside the forward pass.
     with patch.object(moe, "share_of_norms", timed(moe.share_of_norms)):
         try:
-            trainer.fit(build_module(config, data), datamodule=make_token_data(config, data))
+            trainer.fit(
+                assemble.build_module(config, data),
+                datamodule=assemble.make_token_data(config, data),
+            )
         except Interrupted as interrupted:
             print("interrupted", file=sys.stderr)
             raise SystemExit(EXIT_SIGNAL + interrupted.signum) from None

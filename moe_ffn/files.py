@@ -10,17 +10,14 @@ import select
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, overload
+from typing import Any, BinaryIO, Literal
 
 UNFINISHED = ".unfinished"
 """How the name of a file ends that is being written, or was when its process died."""
 
-
 DAMAGED = ".damaged"
 """How the name of a file ends that keeps what a damaged one was before it was repaired."""
-
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -30,14 +27,11 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 
-
-# Windows lacks both, and has neither pipes nor links where anybody could put one.
+# Windows lacks both.
 _NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 
-
 WRITER_SECONDS = 5.0
-"""How long a pipe may be without anybody who writes to it."""
-
+"""How long a pipe may be without a writer."""
 
 _NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that cannot sync a folder."""
@@ -52,17 +46,9 @@ def kind_of(path: Path) -> str | None:
         OSError: that cannot be told.
     """
     try:
-        return _kind(path.lstat())
+        return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device")
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-@overload
-def open_file(path: Path) -> BufferedReader: ...
-
-
-@overload
-def open_file(path: Path, mode: Literal["ab", "r+b"]) -> BinaryIO: ...
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
@@ -71,7 +57,16 @@ def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
     Raises:
         OSError: something else stands there, or it cannot be opened.
     """
-    return open(path, mode, opener=_open_a_file)
+
+    def opener(name: str, flags: int) -> int:
+        _require_file(path)  # before it is opened, which some devices answer by doing something
+        descriptor = os.open(name, flags | _NO_LINK | _NO_WAIT, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # put there in between
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "no file", name)
+        return descriptor
+
+    return open(path, mode, opener=opener)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -86,12 +81,12 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def read_given(path: Path, max_bytes: int) -> bytes:
-    """The beginning of what a person named: a file, a link to one, or a pipe, as `<(command)` makes.
+    """The beginning of a file, of what a link leads to, or of a pipe, as `<(command)` makes.
 
-    A pipe is read as long as somebody writes to it, and the first one is waited for a few seconds.
+    A pipe is read as long as it has a writer, and the first one is waited for a few seconds.
 
     Raises:
-        OSError: it cannot be read, or nobody came.
+        OSError: it cannot be read, or no writer came.
     """
     descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)
     parts: list[bytes] = []
@@ -123,8 +118,9 @@ def make_folder(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """OSError where this is not a folder itself; a link to one may lead to what is nobody's business."""
-    if (kind := _kind(path.lstat())) != "a folder":
+    """OSError where this is not a folder itself: a link to one leads out of what is the run's."""
+    path.lstat()  # where there is nothing, that is the error
+    if (kind := kind_of(path)) != "a folder":
         raise OSError(errno.ENOTDIR, f"no folder, but {kind}", str(path))
 
 
@@ -184,26 +180,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _open_a_file(path: str, flags: int) -> int:
-    """An `opener` of `open`."""
-    _require_file(Path(path))  # before it is opened, which some devices answer by doing something
-    descriptor = os.open(path, flags | _NO_LINK | _NO_WAIT, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # put there in between
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "no file", path)
-    return descriptor
-
-
 def _require_file(path: Path, but: Collection[str] = ()) -> None:
     """OSError where something else stands there than a file, or than `but`."""
     kind = kind_of(path)
     if kind not in (None, "a file", *but):
         number = errno.EISDIR if kind == "a folder" else errno.EINVAL
         raise OSError(number, f"no file, but {kind}", str(path))
-
-
-def _kind(found: os.stat_result) -> str:
-    return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -217,8 +199,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def parse_object(content: bytes | str) -> dict[str, Any] | None:
     """A JSON object; None where `content` is anything else, or is nested a thousand levels deep."""
     try:
-        text = content if isinstance(content, str) else content.decode()
-        value = json.loads(text)
+        value = json.loads(content if isinstance(content, str) else content.decode())
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -83,7 +83,7 @@ def training_needs(config: TrainConfig) -> str:
     weights, model, data = _bytes_of_weights(config), config.model, config.data
     return (
         f"{weights // _FLOAT32:,} parameters and their gradients take {gigabytes(2 * weights)}, the token "
-        f"ids of a batch {gigabytes(_bytes_of_batch(config))}, and the optimizer's states and the activations "
+        f"ids of a batch {gigabytes(_bytes_of_batch(config))}; the optimizer's states and the activations "
         f"come on top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), "
         f"model.num_layers ({model.num_layers}) or model.d_model ({model.d_model})"
     )

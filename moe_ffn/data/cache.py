@@ -100,4 +100,4 @@ def _digest(values: dict[str, Any]) -> str:
 
 def _sha256(path: Path) -> str:
     with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore
