@@ -1,8 +1,8 @@
 """One checkpoint on a disk: whole or not there, and never read when it is not what was written.
 
-The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the SHA-256 of
-all that stands before, so that one rename puts both in their place, and `torch.load` and `unzip` read it
-still.
+The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the optimizer
+step and the SHA-256 of all that stands before, so that one rename puts everything in its place, the step is
+known without reading the weights, and `torch.load` and `unzip` read it still.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,8 @@ _ADVICE = re.compile(r"^Weights only load failed|weights_only")
 _ARCHIVE = b"PK\3\4"
 """The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
 
+_STEP = re.compile(rb"step:([ 0-9]{9}[0-9]) ")
+_STEP_BYTES = len(b"step:0123456789 ")
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
@@ -55,7 +57,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        _seal(file)
+        _seal(file, values.get("global_step"))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -64,20 +66,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is not what was written.
     """
-    with _reading(path) as file:
-        _require_seal(file)
-        _require_archive(file)
-        values = torch.load(file, map_location="cpu", weights_only=True)
-    return _require_mapping(values)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
-    """The file, and whatever it turns out to be as a CheckpointError."""
     try:
         with _open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
-            yield file
+            _require_seal(file)
+            # Of anything else `torch.load` would guess what it is, and it has advice on loading each.
+            if file.read(len(_ARCHIVE)) != _ARCHIVE:
+                raise ValueError("no archive of torch.save")
+            file.seek(0)
+            values = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
@@ -86,24 +83,12 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         raise CheckpointError(
             f"is no checkpoint of tensors and plain values ({_why(error)})"
         ) from error
-
-
-def _require_mapping(values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
+    step = step_inside(path)
+    if step is not None and step != values.get("global_step"):
+        raise CheckpointError(f"says that it is of step {step}, and holds another")
     return values
-
-
-def peek(path: Path) -> dict[str, Any]:
-    """What was written to `path`, its tensors not read before they are used, and nothing verified.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with _reading(path) as file:
-        _require_archive(file)
-        values = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    return _require_mapping(values)
 
 
 def verify(path: Path) -> None:
@@ -115,6 +100,20 @@ def verify(path: Path) -> None:
     """
     with _open(path) as file:
         _require_seal(file)
+
+
+def step_inside(path: Path) -> int | None:
+    """The optimizer step of a checkpoint, read without the rest; None where it has none.
+
+    Whether the rest of the file is good is not looked at.
+    """
+    try:
+        with _open(path) as file:
+            file.seek(-_STEP_BYTES - _SEAL_BYTES, 2)
+            found = _STEP.match(file.read())
+    except (CheckpointError, OSError):
+        return None
+    return int(found[1]) if found else None
 
 
 def _why(error: Exception) -> str:
@@ -130,18 +129,21 @@ def _open(path: Path) -> BinaryIO:
     return open_file(path)
 
 
-def _seal(file: BinaryIO) -> None:
-    """Write the digest of all there is into the comment of the archive."""
+def _seal(file: BinaryIO, step: Any) -> None:
+    """Write the step and the digest of all there is into the comment of the archive."""
+    has_step = type(step) is int and 0 <= step <= MAX_COUNT
+    label = b"step:%10d " % step if has_step else b""
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
         raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")
     file.seek(-len(_NO_COMMENT), 2)
-    file.write(struct.pack("<H", _SEAL_BYTES))
+    file.write(struct.pack("<H", len(label) + _SEAL_BYTES) + label)
     digest = _digest(file, file.tell())
     file.write(_LABEL + digest)
 
 
 def _require_seal(file: BinaryIO) -> None:
+    """CheckpointError unless a file matches its checksum; it is at its beginning then."""
     size = file.seek(0, 2)
     if size == 0:
         raise CheckpointError("is empty")
@@ -151,20 +153,11 @@ def _require_seal(file: BinaryIO) -> None:
         raise CheckpointError("does not end in its checksum: it was cut short, or is no checkpoint")
     if seal != _LABEL + _digest(file, size - len(seal)):
         raise CheckpointError("does not match its checksum: it was damaged")
-
-
-def _require_archive(file: BinaryIO) -> None:
-    """Of anything else `torch.load` would guess what it is, and it has advice on loading each of them."""
-    file.seek(0)
-    if file.read(len(_ARCHIVE)) != _ARCHIVE:
-        raise CheckpointError(
-            "is no checkpoint of tensors and plain values (no archive of torch.save)"
-        )
     file.seek(0)
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Of the first `size` bytes, after which the file stands then; in hexadecimal."""
+    """Of the first `size` bytes, after which the file is then; in hexadecimal."""
     digest = hashlib.sha256()
     file.seek(0)
     while size:
@@ -174,6 +167,9 @@ def _digest(file: BinaryIO, size: int) -> bytes:
         digest.update(block)
         size -= len(block)
     return digest.hexdigest().encode()
+
+
+# -- names
 
 
 BEST_NAME = "best.ckpt"
@@ -206,22 +202,6 @@ def step_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-_LONGEST_NAME = 200
-"""Characters of a name that is made longer; file systems take 255."""
-
-
-def step_inside(path: Path) -> int | None:
-    """The optimizer step of a checkpoint, read without its weights; None where it has none.
-
-    Whether the rest of the file is good is not looked at.
-    """
-    try:
-        step = peek(path).get("global_step")
-    except (CheckpointError, MemoryError):  # a damaged file may ask for any amount
-        return None
-    return step if type(step) is int and 0 <= step <= MAX_COUNT else None
-
-
 def likely_step(path: Path) -> int:
     """The step inside, or of a file that cannot be read the one in its name."""
     step = step_inside(path)
@@ -234,34 +214,35 @@ def is_misnamed(path: Path, step: int) -> bool:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints of steps, good or not; of two of one step the one that is named so is first."""
-    steps = {path: likely_step(path) for path in step_checkpoints(folder)}
-    return sorted(
-        steps,
-        key=lambda path: (steps[path], not is_misnamed(path, steps[path]), path.name),
-        reverse=True,
-    )
+    """The checkpoints of steps, good or not; of two of one step the one that is named so is first.
+
+    Raises:
+        OSError: the folder cannot be read, or is a link.
+    """
+
+    def rank(path: Path) -> tuple[int, bool, str]:
+        step = likely_step(path)
+        return step, not is_misnamed(path, step), path.name
+
+    return sorted(step_checkpoints(folder), key=rank, reverse=True)
 
 
 def pass_over(path: Path, name: str | None = None) -> Path:
-    """Give a checkpoint a name under which nobody takes it for one; nothing is written over.
+    """Give a checkpoint a name under which none is looked for; nothing is written over.
 
     Args:
         name: that it is known by; its own by default.
     """
-    stem = f"{(name or path.name)[:_LONGEST_NAME]}.passed-over"
-    aside, number = path.with_name(stem), 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = path.with_name(f"{stem}-{number}")
-    return path.rename(aside)
+    stem = f"{(name or path.name)[:200]}.passed-over"  # file systems take 255
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return path.rename(_first_free(path.parent, names))
 
 
 def put_names_right(folder: Path) -> list[tuple[str, str]]:
     """Name every good checkpoint by the step inside it.
 
-    At any moment each has the name of some step, so that who dies in between leaves nothing in doubt. Of two
-    of one step the second of `newest_first` is passed over.
+    At any moment each has the name of some step, so that a process that dies in between leaves nothing in
+    doubt. Of two of one step the second of `newest_first` is passed over.
 
     Returns:
         the names of those that were misnamed, before and now.
@@ -273,7 +254,9 @@ def put_names_right(folder: Path) -> list[tuple[str, str]]:
     for path in newest_first(folder):
         step = _good_step(path)
         if step is not None and is_misnamed(path, step):
-            waiting.append((path.name, path.rename(_free_place(folder)), step))
+            # Steps that no run comes to.
+            free = _first_free(folder, (step_name(number) for number in count(MAX_COUNT + 1)))
+            waiting.append((path.name, path.rename(free), step))
     renamed: list[tuple[str, str]] = []
     for name, path, step in waiting:
         place = folder / step_name(step)
@@ -286,18 +269,12 @@ def put_names_right(folder: Path) -> list[tuple[str, str]]:
 
 def _good_step(path: Path) -> int | None:
     """The step inside a checkpoint that matches its checksum."""
-    step = step_inside(path)
     try:
-        if step is not None:
-            verify(path)
+        verify(path)
     except (CheckpointError, OSError):
         return None
-    return step
+    return step_inside(path)
 
 
-def _free_place(folder: Path) -> Path:
-    """Named by a step that no run comes to, and no checkpoint has."""
-    step = MAX_COUNT + 1
-    while os.path.lexists(folder / step_name(step)):
-        step += 1
-    return folder / step_name(step)
+def _first_free(folder: Path, names: Iterable[str]) -> Path:
+    return next(path for name in names if not os.path.lexists(path := folder / name))

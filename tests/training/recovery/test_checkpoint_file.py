@@ -19,6 +19,7 @@ import torch
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,
+    step_inside,
     verify,
     write_checkpoint,
 )
@@ -187,6 +188,18 @@ def test_what_we_did_not_write_is_refused_without_advice_to_load_it(
         read_checkpoint(path)
 
     assert str(caught.value) == f"is no checkpoint of tensors and plain values ({what})"
+
+
+def test_the_step_beside_the_checksum_has_to_be_that_of_the_values(path: Path) -> None:
+    write_checkpoint({"global_step": 12}, path)
+    assert step_inside(path) == read_checkpoint(path)["global_step"] == 12
+
+    found = path.read_bytes()[:-71].replace(b"step:        12", b"step:        13")
+    path.write_bytes(found + b"sha256:" + hashlib.sha256(found).hexdigest().encode())
+
+    assert step_inside(path) == 13
+    with pytest.raises(CheckpointError, match=r"^says that it is of step 13, and holds another"):
+        read_checkpoint(path)
 
 
 def test_a_disk_with_too_little_room_leaves_the_one_before(
