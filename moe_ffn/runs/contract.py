@@ -9,7 +9,6 @@ B sequences, S positions, T = B*S tokens, D model width, E experts, H heads
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -40,7 +39,6 @@ from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
 Kind = TypeVar("Kind")
-Module = TypeVar("Module", bound=nn.Module)
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
@@ -99,13 +97,11 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(*shape, generator=generator).to(self.device)
 
+    def x(self) -> Tensor:
+        return self.random(_BATCH, self.length, self.d_model)
+
     def token_ids_BS(self) -> Tensor:
         return torch.zeros(_BATCH, self.length, dtype=torch.int64, device=self.device)
-
-    def num_experts_of(self, router: RouterConfig) -> int | None:
-        """What a router chooses from in the block that holds it; None where the block does not name it."""
-        infos = self.config.model.routers().values()
-        return next((info.num_experts for info in infos if info.router is router), None)
 
     # -- what is demanded
 
@@ -117,10 +113,9 @@ class _Trial:
             return found
         raise self.refuse(f"{who} returned {_show(found)}, but has to return {_a(kind)}{hint}")
 
-    def require_module(self, built: Any, kind: type[Module]) -> Module:
+    def built(self, built: Any, kind: type[Kind]) -> Kind:
         module = self.require(built, kind, "build")
-        module.to(self.device)
-        return module
+        return module.to(self.device) if isinstance(module, nn.Module) else module
 
     def require_like(self, found: Any, x: Tensor, who: str) -> Tensor:
         """A finite tensor of the shape and dtype of `x`."""
@@ -130,36 +125,24 @@ class _Trial:
             raise self.refuse(f"{who} holds NaN or infinity, though x is random of size 1")
         return found
 
-    def require_arguments(self, method: Callable[..., Any], expected: str, *given: Any) -> None:
-        try:
-            inspect.signature(method).bind(*given)
-        except TypeError as error:
-            name = method.__name__
-            raise self.refuse(f"{name} has to be {name}{expected}: {error}") from error
-
-    def require_routing(self, routing: Any, num_tokens: int, num_experts: int | None) -> None:
+    def require_routing(self, routing: Any, num_experts: int | None = None) -> None:
         """A Routing of the right sizes, over experts that there are."""
         hint = "; `moe_ffn.routing_of_pairs` makes one"
         routing = self.require(routing, Routing, "forward", hint)
-        if num_experts is None:
-            num_experts = routing.num_experts
+        num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
         N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
-        for field, expected in {
-            "token_ids_N": N,
-            "weights_N": N,
-            "dropped_N": N,
-            "logits_TE": TE,
-            "scores_TE": TE,
-            "num_tokens": num_tokens,
-            "num_experts": num_experts,
+        for field, shape in {
+            **dict.fromkeys(("token_ids_N", "weights_N", "dropped_N"), N),
+            **dict.fromkeys(("logits_TE", "scores_TE"), TE),
         }.items():
             found = getattr(routing, field)
-            if found is None and expected is TE:
-                continue  # a router of too many experts for a table has none
-            if isinstance(found, Tensor) and tuple(found.shape) != expected:
-                shape = tuple(found.shape)
-                raise self.refuse(f"its routing has {field} of shape {shape}, expected {expected}")
-            if not isinstance(found, Tensor) and found != expected:
+            # A router of too many experts for a table has none.
+            if found is not None and tuple(found.shape) != shape:
+                raise self.refuse(
+                    f"its routing has {field} of shape {tuple(found.shape)}, expected {shape}"
+                )
+        for field, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
+            if (found := getattr(routing, field)) != expected:
                 raise self.refuse(f"its routing has {field} {_show(found)}, expected {expected}")
         for field, end in {"token_ids_N": num_tokens, "expert_ids_N": num_experts}.items():
             ids = getattr(routing, field)
@@ -209,10 +192,8 @@ class _Trial:
 
     def ffn(self, config: FFNConfig) -> None:
         self.experts(config)
-        block = self.require_module(config.build(self.d_model), FFNBlock)
-        x = self.random(_BATCH, self.length, self.d_model)
-        context = TokenContext(token_ids=self.token_ids_BS())
-        self.require_arguments(block.forward, "(self, x, context=None)", x, context)
+        x, context = self.x(), TokenContext(token_ids=self.token_ids_BS())
+        block = self.built(config.build(self.d_model), FFNBlock)
         for training in (False, True):
             output = block.train(training)(x, context)
             output = self.require(output, FFNOutput, "forward", ", as in FFNOutput(hidden)")
@@ -223,7 +204,7 @@ class _Trial:
                     "FFNOutput(hidden, {'routing': routing})"
                 )
             for routing in output.routings.values():
-                self.require_routing(routing, _BATCH * self.length, None)
+                self.require_routing(routing)
         found = sum(parameter.numel() for parameter in block.parameters())
         expected = config.num_params(self.d_model)
         if found != expected and self.warn:
@@ -240,29 +221,25 @@ class _Trial:
         )
 
     def router(self, config: RouterConfig) -> None:
-        num_experts = self.num_experts_of(config)
+        infos = self.config.model.routers().values()
+        num_experts = next((info.num_experts for info in infos if info.router is config), None)
         if num_experts is None:  # its block does not name it
             return
-        router = self.require_module(config.build(self.d_model, num_experts), Router)
-
-        def route(x: Tensor, ids: Tensor) -> Routing:
-            context = TokenContext(token_ids=ids.flatten(), sequence_length=ids.shape[1])
-            return router(x.flatten(0, 1), context)
+        router = self.built(config.build(self.d_model, num_experts), Router)
 
         def weights(x: Tensor, ids: Tensor) -> Tensor:
-            routing = route(x, ids)
+            context = TokenContext(token_ids=ids.flatten(), sequence_length=ids.shape[1])
+            routing = router(x.flatten(0, 1), context)
+            if x.shape[1] == self.length:
+                self.require_routing(routing, num_experts)
             weights_N = routing.weights_N.masked_fill(~routing.real_N, 0)
             weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
             weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)
             return weights_TE.unflatten(0, ids.shape)
 
-        x = self.random(_BATCH, self.length, self.d_model)
-        context = TokenContext(token_ids=self.token_ids_BS().flatten(), sequence_length=self.length)
-        self.require_arguments(router.forward, "(self, x_TD, context)", x.flatten(0, 1), context)
         for training in (False, True):
             router.train(training)
-            routing = route(x, self.token_ids_BS())
-            self.require_routing(routing, _BATCH * self.length, num_experts)
+            weights(self.x(), self.token_ids_BS())
         self.require_blind_to_future(router, weights)
 
     def experts(self, config: FFNConfig) -> None:
@@ -270,38 +247,31 @@ class _Trial:
         stack = config.expert_stack
         if stack is None or not is_outside(type(stack.config)):
             return
-        E = stack.num_experts
-        experts = self.require_module(stack.build(self.d_model), Experts)
-        T = _BATCH * self.length
-        ids_T1 = (torch.arange(T, device=self.device) % E)[:, None]
-        ones_TE = torch.ones(T, E, device=self.device)
+        x_TD = self.x().flatten(0, 1)
+        ids_T1 = (torch.arange(len(x_TD), device=self.device) % stack.num_experts)[:, None]
+        ones_TE = torch.ones(len(x_TD), stack.num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        plan = make_plan(pairs, E)
-        x_TD = self.random(T, self.d_model)
-        self.require_arguments(experts.forward, "(self, x_TD, plan)", x_TD, plan)
-        self.require_like(experts(x_TD, plan), x_TD, "what its experts return")
+        experts = self.built(stack.build(self.d_model), Experts)
+        made = experts(x_TD, make_plan(pairs, stack.num_experts))
+        self.require_like(made, x_TD, "what its experts return")
 
     def combine(self, config: CombineConfig) -> None:
-        combine = self.require_module(config.build(self.d_model, 1.0), Combine)
-        x = self.random(_BATCH, self.length, self.d_model)
-        self.require_arguments(combine.forward, "(self, routed, shared, x)", x, x, x)
+        x = self.x()
+        combine = self.built(config.build(self.d_model, 1.0), Combine)
         for part in self.require(combine(x, x, x), tuple, "forward"):
             self.require_like(part, x, "a part of what forward returns")
 
     def norm(self, config: NormConfig) -> None:
-        norm = self.require_module(config.build(self.d_model), nn.Module)
-        x = self.random(_BATCH, self.length, self.d_model)
-        self.require_arguments(norm.forward, "(self, x)", x)
-        self.require_like(norm(x), x, "what forward returns")
+        norm = self.built(config.build(self.d_model), nn.Module)
+        self.require_like(norm(self.x()), self.x(), "what forward returns")
         self.require_blind_to_future(norm, lambda x, ids: norm(x))
 
     def positions(self, config: PositionsConfig) -> None:
-        model, length = self.config.model, self.config.data.seq_len
-        built = config.build(self.d_model, model.head_dim, length)
-        positions = self.require_module(built, Positions)
-        x = self.random(_BATCH, self.length, self.d_model)
-        self.require_like(positions.embed(x), x, "what embed returns")
+        model, x = self.config.model, self.x()
         x_BHSd = x.unflatten(-1, (model.attention.num_heads, -1)).transpose(1, 2)
+        built = config.build(self.d_model, model.head_dim, self.config.data.seq_len)
+        positions = self.built(built, Positions)
+        self.require_like(positions.embed(x), x, "what embed returns")
         self.require_like(positions.rotate(x_BHSd), x_BHSd, "what rotate returns")
         self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
 

@@ -266,7 +266,9 @@ BROKEN = {
         "forward returned a tensor of shape (2, 8, 16) and torch.float32, "
         "but has to return an FFNOutput, as in FFNOutput(hidden)"
     ),
-    "NoContext": "forward has to be forward(self, x, context=None): too many positional arguments",
+    "NoContext": (
+        "failed: TypeError: NoContextFFN.forward() takes 2 positional arguments but 3 were given"
+    ),
     "Wide": (
         "hidden is a tensor of shape (2, 8, 32) and torch.float32, "
         "but has to be like x, a tensor of shape (2, 8, 16) and torch.float32"
