@@ -8,10 +8,14 @@ import os
 import secrets
 import select
 import stat
+import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+from moe_ffn.errors import reason
 
 UNFINISHED = ".unfinished"
 """How the name of a file ends that is being written, or was when its process died."""
@@ -203,3 +207,41 @@ def parse_object(content: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+QUIET_SECONDS = 600.0
+"""A disk that fails, recovers and fails again within so long is one trouble, and said once."""
+
+
+class WriteFailures:
+    """Says on stderr when a file begins to be impossible to write, and when that is over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._failed_at = float("-inf")
+        self._is_said = False  # to fail, and not yet to be written again
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """An OSError within ends here; the caller keeps what could not be written for the next time."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(error)
+        else:
+            self.succeeded()
+
+    def failed(self, error: OSError) -> None:
+        now = time.monotonic()
+        if not self._is_said and now - self._failed_at > QUIET_SECONDS:
+            self._is_said = True
+            self._say(f"cannot be written ({reason(error)}); training goes on and tries again")
+        self._failed_at = now
+
+    def succeeded(self) -> None:
+        if self._is_said:
+            self._is_said = False
+            self._say("is written again")
+
+    def _say(self, what: str) -> None:
+        print(f"disk: '{self.path}' {what}", file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": set(),
     "sizes": {"config", "errors"},
     "layer_names": set(),
-    "files": set(),
+    "files": {"errors"},
     "transforms": set(),
     "environment": {"errors"},
     "trust": {"errors", "import_path"},

@@ -21,6 +21,7 @@ from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.files import WriteFailures
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
 from moe_ffn.runs.documents import Saved
@@ -43,7 +44,6 @@ from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, Validat
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
-from moe_ffn.training.recovery.outage import Outage
 from moe_ffn.training.recovery.stopping import (
     EarlyStoppingByOptions,
     StepTimer,
@@ -287,7 +287,7 @@ class KeptFiles(Callback):
         self.folder = folder
         self.files = dict(files)
         self._changed: set[str] = set()  # since they were written
-        self._outage = Outage(folder)
+        self._failures = WriteFailures(folder)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -303,7 +303,7 @@ class KeptFiles(Callback):
 
     def put_back(self) -> None:
         """Write those that are missing, and say so; and those that were changed."""
-        with self._outage.expected():
+        with self._failures.expected():
             missing = [name for name in self.files if not (self.folder / name).exists()]
             to_write = [name for name in self.files if name in {*missing, *self._changed}]
             if not to_write:

@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 
 from moe_ffn.cli.exit import EXIT_BAD_INPUT, EXIT_FAILED, exit_on_bad_input
-from moe_ffn.training.recovery.outage import Outage
+from moe_ffn.files import WriteFailures
 from tests.helpers.own_disk import ALONE, mounting
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import (
@@ -61,9 +61,9 @@ def test_what_is_said_of_a_disk_ends_nothing(
         monkeypatch.setattr(sys, "__stderr__", full)
 
         def complains(_: object) -> int:
-            outage = Outage(Path("metrics.jsonl"))
-            outage.failed(OSError(28, "No space left on device"))
-            outage.succeeded()
+            failures = WriteFailures(Path("metrics.jsonl"))
+            failures.failed(OSError(28, "No space left on device"))
+            failures.succeeded()
             return 0
 
         assert exit_on_bad_input(complains) == EXIT_FAILED

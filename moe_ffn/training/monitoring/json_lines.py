@@ -10,8 +10,14 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from moe_ffn.files import open_file, parse_object, read_bytes, sync_folder, write_whole
-from moe_ffn.training.recovery.outage import Outage
+from moe_ffn.files import (
+    WriteFailures,
+    open_file,
+    parse_object,
+    read_bytes,
+    sync_folder,
+    write_whole,
+)
 
 STEP = "step"
 VALIDATION_LOSS = "validation/loss"
@@ -56,7 +62,7 @@ AnyLine = TypeVar("AnyLine", bound=Line)
 
 
 class JsonLines:
-    """Appends to a log, which appears with its first line; what cannot be written waits, see `Outage`."""
+    """Appends to a log, which appears with its first line; what cannot be written waits for the next time."""
 
     def __init__(self, path: Path, *, is_synced: bool = True) -> None:
         """
@@ -67,7 +73,7 @@ class JsonLines:
         self._is_synced = is_synced
         self._pending: list[bytes] = []
         self._end = -1  # of the lines that are in the file; -1 before the first
-        self._outage = Outage(path)
+        self._failures = WriteFailures(path)
 
     @property
     def is_complete(self) -> bool:
@@ -77,12 +83,12 @@ class JsonLines:
     def add(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Write each as a line."""
         self._pending.extend(f"{json.dumps(value)}\n".encode() for value in values)
-        with self._outage.expected():
+        with self._failures.expected():
             self._write_pending()
 
     def sync(self) -> None:
         """Return when every line is on the disk, or was said not to be."""
-        with self._outage.expected():
+        with self._failures.expected():
             self._write_pending()
             if self.path.exists():
                 with open_file(self.path) as file:

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.errors import reason
-from moe_ffn.files import remove_unfinished, require_folder
+from moe_ffn.files import WriteFailures, remove_unfinished, require_folder
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -31,7 +31,6 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
-from moe_ffn.training.recovery.outage import Outage
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
 """A save that takes so long, and such a part of the time since the last one, is worth a line."""
@@ -100,7 +99,7 @@ class CheckpointKeeper(Callback):
         """Why the newest step is not saved; empty where it is."""
         self._patience = 0  # steps to wait after a save that failed; 0 where none did
         self._failed_at = -1
-        self._outage = Outage(folder)
+        self._failures = WriteFailures(folder)
         self._had_stopped = False  # early, when the checkpoint was made from which the run goes on
         self._should_stop = False
         self._saved_at = time.monotonic()
@@ -236,9 +235,9 @@ class CheckpointKeeper(Callback):
         if trainer.is_global_zero:
             self._say_if_slow(time.monotonic() - start)
             if failure is None:
-                self._outage.succeeded()
+                self._failures.succeeded()
             else:
-                self._outage.failed(failure)
+                self._failures.failed(failure)
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
 
     def _say_broken(self, trainer: Trainer, name: str | None) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.training.recovery import outage
-from moe_ffn.training.recovery.outage import QUIET_SECONDS, Outage
+from moe_ffn import files
+from moe_ffn.files import QUIET_SECONDS, WriteFailures
 
 FULL = OSError(28, "No space left on device")
 FAILS = "disk: 'run' cannot be written (No space left on device); training goes on and tries again"
@@ -18,13 +18,13 @@ WORKS = "disk: 'run' is written again"
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Its last entry is the time."""
     times = [0.0]
-    monkeypatch.setattr(outage.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(files.time, "monotonic", lambda: times[-1])
     return times
 
 
 @pytest.mark.usefixtures("clock")
 def test_many_failures_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    disk = Outage(Path("run"))
+    disk = WriteFailures(Path("run"))
 
     for _ in range(3):
         disk.failed(FULL)
@@ -36,7 +36,7 @@ def test_many_failures_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_what_comes_and_goes_is_one_trouble(capsys: pytest.CaptureFixture[str]) -> None:
-    disk = Outage(Path("run"))
+    disk = WriteFailures(Path("run"))
 
     for _ in range(5):
         disk.failed(FULL)
@@ -48,7 +48,7 @@ def test_what_comes_and_goes_is_one_trouble(capsys: pytest.CaptureFixture[str]) 
 def test_after_a_while_it_is_another(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    disk = Outage(Path("run"))
+    disk = WriteFailures(Path("run"))
 
     disk.failed(FULL)
     disk.succeeded()
