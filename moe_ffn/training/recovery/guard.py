@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -145,10 +146,29 @@ def where_it_began(
     if name := nonfinite_value(model.state_dict()):
         return f"the parameter {name}"
     for forward in batches:
-        with _watched(model) as found:
+        found: list[str] = []
+
+        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not _is_finite((args, kwargs)):
+                found.append(f"the input of {name}")  # noqa: B023 - called in this round alone
+
+        def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not _is_finite(output):
+                found.append(name)  # noqa: B023
+
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                for register, hook in (
+                    (module.register_forward_pre_hook, before),
+                    (module.register_forward_hook, after),
+                ):
+                    hooks.enter_context(register(partial(hook, name), with_kwargs=True))
             losses = forward()
-        for name in (*found.begun, *found.reached, *_of_losses(losses)):
-            return name
+        if found:
+            return found[0]
+        if not _is_finite(losses.total):
+            parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
+            return f"the objective's {nonfinite_value(parts) or 'total'}"
         for name in _of_gradients(model, losses.total * gradient_scale):
             return f"the gradient of {name}"
     return None
@@ -159,70 +179,20 @@ def nonfinite_value(state: Mapping[str, Any]) -> str | None:
     return next((name for name, value in state.items() if not _is_finite(value)), None)
 
 
-class _Found:
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        """Modules whose output was not finite although their input was, in the order of the pass."""
-        self.reached: list[str] = []
-        """What was not finite without any such module: something between two of them."""
-
-
-@contextmanager
-def _watched(model: nn.Module) -> Iterator[_Found]:
-    """What the modules inside `model` are given and return until the block ends."""
-    found = _Found()
-
-    def before(name: str, inputs: Any) -> None:
-        if not found.begun and not _is_finite(inputs):
-            found.reached.append(f"the input of {name}")
-
-    def after(name: str, inputs: Any, output: Any) -> None:
-        if _is_finite(inputs) and not _is_finite(output):
-            found.begun.append(name)
-
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: before(name, (args, kwargs)), with_kwargs=True
-            ),
-            module.register_forward_hook(
-                lambda _, args, kwargs, output, name=name: after(name, (args, kwargs), output),
-                with_kwargs=True,
-            ),
-        ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _of_losses(losses: Objective) -> Iterator[str]:
-    if not _is_finite(losses.total):
-        parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
-        yield f"the objective's {nonfinite_value(parts) or 'total'}"
-
-
 def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
     """The parameters whose gradient is not finite, in the order in which backward reaches them."""
-    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: list[str] = []
 
     def look(name: str, gradient: Tensor) -> None:
         if not _is_finite(gradient):
             found.append(name)
 
-    handles = [
-        parameter.register_hook(lambda gradient, name=name: look(name, gradient))
-        for name, parameter in names.items()
-    ]
-    try:
-        # Unlike `backward` this adds to no `.grad`, and wakes nobody who waits for one, such as DDP.
-        torch.autograd.grad(loss, list(names.values()), allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, parameter in parameters.items():
+            hooks.enter_context(parameter.register_hook(partial(look, name)))
+        # Unlike `backward` this adds to no `.grad`, and starts nothing that waits for one, such as DDP.
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return found
 
 
