@@ -305,11 +305,8 @@ class KeptFiles(Callback):
         """Write those that are missing, and say so; and those that were changed."""
         with self._failures.expected():
             missing = [name for name in self.files if not (self.folder / name).exists()]
-            to_write = [name for name in self.files if name in {*missing, *self._changed}]
-            if not to_write:
-                return
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name in to_write:
+            for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:
+                self.folder.mkdir(parents=True, exist_ok=True)
                 write_file(self.folder, name, self.files[name])
                 self._changed.discard(name)
             if missing:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ class CheckpointKeeper(Callback):
         self._had_stopped = False  # early, when the checkpoint was made from which the run goes on
         self._should_stop = False
         self._saved_at = time.monotonic()
-        self._said_slow = self._said_broken = False
+        self._said: set[str] = set()
 
     def is_between_steps(self, trainer: Trainer, batch: LoadedBatch) -> bool:
         """Whether an optimizer step is over with this batch: its last one, and no validation follows."""
@@ -169,11 +170,8 @@ class CheckpointKeeper(Callback):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best_loss": self.best_loss,
-            "missed_loss": self.missed_loss,
-            "should_stop": self._should_stop,
-        }
+        losses = {"best_loss": self.best_loss, "missed_loss": self.missed_loss}
+        return {**losses, "should_stop": self._should_stop}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best_loss = state_dict["best_loss"]
@@ -224,8 +222,13 @@ class CheckpointKeeper(Callback):
         """
         broken = _first_broken(trainer.lightning_module)
         if not trainer.strategy.reduce_boolean_decision(broken is None):
-            self._say_broken(trainer, broken)
-            return f"'{broken}' holds NaN or infinity" if broken else "another rank's are broken"
+            if broken is None:
+                return "another rank's are broken"
+            self._say_once(
+                f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{broken}' holds "
+                f"NaN or infinity; those in '{self.folder}' stay"
+            )
+            return f"'{broken}' holds NaN or infinity"
         self._should_stop = trainer.should_stop
         start = time.monotonic()
         for logger in trainer.loggers:
@@ -234,34 +237,26 @@ class CheckpointKeeper(Callback):
         failure = self.io.failure
         if trainer.is_global_zero:
             self._say_if_slow(time.monotonic() - start)
-            if failure is None:
-                self._failures.succeeded()
-            else:
-                self._failures.failed(failure)
+            with self._failures.expected():
+                if failure is not None:
+                    raise failure
         return trainer.strategy.broadcast("" if failure is None else reason(failure))
-
-    def _say_broken(self, trainer: Trainer, name: str | None) -> None:
-        if name is None or self._said_broken:
-            return
-        self._said_broken = True
-        print(
-            f"checkpoint: none of step {trainer.global_step}, nor until that is fixed: '{name}' holds NaN "
-            f"or infinity; those in '{self.folder}' stay",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def _say_if_slow(self, seconds: float) -> None:
         now = time.monotonic()
         share, self._saved_at = seconds / max(now - self._saved_at, seconds), now
-        if seconds > SLOW_SECONDS and share > SLOW_SHARE and not self._said_slow:
-            self._said_slow = True
-            print(
+        if seconds > SLOW_SECONDS and share > SLOW_SHARE:
+            self._say_once(
                 f"disk: a checkpoint took {seconds:.0f} s, {share:.0%} of the time since the last one; "
-                f"raise checkpoints.every_n_steps (now {self._every})",
-                file=sys.stderr,
-                flush=True,
+                f"raise checkpoints.every_n_steps (now {self._every})"
             )
+
+    def _say_once(self, line: str) -> None:
+        """Lines that begin alike are one; each says its subject there."""
+        subject = line.partition(" ")[0]
+        if subject not in self._said:
+            self._said.add(subject)
+            print(line, file=sys.stderr, flush=True)
 
     def _remove_old(self, step: int) -> None:
         """All but the newest few before `step`, once the file of `step` is known to be good."""
@@ -279,10 +274,6 @@ class CheckpointKeeper(Callback):
 
 def _first_broken(module: torch.nn.Module) -> str | None:
     """The first parameter that is not finite, or buffer with NaN; a buffer may be a mask of infinities."""
-    for name, value in module.named_parameters():
-        if not bool(value.isfinite().all()):
-            return name
-    for name, value in module.named_buffers():
-        if bool(value.isnan().any()):
-            return name
-    return None
+    parameters = ((name, value.isfinite().all()) for name, value in module.named_parameters())
+    buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
+    return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
