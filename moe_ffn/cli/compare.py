@@ -26,7 +26,6 @@ from moe_ffn.errors import ConfigError, command, first_line, is_from_clone, prin
 from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
-from moe_ffn.runs.lock import locked
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.trust import FLAG, HELP, UntrustedCodeError
 
@@ -152,7 +151,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     except ConfigError:  # the file is damaged, or of another version
         pass
     aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-    with locked(folder):
+    with run_folder.locked(folder):
         folder.rename(aside)
     print(f"{folder.name}: an unfinished run with other options is now {aside}")
     return False

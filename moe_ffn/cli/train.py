@@ -20,7 +20,6 @@ from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
-from moe_ffn.runs.lock import is_trained_here
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.runs.record import fixed_options
 from moe_ffn.trust import FLAG as TRUST_CODE
@@ -141,7 +140,9 @@ def _newest(config: TrainConfig) -> Path:
         )
     except OSError as error:
         raise ConfigError(f"run.output_dir: '{parent}' cannot be read ({reason(error)})") from error
-    unfinished = [p for p in runs if not run_folder.is_finished(p) and not is_trained_here(p)]
+    unfinished = [
+        p for p in runs if not run_folder.is_finished(p) and not run_folder.is_trained_here(p)
+    ]
     if not unfinished:
         what = "has no unfinished run that nobody trains" if runs else "has no run"
         raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")

@@ -33,7 +33,6 @@ from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.documents import Saved
-from moe_ffn.runs.lock import locked
 from moe_ffn.runs.record import checkpoint_identity, new_run_id
 from moe_ffn.runs.resume import (
     Start,
@@ -79,7 +78,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     with ExitStack() as stack:
         start = None
         if resume is not None:
-            stack.enter_context(locked(resume.folder) if is_main else nullcontext())
+            stack.enter_context(run_folder.locked(resume.folder) if is_main else nullcontext())
             run_folder.check_entries(resume.folder)  # again, now that no other process trains it
             start = go_on(resume, data, module, say)
             if config.trainer.precision == "auto":
@@ -94,7 +93,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         elif is_main:
             folder = run_folder.make_run_folder(config, files)
             trust(outside_code.named_code(config))
-            stack.enter_context(locked(folder))
+            stack.enter_context(run_folder.locked(folder))
         else:
             folder = Path(config.run.output_dir)
         loggers: list[Logger] = []

@@ -1,18 +1,26 @@
-"""The folder of one run: made once, never written over; and what a reader may find in it."""
+"""The folder of one run: made once, never written over, held by one process; what a reader may find in it."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from moe_ffn.errors import ConfigError, expand_path, reason
 from moe_ffn.files import DAMAGED, kind_of, make_folder, open_file, write_whole
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.lock import LOCK_FILE
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 CONFIG_FILE = "config.yaml"
 FACTS_FILE = "facts.json"
@@ -29,24 +37,23 @@ REPORT_FILE = "report.html"
 SAVED_FILE = "saved.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 
+LOCK_FILE = ".lock"
+"""Holds the name of the machine on which the run was trained last."""
+
 _LOGS = (METRICS_FILE, ALARMS_FILE, SAMPLES_FILE)
 FILES = (
-    *(
-        CONFIG_FILE,
-        FACTS_FILE,
-        SUMMARY_FILE,
-        TOKENIZER_FILE,
-        DOCUMENTS_FILE,
-        RESUMES_FILE,
-        CODE_FILE,
-        SAVED_FILE,
-    ),
+    *(CONFIG_FILE, FACTS_FILE, SUMMARY_FILE, TOKENIZER_FILE, DOCUMENTS_FILE, RESUMES_FILE),
+    *(CODE_FILE, SAVED_FILE, LOCK_FILE, "sample.txt", "profile.txt", REPORT_FILE),
     *_LOGS,
     *(f"{name}{DAMAGED}" for name in _LOGS),
-    *(LOCK_FILE, "sample.txt", "profile.txt", REPORT_FILE),
 )
 FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, "wandb")
-"""With the files above all that a run makes; what else is in its folder nobody opens."""
+"""With the files above all that a run makes; what else is in its folder is never opened."""
+
+_PATIENCE_SECONDS = 1.0
+"""A reader that asks whether the lock is held has it for a moment."""
+
+# -- a new one
 
 
 def named_run_folder(config: TrainConfig) -> Path:
@@ -63,10 +70,12 @@ def output_dir(config: TrainConfig) -> Path:
 def check_run_folder(config: TrainConfig) -> None:
     """ConfigError where this run could not be written; makes nothing.
 
-    Asked first, so that a run that cannot be kept costs nobody the preparation of its data.
+    Asked first, so that the data are not prepared for a run that cannot be kept.
     """
     folder = parent = output_dir(config)
-    with _writing_to(parent):
+    with explaining(
+        f"run.output_dir: '{parent}' cannot be written", "choose another with --run.output_dir"
+    ):
         if config.run.name is not None and kind_of(parent / config.run.name):
             raise _taken(parent / config.run.name)
         while not folder.exists():
@@ -81,55 +90,102 @@ def check_run_folder(config: TrainConfig) -> None:
 def make_run_folder(config: TrainConfig, files: Mapping[str, str]) -> Path:
     """A new folder with `files` in it: the given name, or the FFN type and the time.
 
-    It appears whole; a process that dies before leaves a hidden folder that nobody takes for a run.
+    It appears whole; a process that dies before leaves a hidden folder that is not taken for a run.
 
     Raises:
         ConfigError: the name is taken, or the folder cannot be written.
     """
     parent = output_dir(config)
-    with _writing_to(parent):
+    with explaining(
+        f"run.output_dir: '{parent}' cannot be written", "choose another with --run.output_dir"
+    ):
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".run-", dir=parent) as temporary:
             built = Path(temporary) / "run"
             built.mkdir()
             for name, text in files.items():
                 write_file(built, name, text)
-            if config.run.name is not None:
-                folder = parent / config.run.name
-                if not _take(built, folder):
-                    raise _taken(folder)
-                return folder
             stem = f"{_safe(config.model.ffn.type)}-{datetime.now():%Y%m%d-%H%M%S}"
-            return _take_first_free(built, parent, stem)
+            others = (f"{stem}-{number}" for number in range(2, 1000))
+            for name in [config.run.name] if config.run.name else [stem, *others]:
+                place = parent / name
+                try:
+                    if kind_of(place) is None:
+                        return built.rename(place)
+                except OSError:
+                    if kind_of(place) is None:  # otherwise another process was faster
+                        raise
+    if config.run.name:
+        raise _taken(parent / config.run.name)
+    raise ConfigError(f"run.output_dir: no free name like '{stem}' in '{parent}'")
 
 
-def _take(built: Path, folder: Path) -> bool:
-    """Put `built` in the place of `folder`; whether nobody else was there."""
-    if kind_of(folder):
-        return False
+def _taken(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
+    )
+
+
+def _safe(tag: str) -> str:
+    """A `type` as part of a folder's name: `my_blocks.py:LowRank` as `LowRank`."""
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])
+
+
+def write_file(folder: Path, name: str, text: str) -> None:
+    """Put a file into a run's folder, whole; its `name` may begin with that of a folder in it."""
+    path = folder / name
+    if path.parent != folder:
+        make_folder(path.parent)
+    write_whole(path, text)
+
+
+def git_revision() -> str | None:
+    """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    options: Any = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        built.rename(folder)
-    except OSError:
-        if kind_of(folder):  # another process was faster
-            return False
-        raise
-    return True
+        found = subprocess.run(command, cwd=Path(__file__).parent, **options)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+# -- one that is there
 
 
 @contextmanager
-def _writing_to(parent: Path) -> Iterator[None]:
+def explaining(problem: str, advice: str = "fix its permissions") -> Iterator[None]:
+    """An OSError within becomes a ConfigError: `'runs/x' cannot be read (Permission denied); fix ...`."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"run.output_dir: '{parent}' cannot be written ({reason(error)}); "
-            "choose another with --run.output_dir"
-        ) from error
+        raise ConfigError(f"{problem} ({reason(error)}); {advice}") from error
+
+
+def reading(path: Path) -> AbstractContextManager[None]:
+    """Within this, an OSError becomes a ConfigError that names `path`."""
+    return explaining(f"'{path}' cannot be read")
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is the folder of a run, and no link to one; False where that cannot be told."""
+    with suppress(OSError):
+        return kind_of(path) == "a folder" and _is_run(path)
+    return False
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in this folder came to its end."""
+    return (folder / SUMMARY_FILE).is_file()
 
 
 def check_is_run(folder: Path) -> None:
     """ConfigError where this is no folder of a run, with a hint of what it is."""
-    with _reading(folder):
+    with reading(folder):
         if not folder.is_dir():
             what = "is a file, not the folder of a run" if folder.exists() else "does not exist"
             raise ConfigError(f"'{folder}' {what}; give the folder of a run, such as runs/my-run")
@@ -137,14 +193,10 @@ def check_is_run(folder: Path) -> None:
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if is_run(path))
-    raise ConfigError(
-        f"'{folder}' is no run: it has no {CONFIG_FILE}; "
-        + (
-            f"it holds runs; give one of them, such as {folder / inside[0]}"
-            if inside
-            else "give the folder of a run, such as runs/my-run"
-        )
-    )
+    hint = "give the folder of a run, such as runs/my-run"
+    if inside:
+        hint = f"it holds runs; give one of them, such as {folder / inside[0]}"
+    raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
 
 
 def check_entries(folder: Path) -> None:
@@ -153,14 +205,12 @@ def check_entries(folder: Path) -> None:
     A link leads to what is not the run's, and at a pipe one waits. What is in `checkpoints` is judged when it
     is read.
     """
-    wanted = {
-        **dict.fromkeys((folder / name for name in FOLDERS), "a folder"),
-        **dict.fromkeys((folder / name for name in FILES), "a file"),
-    }
-    with _reading(folder):
+    with reading(folder):
+        code: list[Path] = []
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            code = (folder / CODE_FOLDER).glob("*.py")
-            wanted |= dict.fromkeys(code, "a file")
+            code += (folder / CODE_FOLDER).glob("*.py")
+        wanted = dict.fromkeys((folder / name for name in FOLDERS), "a folder")
+        wanted |= dict.fromkeys([*(folder / name for name in FILES), *code], "a file")
         for path, kind in wanted.items():
             if (found := kind_of(path)) not in (None, kind):
                 raise ConfigError(
@@ -172,21 +222,11 @@ def check_entries(folder: Path) -> None:
 def check_can_be_read(folder: Path, names: Iterable[str] = (*FILES, *FOLDERS)) -> None:
     """ConfigError where the permission lacks to read one of these files and folders of a run."""
     for path in (folder, *(folder / name for name in names)):
-        with _reading(path):
+        with reading(path):
             if path.is_dir():
                 next(path.iterdir(), None)
             elif path.exists():
                 open_file(path).close()
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' cannot be read ({reason(error)}); fix its permissions"
-        ) from error
 
 
 def check_has_weights(folder: Path) -> None:
@@ -202,60 +242,72 @@ def check_has_weights(folder: Path) -> None:
             )
 
 
-def git_revision() -> str | None:
-    """The commit the code is at, with `-dirty` where it was changed; None outside a checkout."""
+# -- held by one process
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run in `folder`, until the block or the process ends, however it ends.
+
+    What is locked is the folder, which is not removed by mistake, and a file in it, since NFS locks files
+    alone. Where the file system has no locks nothing is held.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            _hold(stack.enter_context(_opened(folder)), folder)
+        with suppress(OSError):  # it cannot be written, or is no file of ours
+            file = stack.enter_context(open_file(folder / LOCK_FILE, "ab")).fileno()
+            _hold(file, folder)
+            if os.fstat(file).st_nlink == 1:  # else what it holds belongs to another name too
+                os.truncate(file, 0)
+                os.write(file, platform.node().encode())  # nothing is left to write at the end
+        yield
+
+
+def is_trained_here(folder: Path) -> bool | None:
+    """Whether a process trains the run now; None where that cannot be told from this machine."""
+    with suppress(OSError), _opened(folder) as descriptor:
+        if _is_held(descriptor):
+            return True
+    with suppress(OSError), open_file(folder / LOCK_FILE) as file:
+        if _is_held(file.fileno()):
+            return True
+        if fcntl is not None and file.read() == platform.node().encode():
+            return False
+    return None
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def write_file(folder: Path, name: str, text: str) -> None:
-    """Put a file into a run's folder, whole; its `name` may begin with that of a folder in it."""
-    path = folder / name
-    if path.parent != folder:
-        make_folder(path.parent)
-    write_whole(path, text)
+def _hold(descriptor: int, folder: Path) -> None:
+    """ConfigError where another process holds it; OSError where there are no locks."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"'{folder}' is being trained by another process; stop that one, or start a new run"
+                ) from None
+            time.sleep(0.05)
 
 
-def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run, and no link to one; False where that cannot be told."""
-    with suppress(OSError):
-        return kind_of(path) == "a folder" and _is_run(path)
+def _is_held(descriptor: int) -> bool:
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether the run in this folder came to its end."""
-    return (folder / SUMMARY_FILE).is_file()
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (CONFIG_FILE, FACTS_FILE, METRICS_FILE))
-
-
-def _taken(folder: Path) -> ConfigError:
-    return ConfigError(
-        f"run.name: '{folder}' exists and is never overwritten; choose another name or remove it"
-    )
-
-
-def _take_first_free(built: Path, parent: Path, stem: str) -> Path:
-    for attempt in range(1, 1000):
-        folder = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
-        if _take(built, folder):  # else another run of the same second has it
-            return folder
-    raise ConfigError(f"run.output_dir: no free name like '{stem}' in '{parent}'")
-
-
-def _safe(tag: str) -> str:
-    """A `type` as part of a folder's name: `my_blocks.py:LowRank` as `LowRank`."""
-    return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moe_ffn.config_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_text
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
@@ -26,8 +26,9 @@ from moe_ffn.runs.folder import (
     SAMPLES_FILE,
     SUMMARY_FILE,
     check_is_run,
+    is_trained_here,
+    reading,
 )
-from moe_ffn.runs.lock import is_trained_here
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.runs.saved_model import SavedModel, load_model
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
@@ -188,12 +189,8 @@ def read_run(
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
-    try:
+    with reading(folder / METRICS_FILE):
         rows = Rows(read_lines(folder / METRICS_FILE, Row))
-    except OSError as error:
-        raise ConfigError(
-            f"'{folder / METRICS_FILE}' cannot be read ({reason(error)}); fix its permissions"
-        ) from error
     summary = Summary.read(folder / SUMMARY_FILE)
     return Run(
         folder=folder,

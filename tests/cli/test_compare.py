@@ -26,7 +26,7 @@ from moe_ffn.report.comparison import (
     write_markdown,
 )
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.lock import locked
+from moe_ffn.runs.folder import locked
 from moe_ffn.training.monitoring.json_lines import JsonLines
 from tests.helpers.tiny_runs import run_here
 

@@ -31,12 +31,14 @@ from moe_ffn.runs.folder import (
     FACTS_FILE,
     FILES,
     FOLDERS,
+    LOCK_FILE,
     METRICS_FILE,
     TOKENIZER_FILE,
     check_is_run,
+    is_trained_here,
+    locked,
     write_file,
 )
-from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
 from moe_ffn.training.monitoring.loggers import MetricsFile
 from moe_ffn.training.recovery.checkpoint_file import (

@@ -16,7 +16,7 @@ import pytest
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import assemble as kept_files
 from moe_ffn.runs.assemble import KeptFiles
-from moe_ffn.runs.lock import LOCK_FILE, is_trained_here, locked
+from moe_ffn.runs.folder import LOCK_FILE, is_trained_here, locked
 
 
 def test_files_that_are_there_are_left_alone(
