@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,8 @@ from moe_ffn.cli.report import main
 from moe_ffn.report import page
 from moe_ffn.report.page import stamp_of, watch
 from tests.helpers.synthetic_run import age, write_run
-from tests.helpers.without_plotly import WITHOUT_PLOTLY
 
 Program = Callable[..., tuple[int, str, str]]
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -146,23 +143,16 @@ def test_a_mistake_is_one_sentence(program: Program, argv: list[str], message: s
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_without_plotly_it_says_what_to_install(tmp_path: Path) -> None:
-    """In a process of its own, where no module was imported before."""
-    run = dense(tmp_path / "a")
-    code = WITHOUT_PLOTLY + (
-        "from moe_ffn.cli.report import main; sys.exit(exit_on_bad_input(main))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        check=False,
-    )
+def test_without_plotly_it_says_what_to_install(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """test_train_report.py has a process in which plotly was never imported."""
+    dense(Path("a"))
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
 
     message = "error: the report needs plotly; install it with: pip install plotly\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
-    assert not (run / "report.html").exists()
+    assert program("a") == (2, "", message)
+    assert not Path("a/report.html").exists()
 
 
 def test_help_shows_how_it_is_called(program: Program) -> None:

@@ -186,14 +186,20 @@ def test_what_was_not_measured_is_said(
 def test_a_figure_alone_has_its_title_above_its_legend(
     browser: Browser, tmp_path: Path, run: Run
 ) -> None:
-    for figure in (figures.loss(run), figures.load(run, 0)):
-        figure.write_html(tmp_path / "figure.html", include_plotlyjs=True)
-        with opened(browser, tmp_path / "figure.html") as found:
-            found.keep(f"figure-{figure.data[0].type}")
+    drawn = (figures.loss(run), figures.load(run, 0))
+    parts = [
+        figure.to_html(full_html=False, include_plotlyjs=figure is drawn[0]) for figure in drawn
+    ]
+    (tmp_path / "figures.html").write_text("<!doctype html><meta charset=utf-8>" + "".join(parts))
+
+    with opened(browser, tmp_path / "figures.html") as found:
+        found.keep("figures")
+        for plot in found.page.locator(".js-plotly-plot").all():
             boxes = [
-                found.page.locator(selector).first.bounding_box()
-                for selector in (".gtitle", ".legend, .infolayer .colorbar")
+                plot.locator(selector).first.bounding_box()
+                for selector in (".main-svg", ".gtitle", ".legend, .infolayer .colorbar")
             ]
-            title, below = (box for box in boxes if box is not None)
-            assert title["y"] >= 0
+            frame, title, below = (box for box in boxes if box is not None)
+            assert title["y"] >= frame["y"] - 1
             assert title["y"] + title["height"] <= below["y"] + 1
+        assert found.page.locator(".legend").count() == found.page.locator(".colorbar").count() == 1
