@@ -40,8 +40,8 @@ OWNED_LIGHTNING_ARGUMENTS = {
     "default_root_dir": "use run.output_dir",
     "enable_autolog_hparams": "config.yaml holds them",
     "enable_checkpointing": "the best and the last weights are always kept",
-    "enable_model_summary": "the model table stands for it",
-    "enable_progress_bar": "the progress display stands for it",
+    "enable_model_summary": "the program prints its own table",
+    "enable_progress_bar": "the program has its own display",
     "fast_dev_run": "use trainer.max_steps 1, which writes its rows and results too",
     "limit_predict_batches": "nothing is predicted",
     "limit_test_batches": "nothing is tested",
@@ -168,7 +168,7 @@ class AlarmsConfig(Config, frozen=True):
     """A row's loss over the median of the ten rows before that counts as a spike."""
 
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
-        """What no alarm could have rung for yet, a sentence each: of that, silence says nothing.
+        """Sentences about alarms that could not have been raised in so short a run.
 
         Args:
             num_steps: optimizer steps that the rows of training cover.
@@ -211,7 +211,7 @@ class LoggingConfig(Config, frozen=True):
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """The format that `auto` stands for on a kind of device; any other name as it is.
+    """The format that `auto` chooses for a kind of device; any other name as it is.
 
     bfloat16 on a GPU that multiplies it natively, float32 everywhere else. The kind of device decides,
     and never a measurement: the format changes the result of a run, and a timing differs from one

@@ -27,6 +27,7 @@ from moe_ffn.training.objective import (
     IGNORED_TARGET,
     Objective,
     ObjectiveConfig,
+    RouterSteering,
     cross_entropy_of,
     mask_tokens,
     needs_step_totals,
@@ -39,7 +40,6 @@ from moe_ffn.training.optimizer import (
     restate_options,
 )
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, where_it_began
-from moe_ffn.training.steering import RouterSteering
 
 
 class LoadedBatch(TypedDict):
@@ -65,9 +65,11 @@ class TrainStepOutput(RoutedOutput):
 
 
 class LanguageModel(LightningModule):
-    """Predicts next tokens, or masked ones. Logs nothing: `training.callbacks` reads what steps return."""
+    """Predicts next tokens, or masked ones. Logs nothing: callbacks read what steps return."""
 
     byte_lengths: Tensor
+    batch_at: Callable[[int], LoadedBatch]
+    """Any batch of the run by its index; `TokenData` sets it."""
 
     def __init__(
         self,
@@ -81,10 +83,10 @@ class LanguageModel(LightningModule):
         max_steps: int,
         seed: int,
     ) -> None:
-        """A decoder with fresh weights, and what it is trained by.
+        """A decoder with fresh weights.
 
         Args:
-            byte_lengths: (V,), the bytes of text each token stands for; its length is the vocabulary.
+            byte_lengths: (V,), bytes of text per token; its length is the size of the vocabulary.
             max_steps: optimizer steps the schedule spans.
             seed: of everything random inside a step, such as dropout.
         """
@@ -96,9 +98,6 @@ class LanguageModel(LightningModule):
         self.seed = seed
         self.register_buffer("byte_lengths", byte_lengths, persistent=False)
         self.steering = RouterSteering(objective)
-        self.batch_at: Callable[[int], LoadedBatch] | None = None
-        """Any batch of the run by its index, for the global-batch rule under accumulation; set by the
-        data module."""
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
@@ -132,13 +131,11 @@ class LanguageModel(LightningModule):
             self._settle_order_of_sums()
 
     def _settle_order_of_sums(self) -> None:
-        """Make DistributedDataParallel lay out its buffers as it does from the second backward pass on.
+        """Run one backward pass, after which DistributedDataParallel keeps the layout of its buckets.
 
-        Where a gradient lies in them decides in which order ranks add it up, so that the first step of a
-        run that goes on would be rounded in another way than the same one in the middle of a run.
+        The layout decides in which order ranks add gradients up; without this the first step of a resumed
+        run would be rounded differently from the same step of an unbroken one.
         """
-        if self.batch_at is None:
-            return
         batch = self.transfer_batch_to_device(self.batch_at(0), self.device, 0)
         with self.trainer.precision_plugin.train_step_context():
             output: Any = self.trainer.strategy.training_step(batch, 0)
@@ -170,7 +167,7 @@ class LanguageModel(LightningModule):
         )
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
-        # After the callbacks, which have said and logged that the step was skipped.
+        # After the callbacks, which report and log the skipped step.
         if self.skipped_step is not None:
             self.guard.require_progress(self.skipped_step)
 
@@ -188,7 +185,7 @@ class LanguageModel(LightningModule):
         values = self.validation_metrics.compute()
         self.validation_metrics.reset()
         # Only for the checkpoint and early-stopping callbacks to read. The values are the same on every
-        # rank already, but Lightning warns where nobody says so.
+        # rank already; without sync_dist Lightning warns.
         self.log_dict(
             {f"validation/{name}": value for name, value in values.items()},
             logger=False,
@@ -219,10 +216,10 @@ class LanguageModel(LightningModule):
         self._forget_step()
 
     def _allows_step(self) -> bool:
-        """Judge the step that ends now by its loss, the mean over batches and ranks, and its gradient."""
+        """Whether the guard accepts the loss, the mean over batches and ranks, and the gradient norm."""
         loss = torch.stack(self._step_losses).mean().float()
         numbers = torch.stack([loss, self.gradient_norm.to(loss)])
-        # All ranks decide by the same numbers. This is the one time that a step waits for the device.
+        # Equal on all ranks. Only here does a step wait for the device.
         mean, norm = (self._sum_over_ranks(numbers) / self._num_ranks).tolist()
         self.skipped_step = None
         reason = self.guard.objection(mean, norm)
@@ -232,7 +229,7 @@ class LanguageModel(LightningModule):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
         if scale > 1 and math.isfinite(mean) and not math.isfinite(norm):
-            return False  # float16's scaler is looking for its scale: it halves it, and nothing is wrong
+            return False  # not an error: float16's scaler halves its scale until gradients fit
         began_in = None
         if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
             began_in = self._where_it_began(scale)
@@ -283,14 +280,14 @@ class LanguageModel(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def precision_context(self) -> AbstractContextManager[Any]:
-        """What a step runs in, autocast or nothing, for what looks at the model between steps."""
+        """Autocast as in a step, for forward passes between steps."""
         if self._trainer is None:
             return nullcontext()
         return self.trainer.precision_plugin.forward_context()
 
     def _seed_batch(self, index: int) -> None:
-        # The randomness of a step depends on which step it is and on nothing before it, so a resumed
-        # run repeats the unbroken one to the bit without any generator state in the checkpoint.
+        # Random numbers depend on the batch and the rank alone, so that a resumed run repeats the
+        # unbroken one to the bit without any generator state in the checkpoint.
         entropy = [self.seed, index, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
@@ -320,22 +317,17 @@ class LanguageModel(LightningModule):
 
     @property
     def _counts_ahead(self) -> bool:
-        """Whether what the global-batch rule needs lies in batches that are still to come."""
+        """Whether the global-batch rule needs counts of batches that are still to come."""
         accumulates = self._trainer is not None and self.trainer.accumulate_grad_batches > 1
         return needs_step_totals(self.objective_config) and accumulates
 
     @torch.no_grad()
     def _count_ahead(self, first: int) -> StepTotals:
-        """Route the batches of the step that begins with batch `first`, and count.
+        """Route all batches of the step that begins with batch `first`, and count pairs.
 
-        The gradient of the rule needs the counts of all of them before the first is differentiated.
-        Each is seeded as it will be when its turn comes, so noise and dropout are the same.
+        The rule's gradient needs these counts before the first batch is differentiated. Each batch is
+        seeded as it will be in its own forward pass, so noise and dropout are the same.
         """
-        if self.batch_at is None:
-            raise RuntimeError(
-                "load_balance_global with accumulate_grad_batches > 1 needs the batches of a step ahead "
-                "of time: give Trainer.fit a TokenData, or set LanguageModel.batch_at"
-            )
         routings = []
         for index in range(first, first + self.trainer.accumulate_grad_batches):
             batch = self.transfer_batch_to_device(self.batch_at(index), self.device, 0)

@@ -1,28 +1,39 @@
-"""What is minimised: the cross-entropy and the weighted balancing losses, in one place.
+"""What a step minimises, cross-entropy and weighted balancing losses, and what it updates without gradients.
 
 B batch, S sequence, V vocabulary, E experts
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_ffn.balancing.bias_rules import BiasRuleConfig, SignRuleConfig, SparsityRuleConfig
-from moe_ffn.balancing.losses import BALANCING_LOSSES, BalancingWeights, StepTotals
+from moe_ffn.balancing.bias_rules import (
+    BiasRuleConfig,
+    SignRuleConfig,
+    SparsityRuleConfig,
+    sparsity_weight_after,
+)
+from moe_ffn.balancing.losses import (
+    BALANCING_LOSSES,
+    BalancingWeights,
+    StepTotals,
+    pairs_per_expert,
+)
 from moe_ffn.outputs import Routing
+from moe_ffn.routing.base import Router
 
 IGNORED_TARGET = -100
 """The target of positions that are in no loss, such as padding."""
 
 SHOWN_AS_MASK, SHOWN_AS_IS = 0.8, 0.1
-"""Of the tokens to guess: shown as the mask, and shown as they are; the rest as some other token."""
+"""Shares of the masked tokens that are replaced by the mask, and left as they are; the rest are random."""
 
 
 class ObjectiveConfig(BalancingWeights, frozen=True):
@@ -117,15 +128,15 @@ def mask_tokens(
     mask_token_id: int,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the model is shown, and what it has to say where (Devlin et al. 2018, BERT, section 3.1).
+    """Inputs with masked tokens, and their targets (Devlin et al. 2018, BERT, section 3.1).
 
-    Every sequence has equally many tokens to guess, so that the loss of a batch is the mean of its
-    parts' losses however it is divided.
+    Every sequence has equally many masked tokens, so that the loss of a batch is the mean of its parts'
+    losses however it is divided.
 
     Args:
         token_ids_BS: int64 (B, S), below `mask_token_id`.
         fraction: share of the tokens to guess, at least one of each sequence.
-        mask_token_id: stands for a hidden token; V.
+        mask_token_id: the id of the mask, V.
         generator: of the same device; torch's own when None.
 
     Returns:
@@ -144,3 +155,63 @@ def mask_tokens(
     shown_BS = torch.where(lot_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
     inputs_BS = torch.where(guessed_BS, shown_BS, token_ids_BS)
     return inputs_BS, token_ids_BS.masked_fill(~guessed_BS, IGNORED_TARGET)
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""The sum of a tensor over the ranks."""
+
+
+class RouterSteering(nn.Module):
+    """Updates biases of routers and the weight of the sparsity loss, once per optimizer step.
+
+    Both follow from counts over all batches and ranks of the step. Checkpoints hold the biases as buffers of
+    their routers, and the weight as a buffer of this module.
+    """
+
+    sparsity_weight: Tensor
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        super().__init__()
+        self.rule = config.bias_rule
+        self.factor = config.sparsity_rule.factor
+        initial = torch.tensor(config.sparsity_rule.initial_weight)
+        self.register_buffer("sparsity_weight", initial)
+        self._observed: dict[str, Tensor] = {}
+        self._densities: dict[str, Tensor] = {}
+        self._num_batches = 0
+
+    @torch.no_grad()
+    def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
+        """Add one batch, routed with the biases that `routers` still have.
+
+        A block of somebody's own may return a routing and name no router: nothing is steered there.
+        """
+        self._num_batches += 1
+        for name, routing in routings.items():
+            bias_E = routers[name].correction_bias_E if name in routers else None
+            if bias_E is not None:
+                observed_E = self.rule.observe(routing, bias_E)
+                self._observed[name] = observed_E + self._observed.get(name, 0)
+            if routing.target_k is not None:
+                used = pairs_per_expert(routing).sum() / routing.target_k
+                counts = torch.stack([used, routing.num_real_tokens])
+                self._densities[name] = counts + self._densities.get(name, 0)
+
+    @torch.no_grad()
+    def step(self, routers: Mapping[str, Router], reduce: Reduce, num_ranks: int = 1) -> None:
+        """Update biases and the weight. Every rank has to call it, before the optimizer's step."""
+        for name, observed_E in self._observed.items():
+            bias_E = routers[name].correction_bias_E
+            assert bias_E is not None
+            num_batches = self._num_batches * num_ranks
+            bias_E.copy_(self.rule.update(bias_E, reduce(observed_E), num_batches))
+        if self._densities:
+            sums = reduce(torch.stack(list(self._densities.values())))
+            density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
+            weight = sparsity_weight_after(self.sparsity_weight, density, self.factor)
+            self.sparsity_weight.copy_(weight)
+        self.forget()
+
+    def forget(self) -> None:
+        """Clear the sums, of batches without an optimizer step."""
+        self._observed, self._densities, self._num_batches = {}, {}, 0

@@ -11,8 +11,7 @@ from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.balancing.losses import importance_cv2_loss
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.metrics.modular import LoadMetrics
-from moe_ffn.training.objective import ObjectiveConfig, objective
-from moe_ffn.training.steering import RouterSteering
+from moe_ffn.training.objective import ObjectiveConfig, RouterSteering, objective
 
 VOCAB, NUM_EXPERTS, HEAD_START = 16, 4, 4.0
 NO_RULE: dict[str, Any] = {"load_balance": 0.0, "router_z": 0.0}

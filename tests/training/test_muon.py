@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.muon import MuonConfig, orthogonalize
+from moe_ffn.training.optimizer import MuonConfig, orthogonalize
 
 NUM_EXPERTS, D_MODEL, D_FF = 3, 8, 12
 LAYER = "layers.0.ffn"

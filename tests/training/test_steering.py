@@ -13,8 +13,7 @@ from moe_ffn.balancing.losses import count_step, load_balancing_loss
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.training.objective import ObjectiveConfig
-from moe_ffn.training.steering import RouterSteering
+from moe_ffn.training.objective import ObjectiveConfig, RouterSteering
 
 RATE = 1e-3
 

@@ -1,4 +1,4 @@
-"""Alarms: what calls for attention in a run's rows of metrics, which options to try, and where it is said."""
+"""Alarms: rules over a run's rows of metrics, options to try against each, and where they are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AlarmKind = Literal[
 ]
 
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
-"""What passes by itself at the start of a run, and is no alarm before it has lasted."""
+"""Alarms only after they have lasted: at the start of a run they pass by themselves."""
 
 MIN_COLLAPSE = 0.5
 """MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
@@ -46,7 +46,7 @@ ROWS_OF_MEDIAN = 10
 """A spike is measured against the median of so many rows before it."""
 
 RoutingValues = Mapping[str, Tensor]
-"""What a `RoutingWindow` says of one layer."""
+"""The values of one layer from a `RoutingWindow`."""
 
 _Place = tuple[AlarmKind, str | None]
 
@@ -114,7 +114,7 @@ class Advice:
 
 
 class AlarmRules(Checkpointed):
-    """Reads rows in their order. An alarm rings when a trouble begins, not again while it lasts."""
+    """Checks rows in order. An alarm is raised when a problem begins, not again while it lasts."""
 
     def __init__(self, config: AlarmsConfig, advice: Advice) -> None:
         self.config = config
@@ -126,7 +126,7 @@ class AlarmRules(Checkpointed):
     def check(
         self, step: int, num_steps: int, loss: float, routing: Mapping[str, RoutingValues]
     ) -> list[Alarm]:
-        """What begins to be wrong with a row of training.
+        """The problems that begin with a row of training.
 
         Args:
             step: the optimizer step the row was written at.
@@ -150,7 +150,7 @@ class AlarmRules(Checkpointed):
         ]
 
     def skipped(self, skipped: SkippedStep) -> list[Alarm]:
-        """What to say of a step that was not taken: nothing soon after another one."""
+        """The alarm of a skipped step; none soon after another one."""
         if not self._begins(skipped.step, 1, "skipped_step", None):
             return []
         limit = self.advice.trainer.guard.max_skipped_in_a_row
@@ -176,13 +176,13 @@ class AlarmRules(Checkpointed):
         self._last_seen = {(kind, layer): step for kind, layer, step in state_dict["last_seen"]}
 
     def _begins(self, step: int, num_steps: int, kind: AlarmKind, layer: str | None) -> bool:
-        """Whether this was not seen for a while; a trouble that comes and goes rings once."""
+        """Whether this was not seen for a while; a problem that comes and goes is one alarm."""
         before = self._last_seen.get((kind, layer))
         self._last_seen[kind, layer] = step
         return before is None or step - before > max(self.config.after_steps, num_steps)
 
     def _spike(self, loss: float) -> str:
-        """What is wrong with a loss, beside those before it; empty where nothing is."""
+        """The message about a loss far above those before it; empty otherwise."""
         if math.isnan(loss):  # no step was taken, which has an alarm of its own
             return ""
         before = list(self._losses)

@@ -137,7 +137,7 @@ def num_damaged(path: Path, kind: type[Line]) -> int:
 
 
 def cut_lines(path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]) -> None:
-    """Remove the lines that a resumed run will write again, and those that nobody can read."""
+    """Remove the lines that a resumed run will write again, and those that are damaged."""
     kept = [line for line, value in _read(path, kind) if value is not None and is_kept(value)]
     if kept:
         write_whole(path, b"".join(kept))

@@ -1,7 +1,7 @@
-"""Where rows of metrics go: `metrics.jsonl`, and a run at wandb that never stands in the way of training.
+"""The loggers of a run: `metrics.jsonl`, and Weights & Biases.
 
-Without an account or a network wandb's run is kept offline, on disk. Whatever wandb raises ends wandb, not
-the run; and nothing of it is waited for longer than the constants below.
+Without an account or a network wandb's run is kept offline, on disk. An exception of wandb ends its logging
+and not the training; waiting for it is limited by the constants below.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class WandbRun(WandbLogger):
 
     @contextmanager
     def _harmless(self, remedy: str) -> Iterator[None]:
-        """Nothing that wandb raises passes; one line says so the first time."""
+        """Catch every exception of wandb, and print one line about the first."""
         try:
             yield
         except Exception as error:  # its process may have died, its disk be full
@@ -183,7 +183,7 @@ def wandb_logger(
                 x_disable_stats=True,
             ),
         )
-        # Charts run over optimizer steps; wandb's own step counts rows, and starts anew when offline.
+        # Charts run over optimizer steps; wandb's own step counts rows, and restarts at 0 when offline.
         run.define_metric("trainer/global_step")
         run.define_metric("*", step_metric="trainer/global_step")
         return run
@@ -208,7 +208,7 @@ def wandb_logger(
 
 
 def _kept(run_dir: Path) -> dict[Path, tuple[str, str]]:
-    """What wandb has of this run: each folder with the time and the id after which it is named."""
+    """Folders of wandb for this run, each with the time and the id in its name."""
     folders = (run_dir / "wandb").glob("*run-*")
     matches = {folder: _RUN_FOLDER.fullmatch(folder.name) for folder in folders}
     return {folder: (match[1], match[2]) for folder, match in matches.items() if match}
@@ -235,7 +235,7 @@ def _from_here(path: Path) -> str:
 
 
 def _requested_mode(config: WandbConfig) -> str:
-    """What the option says, or else WANDB_MODE, unset where it is empty or wandb would refuse it."""
+    """The option, or WANDB_MODE where that is `auto`; a value that wandb would refuse is unset."""
     environment = os.environ.get("WANDB_MODE", "")
     if environment not in _MODES:
         os.environ.pop("WANDB_MODE", None)

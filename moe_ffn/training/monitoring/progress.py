@@ -155,7 +155,7 @@ class ProgressLines(Callback):
         if not trainer.is_global_zero or not (self._is_due() or step == num_steps):
             return
         left = _seconds_left(self._began_at, step - self._first_step, num_steps - step)
-        # After the last step there is still a validation, which takes who knows how long.
+        # A validation follows the last step; how long it takes is unknown.
         end = [] if step == num_steps else [f"{left:.0f} s left"]
         self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps), *end]))
 

@@ -1,4 +1,4 @@
-"""What a row of training tells of routing: the batches it covers, and what lasts beyond them.
+"""Routing metrics of a row of training: over the batches it covers, and those that remember earlier rows.
 
 E experts, R ranks
 """
@@ -85,19 +85,16 @@ class RoutingByLayer(Checkpointed):
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
     def close(self) -> ByLayer:
-        """The values of each layer over all batches and ranks, on the CPU; then everything begins anew."""
+        """The values of each layer over all batches and ranks, on the CPU; then the sums are zero."""
         sums, self.sums = self._of_all_ranks(), {}
         return {layer: compute(self.metrics, found) for layer, found in sums.items()}
 
     def state_dict(self) -> ByLayer:
-        """What was added since `close`, over all ranks. A collective: every rank has to call it."""
+        """The sums since `close`, over all ranks. A collective: every rank has to call it."""
         return self._loaded | self._of_all_ranks()
 
     def load_state_dict(self, state_dict: ByLayer) -> None:
-        """Go on from there; what one rank has counts for all, since they are added up.
-
-        Exact for counts, in whatever order.
-        """
+        """Continue from these sums. Only rank 0 takes them, since ranks are added up."""
         is_first = not distributed.is_initialized() or distributed.get_rank() == 0
         self.sums = {}
         self._loaded = dict(state_dict) if is_first else {}
@@ -129,7 +126,7 @@ def num_ranks() -> int:
 
 
 def of_every_rank(value: Tensor) -> Tensor:
-    """(R,), what each rank has of a scalar. A collective: every rank has to call it."""
+    """(R,), a scalar of each rank. A collective: every rank has to call it."""
     if num_ranks() == 1:
         return value.reshape(1)
     values = [torch.empty_like(value) for _ in range(num_ranks())]
@@ -138,10 +135,9 @@ def of_every_rank(value: Tensor) -> Tensor:
 
 
 def of_this_rank(values_R: Tensor) -> Tensor:
-    """What `of_every_rank` had of this rank; the mean where there were more or fewer ranks.
+    """Take the value of this rank from `of_every_rank`; the mean where the number of ranks has changed.
 
-    Each rank goes on with its own sum: one that begins with another's, or with a mean, is rounded in another
-    order.
+    Each rank continues its own sum, so that a resumed run rounds as the unbroken one does.
     """
     if len(values_R) != num_ranks():
         return values_R.mean()
@@ -152,19 +148,16 @@ PART_OF_BATCH = 1 / 4
 """A look at a quarter of a batch costs about a twelfth of a training step on all of it."""
 
 MAX_TOKENS = 1024
-"""More would not make the share of changed tokens much more exact, and checkpoints hold who chose whom."""
+"""More would hardly make the churn more exact, and checkpoints hold a bool for each token and expert."""
 
 
 @torch.no_grad()
 def probe(module: LanguageModel) -> dict[str, Tensor]:
-    """Who chose whom among the first sequences of the run's batch 0 (of rank 0's part).
+    """`chosen_experts`, bool (T, E), of each sparse layer for the first sequences of the run's batch 0.
 
-    Evaluates, so that nothing is random and no generator moves.
-
-    Returns:
-        for each sparse layer `chosen_experts`, bool (T, E).
+    On the CPU, and in evaluation mode: nothing is random and no generator moves.
     """
-    if module.batch_at is None or not module.decoder.routers():
+    if not module.decoder.routers():
         return {}
     input_ids = module.batch_at(0)["input_ids"]
     num_sequences = min(int(len(input_ids) * PART_OF_BATCH), MAX_TOKENS // input_ids.shape[1])
@@ -181,9 +174,9 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
 
 
 class RoutingWindow(Checkpointed):
-    """The load of each sparse layer since the last row; at its last step what tokens say, and what lasts.
+    """Values of each sparse layer since the last row: load of all steps, and the tokens of the last step.
 
-    Checkpoints are made between steps, where no token of a row that is not full has been measured.
+    Checkpoints are written between steps, when the sums over tokens are empty.
     """
 
     in_checkpoint = ("_load", "_idle_steps", "_probe", "_last_look")
@@ -220,7 +213,7 @@ class RoutingWindow(Checkpointed):
             num_steps: how many of them the window covers.
         """
         values = self._load.close()
-        # Of a window that was cut short there are none.
+        # Empty where training ended before the last step of the row.
         for layer, of_tokens in self._tokens.close().items():
             values[layer] |= of_tokens
         looks: dict[str, tuple[Tensor, Tensor]] = {}
