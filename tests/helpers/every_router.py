@@ -1,10 +1,11 @@
-"""Every registered router with the options that matter, and one small layer and batch for all."""
+"""THE table of routers: all that are registered, with the options that matter, and a small layer and batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,12 +16,14 @@ from moe_ffn.routing import RouterConfig
 from moe_ffn.routing.base import Router
 
 BATCH, LENGTH, D_MODEL, NUM_EXPERTS = 2, 8, 8, 4
+NUM_TOKENS = BATCH * LENGTH
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "top_k": {
         "top_k-k1": {"k": 1},
+        "top_k-k2": {"k": 2},
         "top_k-renormalized": {"renormalize": True, "bias": True},
-        "top_k-after": {"softmax": "after", "jitter": 0.1},
+        "top_k-after": {"softmax": "after", "bias": True, "jitter": 0.1},
         "top_k-all": {"k": 4, "correction_bias": True},
     },
     "sigmoid_top_k": {
@@ -43,13 +46,17 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
 }
-"""type -> id -> options. A router that is missing here is tested with its defaults."""
+"""type -> id -> options. A router that is missing here is tested with its defaults, by the oracle too."""
 
 ROUTERS: dict[str, dict[str, Any]] = {
     name: {"type": member, **options}
     for member in RouterConfig.members
     for name, options in OPTIONS.get(member, {member: {}}).items()
 }
+
+
+MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+every_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 
 
 def config_of(router: dict[str, Any]) -> RouterConfig:

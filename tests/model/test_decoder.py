@@ -64,8 +64,17 @@ CAUSAL = {
     for name, ffn in FFNS.items()
     if FFNConfig.model_validate(ffn).not_causal_because is None
 }
+PADDABLE = {name: ffn for name, ffn in FFNS.items() if "forced" not in name}
+"""Without the router that goes by a token's place in the batch."""
 DRAWS = {"moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"}
 """In training these draw a number per place of the batch, and padding moves the places."""
+
+
+def with_positions(ffns: dict[str, Any]) -> pytest.MarkDecorator:
+    """Every block with the default positions, and one with each of the others."""
+    pairs = {f"{name}-rope": (ffn, "rope") for name, ffn in ffns.items()}
+    pairs |= {f"moe-{positions}": ("moe", positions) for positions in PositionsConfig.members}
+    return pytest.mark.parametrize(("ffn", "positions"), pairs.values(), ids=pairs)
 
 
 def build(seed: int = 0, **config: Any) -> Decoder:
@@ -91,8 +100,7 @@ def logits_of(model: Decoder, *inputs: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- the properties
 
 
-@pytest.mark.parametrize("positions", PositionsConfig.members)
-@pytest.mark.parametrize("ffn", CAUSAL.values(), ids=CAUSAL)
+@with_positions(CAUSAL)
 def test_later_tokens_change_no_earlier_logits(ffn: Any, positions: str) -> None:
     model = build(ffn=ffn, positions=positions, num_layers=3).double().train()
     ids = some_ids(3, 10)
@@ -118,14 +126,7 @@ def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("positions", PositionsConfig.members)
-@pytest.mark.parametrize(
-    "ffn",
-    [ffn for name, ffn in FFNS.items() if "forced" not in name],
-    ids=[
-        name for name in FFNS if "forced" not in name
-    ],  # which goes by a token's place in the batch
-)
+@with_positions(PADDABLE)
 def test_right_padding_changes_nothing_for_real_tokens(
     ffn: Any, positions: str, training: bool
 ) -> None:
@@ -140,11 +141,7 @@ def test_right_padding_changes_nothing_for_real_tokens(
         torch.testing.assert_close(logits[:, :6], real, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "ffn",
-    [ffn for name, ffn in FFNS.items() if "forced" not in name],
-    ids=[name for name in FFNS if "forced" not in name],
-)
+@pytest.mark.parametrize("ffn", PADDABLE.values(), ids=PADDABLE)
 def test_left_padding_changes_nothing_where_positions_are_relative(ffn: Any) -> None:
     model = build(ffn=ffn, positions="rope").double().eval()
     ids = some_ids(2, 6)

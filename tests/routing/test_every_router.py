@@ -13,23 +13,21 @@ from tests.helpers.every_router import (
     BATCH,
     D_MODEL,
     LENGTH,
+    MODES,
     NUM_EXPERTS,
+    NUM_TOKENS,
     ROUTERS,
     Batch,
     build_layer,
     call_layer,
     check_well_formed,
     config_of,
+    every_router,
     make_batch,
     padded_mask,
     pairs_by_token,
     route_batch,
 )
-
-NUM_TOKENS = BATCH * LENGTH
-
-MODES = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-every_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 
 
 def test_every_registered_router_is_here() -> None:
@@ -182,14 +180,14 @@ def test_weights_and_scores_have_the_gradient_of_finite_differences(
     if not smooth(x):
         assert list(built.parameters()) == []
         return
-    assert torch.autograd.gradcheck(smooth, x)
+    assert torch.autograd.gradcheck(smooth, x, fast_mode=True)
 
 
 # ---------------------------------------------------------------------------------------- dtypes
 
 
 @MODES
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @every_router
 def test_a_layer_of_another_dtype_keeps_wide_logits(
     router: dict[str, Any], dtype: torch.dtype, training: bool
