@@ -5,6 +5,6 @@ A new kind is one file in this folder, and one line here.
 
 from moe_ffn.experts.base import Experts as Experts
 from moe_ffn.experts.base import ExpertsConfig as ExpertsConfig
-from moe_ffn.experts.gated import ClampedSwiGLUExpertsConfig as ClampedSwiGLUExpertsConfig
-from moe_ffn.experts.gated import GatedExpertsConfig as GatedExpertsConfig
-from moe_ffn.experts.mlp import MLPExpertsConfig as MLPExpertsConfig
+from moe_ffn.experts.matrices import ClampedSwiGLUExpertsConfig as ClampedSwiGLUExpertsConfig
+from moe_ffn.experts.matrices import GatedExpertsConfig as GatedExpertsConfig
+from moe_ffn.experts.matrices import MLPExpertsConfig as MLPExpertsConfig

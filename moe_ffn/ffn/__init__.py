@@ -15,7 +15,7 @@ from moe_ffn.config import require_count
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.ffn.base import FFNBlock as FFNBlock
 from moe_ffn.ffn.base import FFNConfig as FFNConfig
-from moe_ffn.ffn.conv import ConvConfig as ConvConfig
+from moe_ffn.ffn.dense import ConvConfig as ConvConfig
 from moe_ffn.ffn.dense import DenseConfig as DenseConfig
 from moe_ffn.ffn.dense import GatedConfig as GatedConfig
 from moe_ffn.ffn.dense import IdentityConfig as IdentityConfig

@@ -16,7 +16,7 @@ from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.dispatch import make_plan
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
-from moe_ffn.experts.gated import GatedExpertsConfig
+from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts

@@ -17,7 +17,7 @@ from moe_ffn.config import MAX_COUNT
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import ExpertsConfig
-from moe_ffn.experts.gated import GatedExpertsConfig
+from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops

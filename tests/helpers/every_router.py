@@ -1,4 +1,4 @@
-"""THE table of routers: all that are registered, with the options that matter, and a small layer and batch."""
+"""THE table of routers: all that are registered, with the options that matter; a small layer and a batch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,237 @@
+"""Experts of stacked matrices: plain ones, down(act(up x)), and gated ones, down(act(gate x) * up x).
+
+T tokens, D model width, E experts, F hidden width, O out, I in
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from moe_ffn.activations import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
+from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.dispatch import Plan
+from moe_ffn.errors import Refusal
+from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
+from moe_ffn.sizes import gated_width, init_linear_, linear_flops, linear_params, round_width
+
+
+class MatrixExpertsConfig(ExpertsConfig, frozen=True):
+    """The options that plain and gated experts share."""
+
+    num_matrices: ClassVar[int] = 2
+
+    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
+    bias: bool = False
+    """Add a bias to every matrix."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Probability of zeroing an activated hidden unit, in training."""
+    backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
+    """How the products are computed; every backend gives the same result."""
+
+    @abstractmethod
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        """F, the hidden width of one expert."""
+
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        width = self.width(d_model, experts_per_token)
+        into = (self.num_matrices - 1) * linear_params(d_model, width, self.bias)
+        return into + linear_params(width, d_model, self.bias)
+
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return self.num_matrices * linear_flops(d_model, self.width(d_model, experts_per_token))
+
+    def refusal_on(self, device: str) -> Refusal | None:
+        needed = BACKEND_DEVICES.get(self.backend, device)
+        if needed == device:
+            return None
+        return Refusal(
+            f"backend ({self.backend}) runs on {needed}, but this run is on {device}", "use auto"
+        )
+
+
+class MatrixExperts(Experts):
+    """Experts whose weights a backend of `moe_ffn.kernels` takes."""
+
+    config: Any
+    """The config that built them, of their own class."""
+
+    activation: Activation
+    down: nn.Parameter
+    """(E, D, F)"""
+
+    @abstractmethod
+    def weights(self) -> ExpertWeights: ...
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        return run_experts(x_TD, plan, self.weights(), self.config.backend)
+
+    @property
+    def dropout(self) -> float:
+        """The probability that is in force now."""
+        return self.config.dropout if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        num_experts, d_model, d_ff = self.down.shape
+        sizes = f"num_experts={num_experts}, d_model={d_model}, d_ff={d_ff}"
+        options = describe_options(self.config, without=["d_ff", "activation"])
+        return f"{sizes}, activation={self.activation}, {options}"
+
+
+def stacked_linear(
+    num_experts: int, d_in: int, d_out: int, bias: bool
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """E matrices (E, out, in), and biases (E, out) if asked, each initialised as `nn.Linear` is."""
+    weight_EOI = nn.Parameter(torch.empty(num_experts, d_out, d_in))
+    bias_EO = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
+    init_linear_(weight_EOI, bias_EO)
+    return weight_EOI, bias_EO
+
+
+class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
+    """Plain experts: down(act(up x)). The experts of a token share a width of 4 * d_model."""
+
+    type: Literal["mlp"] = "mlp"
+    activation: Activation = "gelu"
+    """Element-wise function between the two matrices."""
+
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or round_width(4 * d_model / experts_per_token)
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return MLPExperts(self, d_model, num_experts, experts_per_token)
+
+
+class MLPExperts(MatrixExperts):
+    """E networks down(act(up x))."""
+
+    def __init__(
+        self, config: MLPExpertsConfig, d_model: int, num_experts: int, experts_per_token: float
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = config.activation
+        width = config.width(d_model, experts_per_token)
+        self.up, self.up_bias = stacked_linear(num_experts, d_model, width, config.bias)
+        self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            activation=self.activation,
+            up_EHD=self.up,
+            down_EDF=self.down,
+            up_bias_EH=self.up_bias,
+            down_bias_ED=self.down_bias,
+            dropout=self.dropout,
+        )
+
+
+class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
+    """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
+
+    num_matrices: ClassVar[int] = 3
+
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        """Computes the hidden units instead of activation(gate) * up; None for that product."""
+        return None
+
+    @property
+    @abstractmethod
+    def gate_activation(self) -> Activation: ...
+
+    def width(self, d_model: int, experts_per_token: float) -> int:
+        return self.d_ff or gated_width(d_model / experts_per_token)
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return GatedExperts(self, d_model, num_experts, experts_per_token)
+
+
+class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """Gated experts: down(act(gate x) * up x). The experts of a token share 8/3 * d_model."""
+
+    type: GatedType = "swiglu"
+
+    @property
+    def gate_activation(self) -> Activation:
+        return GATE_ACTIVATIONS[self.type]
+
+
+class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
+    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
+
+    type: Literal["clamped_swiglu"] = "clamped_swiglu"
+    alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
+    """Slope inside the sigmoid."""
+    limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
+    """Bound of the gate from above, and of the linear part on both sides."""
+
+    @property
+    def clamped(self) -> ClampedSwiGLU | None:
+        return ClampedSwiGLU(self.alpha, self.limit)
+
+    @property
+    def gate_activation(self) -> Activation:
+        return "silu"
+
+
+class GatedExperts(MatrixExperts):
+    """E networks down(act(gate x) * up x).
+
+    `gate_up` (E, 2 F, D) holds gate's rows before up's; `gate` and `up` are views of it.
+    """
+
+    def __init__(
+        self,
+        config: ThreeMatrixExpertsConfig,
+        d_model: int,
+        num_experts: int,
+        experts_per_token: float,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = config.gate_activation
+        width = config.width(d_model, experts_per_token)
+        self.gate_up, self.gate_up_bias = stacked_linear(
+            num_experts, d_model, 2 * width, config.bias
+        )
+        self.down, self.down_bias = stacked_linear(num_experts, width, d_model, config.bias)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            activation=self.activation,
+            up_EHD=self.gate_up,
+            down_EDF=self.down,
+            gated=True,
+            up_bias_EH=self.gate_up_bias,
+            down_bias_ED=self.down_bias,
+            dropout=self.dropout,
+            clamped=self.config.clamped,
+        )
+
+    @property
+    def gate(self) -> Tensor:
+        """(E, F, D)"""
+        return self.gate_up.chunk(2, dim=1)[0]
+
+    @property
+    def up(self) -> Tensor:
+        """(E, F, D)"""
+        return self.gate_up.chunk(2, dim=1)[1]
+
+    @property
+    def gate_bias(self) -> Tensor | None:
+        """(E, F)"""
+        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[0]
+
+    @property
+    def up_bias(self) -> Tensor | None:
+        """(E, F)"""
+        return None if self.gate_up_bias is None else self.gate_up_bias.chunk(2, dim=1)[1]
