@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from experiments.benchmark.shapes import DTYPES, Shape
 from moe_ffn import build_ffn
 from moe_ffn.errors import first_line
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.routing.base import LinearRouter, Router
+from moe_ffn.routing.base import LinearRouter
 
 DENSE = "dense FFN"
 AUTO = "moe_ffn auto"
@@ -72,12 +72,10 @@ class Case:
     expected: Outcome
 
     @classmethod
-    def of(cls, shape: Shape, device: torch.device, router: Router | None = None) -> Case:
-        """The same weights and tokens in every run."""
+    def of(cls, shape: Shape, device: torch.device, **router: Any) -> Case:
+        """The same weights and tokens in every run; `router` are options of another one."""
         torch.manual_seed(0)
-        source, tokens = moe_layer(shape, "loop", device), Tokens.of(shape, device)
-        if router is not None:
-            source.router = router.to(device)
+        source, tokens = moe_layer(shape, "loop", device, **router), Tokens.of(shape, device)
         return cls(shape, source, tokens, outcome(source, tokens))
 
 
@@ -117,12 +115,12 @@ def dtype_of(shape: Shape) -> torch.dtype:
     return getattr(torch, DTYPES[shape.dtype])
 
 
-def moe_layer(shape: Shape, backend: str, device: torch.device) -> MoEFFN:
-    """Ours: gated SwiGLU experts behind a top-k router, renormalised as in Mixtral."""
+def moe_layer(shape: Shape, backend: str, device: torch.device, **router: Any) -> MoEFFN:
+    """Ours: gated SwiGLU experts behind a top-k router, renormalised as in Mixtral, or another router."""
     config = {
         "type": "moe",
         "num_experts": shape.num_experts,
-        "router": {"type": "top_k", "k": shape.k, "renormalize": shape.k > 1},
+        "router": router or {"type": "top_k", "k": shape.k, "renormalize": shape.k > 1},
         "experts": {"type": "swiglu", "d_ff": shape.d_ff, "backend": backend},
     }
     with device:

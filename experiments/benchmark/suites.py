@@ -41,9 +41,6 @@ from experiments.benchmark.peers import (
 from experiments.benchmark.session import Candidate, Results, Session, amount, chart, ratio, times
 from experiments.benchmark.shapes import Shape
 from moe_ffn import build_ffn
-from moe_ffn.outputs import Routing, TokenContext
-from moe_ffn.routing import TopKRouterConfig
-from moe_ffn.routing.base import LinearRouter, routing_of_pairs
 
 # ------------------------------------------------------------------ one shape after the other
 
@@ -164,7 +161,8 @@ def decoding(session: Session) -> None:
     session.show_grid(results, "Forward pass of a few tokens, without gradients")
     for name in sizes:
         for peer in (HF_EAGER, HF_BATCHED):
-            session.promise(f"time / {peer}", 1.0, results, (name, AUTO), (name, peer))
+            claim = f"time / {peer}, {name}"
+            session.promise(claim, 1.0, results, (name, AUTO), (name, peer))
 
 
 def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
@@ -183,40 +181,16 @@ def _decoding(layer: Layer, case: Case, name: str) -> Candidate:
 SKEWED = Shape(8192, 256, 512, 8, 1, "fp32")
 """k = 1, so that one expert can have all tokens."""
 
-LOADS = {
-    "balanced": [1.0] * SKEWED.num_experts,
-    "zipf": [1 / rank for rank in range(1, SKEWED.num_experts + 1)],
-    "one hot": [1.0] + [0.0] * (SKEWED.num_experts - 1),
-}
-"""Name -> how much of the tokens each expert gets, in proportion."""
-
-
-class LoadRouter(LinearRouter):
-    """Sends given shares of the tokens to the experts, in a random order; weights are learned as ever."""
-
-    def __init__(self, shape: Shape, shares_E: Sequence[float]) -> None:
-        super().__init__(TopKRouterConfig(k=1), shape.d_model, shape.num_experts)
-        generator = torch.Generator().manual_seed(2)
-        ends_E = torch.tensor(shares_E).cumsum(0) / sum(shares_E)
-        places_T = (torch.randperm(shape.num_tokens, generator=generator) + 0.5) / shape.num_tokens
-        expert_ids_T = torch.searchsorted(ends_E, places_T).clamp(max=shape.num_experts - 1)
-        self.register_buffer("expert_ids_TK", expert_ids_T.unsqueeze(-1), persistent=False)
-
-    expert_ids_TK: Tensor
-
-    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
-        logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.softmax(dim=-1)
-        weights_TK = scores_TE.gather(-1, self.expert_ids_TK)
-        return routing_of_pairs(weights_TK, self.expert_ids_TK, logits_TE, scores_TE, context)
+SKEWS = {"balanced": 0.0, "half": 0.5, "one hot": 1.0}
+"""Name -> the share of the tokens that the first expert gets; the others take turns."""
 
 
 def skew(session: Session) -> None:
-    """The same tokens spread evenly, by Zipf's law, or all on one expert."""
+    """The same tokens spread evenly, half of them on one expert, or all."""
     session.say(f"{SKEWED}, tokens spread in three ways, forward and backward, median")
     candidates: list[Candidate] = []
-    for load, shares_E in LOADS.items():
-        case = Case.of(SKEWED, session.device, LoadRouter(SKEWED, shares_E))
+    for load, share in SKEWS.items():
+        case = Case.of(SKEWED, session.device, type="forced", k=SKEWED.k, skew=share)
         layers = session.layers(case)[1:]
         candidates += [Candidate.training(layer, case.tokens, SKEWED, load) for layer in layers]
     results = session.time(candidates, to=AUTO)

@@ -1,25 +1,21 @@
 """The suite of whole training steps: the default model beside a dense one with as many active parameters.
 
 A step is forward, objective, backward, clipping and AdamW, each as `experiments.train` configures it, on
-the source of Python's standard library, byte by byte.
-
-B batch, S sequence
+the text that it trains on by default: the source of Python's standard library, byte by byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from experiments.benchmark.layers import AUTO
 from experiments.benchmark.peers import REFERENCE, SAME
 from experiments.benchmark.session import Candidate, Session
 from experiments.benchmark.shapes import Shape
-from moe_ffn.data.corpus import StdlibConfig
-from moe_ffn.data.prepare import DataConfig
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import TrainerConfig, resolve_precision
@@ -39,23 +35,26 @@ MORE_ROUNDS = 2
 
 
 class Training:
-    """A model, its optimizer and where it is in the text."""
+    """A model, its optimizer and the number of steps it has trained."""
 
-    def __init__(self, config: DecoderConfig, text: Tensor, device: torch.device, bf16: bool):
+    def __init__(
+        self, config: DecoderConfig, batches: TrainBatches, device: torch.device, bf16: bool
+    ) -> None:
         torch.manual_seed(0)
-        data = DataConfig()
         self.clip = TrainerConfig().gradient_clip_val
         self.objective = ObjectiveConfig()
-        self.model = config.build(VOCAB_SIZE, data.seq_len).to(device)
+        self.model = config.build(VOCAB_SIZE, batches.seq_len).to(device)
         self.optimizer = AdamWConfig().build(self.model)
-        self.batches = batches(text, data, device)
-        self.device, self.bf16 = device, bf16
+        self.batches, self.device, self.bf16 = batches, device, bf16
+        self.num_steps = 0
 
     def step(self) -> None:
-        input_ids_BS, target_ids_BS = next(self.batches)
+        batch = self.batches[self.num_steps]
+        input_ids, target_ids = batch.input_ids.to(self.device), batch.target_ids.to(self.device)
+        self.num_steps += 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            output = self.model(input_ids_BS)
-            loss = objective(output.logits, target_ids_BS, output.routings, self.objective).total
+            output = self.model(input_ids)
+            loss = objective(output.logits, target_ids, output.routings, self.objective).total
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -80,10 +79,11 @@ def training(session: Session) -> None:
     )
     sizes = (width, ffn.num_experts, int(ffn.experts_per_token))
     shape = Shape(tokens, moe.d_model, *sizes, dtype=precision)
-    text = corpus(session.rounds * MORE_ROUNDS + session.warmup, data)
+    text = prepare(data).train
+    batches = TrainBatches(text, seq_len=data.seq_len, batch_size=data.batch_size, seed=0)
     candidates: list[Candidate] = []
     for name, config in models.items():
-        trained = Training(config, text, session.device, precision == "bf16-mixed")
+        trained = Training(config, batches, session.device, precision == "bf16-mixed")
         try:
             trained.step()
         except ValueError as error:
@@ -112,27 +112,3 @@ def moe_of(config: DecoderConfig) -> tuple[MoEConfig, int]:
 
 def with_ffn(config: DecoderConfig, ffn: dict[str, Any]) -> DecoderConfig:
     return DecoderConfig.model_validate(config.to_dict() | {"ffn": ffn})
-
-
-def corpus(num_steps: int, data: DataConfig) -> Tensor:
-    """uint8: enough of the standard library's source for that many steps, where it is long enough."""
-    needed = (num_steps + 2) * data.batch_size * (data.seq_len + 1)
-    text = bytearray()
-    for document in StdlibConfig().documents():
-        for block in document.blocks:
-            text += block
-        if len(text) >= needed:
-            break
-    return torch.frombuffer(text, dtype=torch.uint8)
-
-
-def batches(
-    text: Tensor, data: DataConfig, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 (B, S): one stretch of the text after the other, for ever."""
-    length = data.seq_len + 1
-    size = data.batch_size * length
-    while True:
-        for part in text[: len(text) // size * size].split(size):
-            rows_BS = part.view(data.batch_size, length).long().to(device)
-            yield rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous()

@@ -115,24 +115,29 @@ def check(
         )
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", get_args(Activation))
+GATED = {"gated": True, "bias": True}
+PLAIN = {"gated": False, "bias": False}
+ACTIVATIONS = {
+    **{f"gated_{name}": {"activation": name, **GATED} for name in get_args(Activation)},
+    "gelu": {"activation": "gelu", **PLAIN},
+    "relu_squared": {"activation": "relu_squared", **PLAIN},
+}
+
+
+@pytest.mark.parametrize("options", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_every_activation_equals_the_loop(
-    activation: Activation, gated: bool, make_weights: Any, make_plan_of: Any
+    options: dict[str, Any], make_weights: Any, make_plan_of: Any
 ) -> None:
     plan = PLANS["lopsided"]
-    # Biases on half of them: both ways are taken by several activations.
-    weights = make_weights(activation=activation, gated=gated, bias=gated)
-    check(tokens(len(plan)), make_plan_of(plan, 3), weights)
+    check(tokens(len(plan)), make_plan_of(plan, 3), make_weights(**options))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
-    gated: bool, make_weights: Any, make_plan_of: Any
+    make_weights: Any, make_plan_of: Any
 ) -> None:
     """Without masks: what the widths of real layers are."""
     plan = PLANS["lopsided"]
-    weights = make_weights(d_model=32, d_ff=48, gated=gated)
+    weights = make_weights(d_model=32, d_ff=48)
     check(tokens(len(plan), d_model=32), make_plan_of(plan, 3), weights)
 
 
@@ -143,10 +148,9 @@ def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) ->
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_plan_equals_the_loop(
-    plan: list[list[int | None]], make_weights: Any, make_plan_of: Any
-) -> None:
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "lopsided"])
+def test_every_plan_equals_the_loop(name: str, make_weights: Any, make_plan_of: Any) -> None:
+    plan = PLANS[name]
     check(tokens(len(plan)), make_plan_of(plan, 3), make_weights())
 
 
