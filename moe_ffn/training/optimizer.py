@@ -1,10 +1,10 @@
 """The optimizers and their options, which a resumed run may change.
 
-The classes of `torch.optim` that train a language model, with their names and arguments there. Left out are
-LBFGS, which needs the loss several times a step, SparseAdam (sparse gradients), Rprop (whole-batch gradients)
-and ASGD, whose average would not be used. `torch.optim.Muon` takes two-dimensional parameters only; here experts
-are stacked, and gate is concatenated with up, so that one parameter holds many matrices, each orthogonalised by
-itself.
+The classes of `torch.optim` that train a language model, with their names and arguments there. Left out
+are LBFGS, which needs the loss several times a step, SparseAdam (sparse gradients), Rprop (whole-batch
+gradients) and ASGD, whose average would not be used. `torch.optim.Muon` takes two-dimensional parameters
+only; here experts are stacked, and gate is concatenated with up, so that one parameter holds many matrices,
+each orthogonalised by itself.
 
 M matrices, O rows (out), I columns (in)
 """

@@ -310,6 +310,7 @@ def test_loads_are_what_they_are_called() -> None:
         shape = Shape(64, 16, 8, 4, 1, "fp32")
         case = Case.of(shape, CPU, type="forced", k=1, skew=share)
         routing = case.source(case.tokens.x_BSD).routing
+        assert routing is not None
         loads[name] = torch.bincount(routing.expert_ids_N, minlength=4).tolist()
     assert loads == {"balanced": [16] * 4, "half": [40, 8, 8, 8], "one hot": [64, 0, 0, 0]}
 
