@@ -208,6 +208,10 @@ def test_importing_the_package_loads_nothing_but_torch_einops_and_pydantic() -> 
     assert libraries <= ours | {"annotated_types", "typing_extensions", "typing_inspection"}
 
 
+def test_a_run_is_read_without_lightning() -> None:
+    assert "lightning" not in loaded_by("import moe_ffn.runs.reader")
+
+
 def test_importing_everything_public_is_quick() -> None:
     # Processor time, which other work on the machine disturbs less than the clock, and the best of
     # three, which it disturbs least; without torch, einops and pydantic, which everybody who uses

@@ -1,15 +1,14 @@
 """What a run reads of a checkpoint, compared with what this run would write, before anything is touched.
 
 A checksum says that a file is what was written; it does not say who wrote it, or that it was a whole state.
-What belongs into a checkpoint is not listed here: it is the state of a fresh run, its template. Nothing is
-taken for granted of what a file holds: neither how deep it is, nor how long, nor how large. What is wrong is
-raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`.
+What belongs into a checkpoint is not listed here: it is the state of a fresh run, its template. What is wrong
+is raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -23,29 +22,29 @@ from pydantic import (
     ConfigDict,
     Field,
     TypeAdapter,
-    ValidationError,
 )
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moe_ffn.errors import explain, printable, shorten, show
+from moe_ffn.errors import show
 from moe_ffn.import_path import is_outside
 from moe_ffn.metrics.table import Metric, compute, measured_in, statistics_of
+from moe_ffn.runs.checkpoints import (
+    MAX_WHOLE_NUMBER,
+    malformed,
+    require_count,
+    require_finite,
+    require_keys,
+    require_ordinary,
+    require_same_kind,
+    require_tensor,
+)
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import ROWS_OF_MEDIAN, AlarmKind
 from moe_ffn.training.optimizer import build_schedule
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError
 from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
 from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions, StepTimer
-
-MAX_WHOLE_NUMBER = 2**53
-"""No number of steps or tokens is larger."""
-
-MAX_LEVELS = 50
-"""As deep as a config may be."""
-
-_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_NUMBERS |= {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 _VERSION = "pytorch-lightning_version"
 _OLDEST = Version("2.6")
@@ -62,16 +61,10 @@ def _require_float(value: Any) -> Any:
     return value
 
 
-def _require_ordinary(value: Tensor) -> Tensor:
-    if problem := _problem(value):
-        raise ValueError(problem)
-    return value
-
-
 _Count = Annotated[int, Field(ge=0, le=MAX_WHOLE_NUMBER)]
 _Loss = _Seconds = Annotated[float, Field(ge=0)]
 _Losses = list[Annotated[float, BeforeValidator(_require_float), Field(allow_inf_nan=False)]]
-_Tensors = dict[str, Annotated[Tensor, AfterValidator(_require_ordinary)]]
+_Tensors = dict[str, Annotated[Tensor, AfterValidator(require_ordinary)]]
 _ListOrTuple = Field(strict=False)
 _OfModel = Annotated[tuple[Literal["loss_spike", "skipped_step"], None, _Count], _ListOrTuple]
 _OfLayer = Annotated[tuple[AlarmKind, str, _Count], _ListOrTuple]
@@ -107,6 +100,13 @@ _GROWING: Mapping[str, TypeAdapter[Any]] = {
 """Where a fresh state does not show what may stand there later: the types of that."""
 
 
+def _grown(fresh: Any, path: str) -> Any:
+    """A fresh state as a template of a later one."""
+    if isinstance(fresh, Mapping) and path not in _GROWING:
+        return {key: _grown(value, f"{path}.{key}") for key, value in fresh.items()}
+    return _GROWING.get(path, fresh)
+
+
 def require_training(
     values: Mapping[str, Any],
     module: LanguageModel,
@@ -140,7 +140,7 @@ def require_training(
     }.items():
         if name not in values:
             raise CheckpointError(f"lacks '{name}', so it is no checkpoint of a run")
-        require_same_kind(values[name], fresh, name)
+        require_same_kind(values[name], _grown(fresh, name), name)
     _require_version(values[_VERSION])
     step, num_skipped = values["global_step"], values["guard"]["num_skipped"]
     _require_loops(values["loops"].get("fit_loop"), step, accumulated)
@@ -179,12 +179,14 @@ def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) 
     for callback in callbacks:
         name, state = callback.state_key, callback.state_dict()
         if state:  # others are in no checkpoint
-            require_same_kind(found.get(name), state, f"callbacks.{name}")
+            path = f"callbacks.{name}"
+            require_same_kind(found.get(name), _grown(state, path), path)
     # Whether a run has these may change.
     for fresh in (EarlyStoppingByOptions("validation/loss"), StepTimer()):
         name = type(fresh).__qualname__
+        expected = _grown(fresh.state_dict(), f"callbacks.{name}")
         for key in [key for key in found if key.startswith(name)]:
-            require_same_kind(found[key], fresh.state_dict(), f"callbacks.{name}")
+            require_same_kind(found[key], expected, f"callbacks.{name}")
     steps, seen = found["StepLogger"], found["ValidationLogger"]
     last_row, last_look = steps["last_row_step"], steps["routing"]["last_look"]
     if (last_look > 0) != (last_row > 0) or last_look > last_row:
@@ -248,7 +250,7 @@ def _require_optimizer(
     path = "optimizer_states.0"
     require_keys(found, ("state", "param_groups"), path)
     state, groups = found["state"], found["param_groups"]
-    require_same_kind(state, {}, f"{path}.state")
+    require_same_kind(state, _GROWING[f"{path}.state"], f"{path}.state")
     if not is_own:  # whose options may be of several kinds
         require_same_kind(groups, fresh.state_dict()["param_groups"], f"{path}.param_groups")
         for group, options in zip(fresh.param_groups, groups, strict=True):
@@ -310,143 +312,3 @@ def _after_one_step(optimizer: Optimizer) -> Mapping[int, Mapping[str, Any]]:
         except Exception:  # of any kind, since it may be anybody's
             continue
     return {}
-
-
-# -- single values
-
-
-def malformed(path: str, problem: str) -> CheckpointError:
-    """The error to raise about the value at `path`, a dotted key."""
-    return CheckpointError(f"is malformed: {shorten(printable(path), 120)}: {problem}")
-
-
-def require_same_kind(found: Any, template: Any, path: str) -> None:
-    """Mappings with the same keys and lists of the same length, of values of the same kinds.
-
-    Args:
-        template: as it should be: a whole number stands for any from 0 on, a number for any finite one, and
-            a tensor for one of its shape, of floating-point numbers where it has those.
-
-    Raises:
-        CheckpointError: it is otherwise.
-    """
-    if path in _GROWING:
-        try:
-            _GROWING[path].validate_python(found)
-        except ValidationError as error:
-            where, _, problem = explain(error)[0].rpartition(": ")
-            raise malformed(f"{path}.{where}".rstrip("."), problem) from None
-    elif isinstance(template, Mapping):
-        require_keys(found, template, path)
-        for key, value in template.items():
-            require_same_kind(found[key], value, f"{path}.{key}")
-    elif isinstance(template, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(template):
-            raise malformed(path, f"must be a list of {len(template)}, got {describe(found)}")
-        for place, (mine, its) in enumerate(zip(found, template, strict=True)):
-            require_same_kind(mine, its, f"{path}.{place}")
-    elif isinstance(template, Tensor):
-        require_tensor(found, template.shape, path, is_float=template.is_floating_point())
-    elif type(template) is int:
-        require_count(found, path)
-    elif type(template) is float:
-        if type(found) not in (int, float) or not math.isfinite(found) or abs(found) > 1e300:
-            raise malformed(path, f"must be a finite number, got {describe(found)}")
-    elif type(found) is not type(template):
-        expected = {bool: "true or false", type(None): "null", str: "text"}
-        kind = expected.get(type(template), "other")
-        raise malformed(path, f"must be {kind}, got {describe(found)}")
-
-
-def require_keys(found: Any, keys: Iterable[Any], path: str) -> None:
-    """A mapping with these keys and no other."""
-    if not isinstance(found, Mapping):
-        raise malformed(path, f"must be a mapping, got {describe(found)}")
-    for key in keys:
-        if key not in found:
-            raise malformed(path, f"lacks '{key}'")
-    for key in found:
-        if key not in keys:
-            raise malformed(path, f"has {show(key)}, which does not belong there")
-
-
-def require_count(found: Any, path: str, least: int = 0, most: int = MAX_WHOLE_NUMBER) -> None:
-    """A whole number from `least` to `most`."""
-    if type(found) is not int or not least <= found <= most:
-        bound = f"from {least} to {most}" if most < MAX_WHOLE_NUMBER else f"of at least {least}"
-        raise malformed(path, f"must be a whole number {bound}, got {describe(found)}")
-
-
-def require_tensor(
-    found: Any, shape: Sequence[int] | None, path: str, *, is_float: bool | None = None
-) -> None:
-    """A tensor that holds ordinary numbers, one after the other, on the CPU.
-
-    Args:
-        shape: of the tensor; None where it may have any.
-        is_float: whether its numbers are floating-point ones; None where either may be.
-    """
-    is_plain = isinstance(found, Tensor) and not found.is_nested
-    if not is_plain or (shape is not None and found.shape != tuple(shape)):
-        wanted = "" if shape is None else f" {tuple(shape)}"
-        raise malformed(path, f"must be a tensor{wanted}, got {describe(found)}")
-    if problem := _problem(found):
-        raise malformed(path, problem)
-    if is_float is not None and found.is_floating_point() != is_float:
-        numbers = "floating-point numbers" if is_float else "whole numbers"
-        raise malformed(path, f"must hold {numbers}, got {_dtype(found)}")
-
-
-def _problem(found: Tensor) -> str:
-    """Why a tensor is not one of ordinary numbers on the CPU; empty where it is."""
-    if type(found) is not Tensor or found.requires_grad:
-        return f"must be a plain tensor, got a {type(found).__name__} with a gradient"
-    if found.is_nested or found.layout != torch.strided or found.is_quantized:
-        return "must be a plain tensor, got a sparse, nested or quantized one"
-    if found.device.type != "cpu":
-        return "must hold values, got a tensor without any"
-    if any(size > 1 and not step for size, step in zip(found.shape, found.stride(), strict=True)):
-        return "has several numbers in one place"  # and may claim to be more than any memory holds
-    return "" if found.dtype in _NUMBERS else f"must hold ordinary numbers, got {_dtype(found)}"
-
-
-def require_finite(found: Tensor, path: str) -> None:
-    """Neither NaN nor infinity."""
-    if not bool(found.isfinite().all()):
-        what = "NaN" if bool(found.isnan().any()) else "infinity"
-        raise CheckpointError(f"holds {what} in '{path}'")
-
-
-def require_plain(found: Any, path: str, levels: int = MAX_LEVELS) -> None:
-    """Nested mappings and lists of text, numbers, true, false and null, as a config is made of."""
-    if levels == 0:
-        raise malformed(path, f"is nested more than {MAX_LEVELS} levels deep")
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            if not isinstance(key, str):
-                raise malformed(path, f"must have keys of text, got {describe(key)}")
-            require_plain(value, f"{path}.{key}", levels - 1)
-    elif isinstance(found, list | tuple):
-        for place, value in enumerate(found):
-            require_plain(value, f"{path}.{place}", levels - 1)
-    elif not isinstance(found, str | int | float | None) or (
-        isinstance(found, int) and abs(found) > 2**64
-    ):
-        raise malformed(path, f"must be a plain value, got {describe(found)}")
-
-
-def describe(found: Any) -> str:
-    """A value in a few words, whatever it is."""
-    if isinstance(found, Tensor):
-        if found.is_nested:
-            return "a nested tensor"
-        return f"a tensor {tuple(found.shape)} of {_dtype(found)}"
-    if isinstance(found, Mapping):
-        return "a mapping"
-    if isinstance(found, list | tuple):
-        return f"a list of {len(found)}"
-    return show(found)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -1,23 +1,22 @@
-"""The newest good checkpoint of a run, and why others are passed over."""
+"""The newest good checkpoint of a run, why others are passed over, and how single values in them are checked.
+
+Nothing is taken for granted of what a file holds: neither how deep it is, nor how long, nor how large.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from moe_ffn.errors import printable, show
-from moe_ffn.runs.checkpoint_checks import (
-    describe,
-    require_finite,
-    require_plain,
-    require_same_kind,
-)
+from moe_ffn.errors import explain, printable, shorten, show
 from moe_ffn.runs.config import differences
 from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
@@ -126,3 +125,160 @@ def _require_weights(found: Mapping[str, Any], model: nn.Module) -> None:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:12]}..."
+
+
+# -- single values
+
+MAX_WHOLE_NUMBER = 2**53
+"""No number of steps or tokens is larger."""
+
+MAX_LEVELS = 50
+"""As deep as a config may be."""
+
+_NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_NUMBERS |= {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+def malformed(path: str, problem: str) -> CheckpointError:
+    """The error to raise about the value at `path`, a dotted key."""
+    return CheckpointError(f"is malformed: {shorten(printable(path), 120)}: {problem}")
+
+
+def require_same_kind(found: Any, template: Any, path: str) -> None:
+    """Mappings with the same keys and lists of the same length, of values of the same kinds.
+
+    Args:
+        template: as it should be: a whole number stands for any from 0 on, a number for any finite one, and
+            a tensor for one of its shape, of floating-point numbers where it has those, and a TypeAdapter for
+            what it takes.
+
+    Raises:
+        CheckpointError: it is otherwise.
+    """
+    if isinstance(template, TypeAdapter):
+        try:
+            template.validate_python(found)
+        except ValidationError as error:
+            where, _, problem = explain(error)[0].rpartition(": ")
+            raise malformed(f"{path}.{where}".rstrip("."), problem) from None
+    elif isinstance(template, Mapping):
+        require_keys(found, template, path)
+        for key, value in template.items():
+            require_same_kind(found[key], value, f"{path}.{key}")
+    elif isinstance(template, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(template):
+            raise malformed(path, f"must be a list of {len(template)}, got {describe(found)}")
+        for place, (mine, its) in enumerate(zip(found, template, strict=True)):
+            require_same_kind(mine, its, f"{path}.{place}")
+    elif isinstance(template, Tensor):
+        require_tensor(found, template.shape, path, is_float=template.is_floating_point())
+    elif type(template) is int:
+        require_count(found, path)
+    elif type(template) is float:
+        if type(found) not in (int, float) or not math.isfinite(found) or abs(found) > 1e300:
+            raise malformed(path, f"must be a finite number, got {describe(found)}")
+    elif type(found) is not type(template):
+        expected = {bool: "true or false", type(None): "null", str: "text"}
+        kind = expected.get(type(template), "other")
+        raise malformed(path, f"must be {kind}, got {describe(found)}")
+
+
+def require_keys(found: Any, keys: Iterable[Any], path: str) -> None:
+    """A mapping with these keys and no other."""
+    if not isinstance(found, Mapping):
+        raise malformed(path, f"must be a mapping, got {describe(found)}")
+    for key in keys:
+        if key not in found:
+            raise malformed(path, f"lacks '{key}'")
+    for key in found:
+        if key not in keys:
+            raise malformed(path, f"has {show(key)}, which does not belong there")
+
+
+def require_count(found: Any, path: str, least: int = 0, most: int = MAX_WHOLE_NUMBER) -> None:
+    """A whole number from `least` to `most`."""
+    if type(found) is not int or not least <= found <= most:
+        bound = f"from {least} to {most}" if most < MAX_WHOLE_NUMBER else f"of at least {least}"
+        raise malformed(path, f"must be a whole number {bound}, got {describe(found)}")
+
+
+def require_tensor(
+    found: Any, shape: Sequence[int] | None, path: str, *, is_float: bool | None = None
+) -> None:
+    """A tensor that holds ordinary numbers, one after the other, on the CPU.
+
+    Args:
+        shape: of the tensor; None where it may have any.
+        is_float: whether its numbers are floating-point ones; None where either may be.
+    """
+    is_plain = isinstance(found, Tensor) and not found.is_nested
+    if not is_plain or (shape is not None and found.shape != tuple(shape)):
+        wanted = "" if shape is None else f" {tuple(shape)}"
+        raise malformed(path, f"must be a tensor{wanted}, got {describe(found)}")
+    if problem := _problem(found):
+        raise malformed(path, problem)
+    if is_float is not None and found.is_floating_point() != is_float:
+        numbers = "floating-point numbers" if is_float else "whole numbers"
+        raise malformed(path, f"must hold {numbers}, got {_dtype(found)}")
+
+
+def require_ordinary(value: Tensor) -> Tensor:
+    """ValueError where a tensor is not one of ordinary numbers on the CPU."""
+    if problem := _problem(value):
+        raise ValueError(problem)
+    return value
+
+
+def _problem(found: Tensor) -> str:
+    """Why a tensor is not one of ordinary numbers on the CPU; empty where it is."""
+    if type(found) is not Tensor or found.requires_grad:
+        return f"must be a plain tensor, got a {type(found).__name__} with a gradient"
+    if found.is_nested or found.layout != torch.strided or found.is_quantized:
+        return "must be a plain tensor, got a sparse, nested or quantized one"
+    if found.device.type != "cpu":
+        return "must hold values, got a tensor without any"
+    if any(size > 1 and not step for size, step in zip(found.shape, found.stride(), strict=True)):
+        return "has several numbers in one place"  # and may claim to be more than any memory holds
+    return "" if found.dtype in _NUMBERS else f"must hold ordinary numbers, got {_dtype(found)}"
+
+
+def require_finite(found: Tensor, path: str) -> None:
+    """Neither NaN nor infinity."""
+    if not bool(found.isfinite().all()):
+        what = "NaN" if bool(found.isnan().any()) else "infinity"
+        raise CheckpointError(f"holds {what} in '{path}'")
+
+
+def require_plain(found: Any, path: str, levels: int = MAX_LEVELS) -> None:
+    """Nested mappings and lists of text, numbers, true, false and null, as a config is made of."""
+    if levels == 0:
+        raise malformed(path, f"is nested more than {MAX_LEVELS} levels deep")
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            if not isinstance(key, str):
+                raise malformed(path, f"must have keys of text, got {describe(key)}")
+            require_plain(value, f"{path}.{key}", levels - 1)
+    elif isinstance(found, list | tuple):
+        for place, value in enumerate(found):
+            require_plain(value, f"{path}.{place}", levels - 1)
+    elif not isinstance(found, str | int | float | None) or (
+        isinstance(found, int) and abs(found) > 2**64
+    ):
+        raise malformed(path, f"must be a plain value, got {describe(found)}")
+
+
+def describe(found: Any) -> str:
+    """A value in a few words, whatever it is."""
+    if isinstance(found, Tensor):
+        if found.is_nested:
+            return "a nested tensor"
+        return f"a tensor {tuple(found.shape)} of {_dtype(found)}"
+    if isinstance(found, Mapping):
+        return "a mapping"
+    if isinstance(found, list | tuple):
+        return f"a list of {len(found)}"
+    return show(found)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
