@@ -43,7 +43,7 @@ class Code:
     """What the tag says before the colon: a path that ends in `.py`, or the name of a module."""
 
     path: Path | None
-    """Its file; None for a module that has none, or that nobody finds."""
+    """Its file; None for a module that has none, or is not found."""
 
     content: bytes
     """Of that file; empty where there is none."""

@@ -15,7 +15,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, sample_text
 

@@ -19,7 +19,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.layer_names import layer_number, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 
 
 @dataclass(frozen=True)

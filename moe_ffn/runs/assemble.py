@@ -280,7 +280,7 @@ def quiet_libraries() -> None:
 
 
 class KeptFiles(Callback):
-    """Looks at every checkpoint whether the files without which nobody can use it are there."""
+    """Looks at every checkpoint whether the files without which it is of no use are there."""
 
     def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
         """Files of `folder`, by their names, each with its text."""

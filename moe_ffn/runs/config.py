@@ -99,7 +99,7 @@ def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:
     """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
 
     Raises:
-        ConfigError: it cannot be read, or an option is not there, or it names code that nobody trusts.
+        ConfigError: it cannot be read, or an option is not there, or it names code that is not trusted.
     """
     config = read_config(path, TrainConfig, trust_code=trust_code)
     given = read_yaml(path, where=f"'{path}'")

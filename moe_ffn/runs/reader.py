@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from moe_ffn.config_files import parse_yaml
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing
+from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.documents import Alarm, Facts, Summary
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
+    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     FACTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     SUMMARY_FILE,
+    TOKENIZER_FILE,
+    check_has_weights,
     check_is_run,
     is_trained_here,
     reading,
 )
+from moe_ffn.runs.outside_code import say_changed_code
+from moe_ffn.runs.record import RunRecord, identity_of_weights
 from moe_ffn.runs.rows import Rows, Series
-from moe_ffn.runs.saved_model import SavedModel, load_model
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
+from moe_ffn.training.recovery.checkpoint_file import IDENTITY, CheckpointError, newest_first
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -43,6 +56,34 @@ PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
 
 LAYER_KEY = re.compile(r"routing/(layer_\d{1,9}(?:/inner)*)/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The best model of a run, in evaluation, with what it takes to give it a text."""
+
+    folder: Path
+    config: TrainConfig
+    tokenizer: Tokenizer
+    decoder: Decoder
+
+    def run(self, text: bytes, *, who: str = "text") -> DecoderOutput:
+        """What the decoder makes of a text as one sequence.
+
+        Args:
+            who: how the text is called where it is refused, such as an option's name.
+
+        Raises:
+            ConfigError: it has more tokens than the sequences that the run was trained on.
+        """
+        ids = self.tokenizer.encode(text).tolist()
+        if len(ids) > self.decoder.max_seq_len:
+            raise ConfigError(
+                f"{who}: has {len(ids)} tokens, but '{self.folder}' was trained on sequences of "
+                f"{self.decoder.max_seq_len} (data.seq_len); give a shorter text"
+            )
+        with torch.no_grad():
+            return self.decoder(torch.tensor([ids]))
 
 
 @dataclass(frozen=True)
@@ -74,7 +115,7 @@ class Run:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """Its options; ConfigError where one is lost, or names code that nobody trusts."""
+        """Its options; ConfigError where one is lost, or names code that is not trusted."""
         return own_config(self.folder / CONFIG_FILE, trust_code=self.trust_code)
 
     @property
@@ -158,7 +199,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     The weights are read when something of the model is asked for: `tokenizer`, `model`, `routing`.
 
     Args:
-        trust_code: run the code that the folder names, whoever's it is, though no run of yours began with it.
+        trust_code: run the code that the folder names, even where no run of yours began with it.
 
     Raises:
         ConfigError: this is no folder of a run, or its log cannot be read.
@@ -185,7 +226,7 @@ def read_run(
     """As `load_run`.
 
     Args:
-        has_ended: nobody trains it any more; otherwise its files decide, by when they were written.
+        has_ended: it is not trained any more; otherwise its files decide, by when they were written.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
@@ -241,23 +282,92 @@ def _experts(found: Mapping[str, Series]) -> list[Series]:
 
 def _text(path: Path) -> str:
     """Empty where the file is absent or cannot be read: the rest of the page does not need it."""
-    try:
+    with suppress(OSError):
         return read_text(path, errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def _lines(path: Path, kind: type[AnyLine]) -> list[AnyLine]:
     """Empty likewise."""
-    try:
+    with suppress(OSError):
         return list(read_lines(path, kind))
-    except OSError:
-        return []
+    return []
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
-    try:
+    """Empty likewise."""
+    with suppress(ConfigError):
         value = parse_yaml(text, where=CONFIG_FILE)
-    except ConfigError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+# -- the model
+
+
+def load_model(folder: Path, *, trust_code: bool = False) -> SavedModel:
+    """The config, the tokenizer and the best weights of a run.
+
+    Args:
+        trust_code: run the code that the folder names, even where no run of yours began with it.
+
+    Raises:
+        ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
+            or it names code that is not trusted.
+    """
+    check_has_weights(folder)
+    config = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    say_changed_code(folder)
+    tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
+    with explaining_outside_errors():
+        decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
+    expected = identity_of_weights(config, tokenizer)
+    record = RunRecord.read(folder, config)
+    weights = _weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record)
+    # float32 holds the weights of every other format exactly.
+    if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
+        decoder.double()
+    decoder.load_state_dict(weights)
+    return SavedModel(folder, config, tokenizer, decoder.eval())
+
+
+def _weights(
+    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any], record: RunRecord
+) -> Mapping[str, Tensor]:
+    """The best, or the newest where those are damaged."""
+
+    def of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
+        state = values.get("state_dict")
+        if not isinstance(state, Mapping):
+            raise CheckpointError("lacks 'state_dict', so it is no checkpoint of a run")
+        ours = {name: value for name, value in state.items() if str(name).startswith("decoder.")}
+        return {name.removeprefix("decoder."): value for name, value in ours.items()}
+
+    def refusal(values: Mapping[str, Any]) -> str | None:
+        weights = {**values, "state_dict": of_decoder(values)}
+        why = refusal_of_weights(weights, expected, decoder)
+        return why or record.refusal(values[IDENTITY])
+
+    candidates = [*best_checkpoint(checkpoints), *newest_first(checkpoints)]
+    found, passed_over = newest_good(candidates, refusal)
+    why = "; ".join(passed_over)
+    if found is None:
+        raise ConfigError(
+            f"'{checkpoints}' has no good checkpoint: {why}; put back what was there, or give another run"
+            if why
+            else f"'{checkpoints}' has no checkpoint, so no model to load; give a run that has come to its "
+            "first validation"
+        )
+    if why:
+        print(f"{checkpoints}: {why}; taking {found.path.name}", file=sys.stderr)
+    return of_decoder(found.values)
+
+
+def _read_tokenizer(path: Path, config: TrainConfig) -> Tokenizer:
+    try:
+        values = json.loads(read_text(path))
+        return config.data.tokenizer.restore(values)
+    except Exception as error:  # of whatever kind: what is wrong is in the file
+        raise ConfigError(
+            f"'{path}' is not the tokenizer that this run was trained with: {first_line(error)}"
+        ) from error

@@ -21,7 +21,7 @@ from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.trace import main
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
 from moe_ffn.report.trace_view import ground, page, table
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from tests.helpers.browser import PHONE, opened
 
 RunTrain = Callable[..., Any]

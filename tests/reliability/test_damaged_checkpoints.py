@@ -17,7 +17,7 @@ import torch
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.folder import CHECKPOINTS_FOLDER
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
     read_checkpoint,

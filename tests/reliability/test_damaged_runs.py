@@ -21,7 +21,7 @@ from moe_ffn.runs.folder import (
     SUMMARY_FILE,
     TOKENIZER_FILE,
 )
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from tests.helpers.damages import Damage, cut, garbage, holding
 from tests.helpers.same_run import differences
 from tests.helpers.tiny_runs import (

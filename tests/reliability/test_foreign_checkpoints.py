@@ -13,8 +13,8 @@ import pytest
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.reader import load_model
 from moe_ffn.runs.resume import Start, find_start
-from moe_ffn.runs.saved_model import load_model
 from tests.helpers.cases import cases
 from tests.helpers.copied_run import Do, expected, lose, resume, rewrite, start_of
 from tests.helpers.same_run import differences

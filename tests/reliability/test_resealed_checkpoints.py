@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints
 from moe_ffn.training.schedule import ScheduleConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.config import PRECISIONS
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 from tests.helpers.cut import Cut, cutting

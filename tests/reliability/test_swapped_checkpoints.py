@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import (
     newest_first,

@@ -13,7 +13,7 @@ import pytest
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.saved_model import load_model
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, write_checkpoint
 
 # -- config files
