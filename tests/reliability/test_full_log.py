@@ -185,7 +185,13 @@ raise SystemExit(exit_on_bad_input(main))
 """
 
 
-@pytest.mark.parametrize("redirect", [">/dev/full 2>/dev/full", "2>/dev/full", ">/dev/full"])
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        ">/dev/full 2>/dev/full",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("2>/dev/full", ">/dev/full")),
+    ],
+)
 def test_a_traceback_that_cannot_be_written_is_the_same_end(redirect: str) -> None:
     command = ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-c", RAISING]
 
