@@ -1,4 +1,4 @@
-"""A class in anybody's file, by its import path, and the code that it comes from.
+"""A class in a user's own file, by its import path, and the code that it comes from.
 
 A file is read once: what is hashed, what permission is asked for and what is run are the same bytes, and
 no cached bytecode beside it is looked at.
@@ -157,27 +157,24 @@ def find_code(where: str) -> Code:
         if path.exists() and not path.is_file():
             raise ConfigError(f"importing '{where}' failed: it is not a file")
         return Code(where, path, path.read_bytes())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"importing '{where}' failed: FileNotFoundError: {reason(error)}; a relative path is relative "
-            "to the YAML file that names it, or, in an option, to the current folder"
-        ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         why = reason(error) if isinstance(error, OSError) else first_line(error)
+        if isinstance(error, FileNotFoundError):
+            why += "; a relative path is relative to the YAML file that names it, or, in an option, to the"
+            why += " current folder"
         raise ConfigError(f"importing '{where}' failed: {type(error).__name__}: {why}") from error
 
 
 def file_of_module(name: str) -> Path | None:
     """Where the source of a module is, found without running that of the packages around it."""
     try:
-        first, *rest = name.split(".")
-        spec = importlib.util.find_spec(first)
-        for number in range(len(rest)):
-            if spec is None:
-                return None
-            dotted = ".".join([first, *rest[: number + 1]])
-            spec = importlib.machinery.PathFinder.find_spec(dotted, spec.submodule_search_locations)
-    except (ImportError, ValueError, AttributeError):
+        dotted, *rest = name.split(".")
+        spec = importlib.util.find_spec(dotted)
+        for part in rest:
+            dotted = f"{dotted}.{part}"
+            places = None if spec is None else spec.submodule_search_locations
+            spec = importlib.machinery.PathFinder.find_spec(dotted, places or [])
+    except (ImportError, ValueError):
         return None
     if spec is None or not spec.has_location or spec.origin is None:
         return None

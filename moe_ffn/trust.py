@@ -1,6 +1,6 @@
 """Whose code a run's folder may run: what this user has run before, and what they say they have read.
 
-A config on the command line is the user's own. A run's folder may come from anybody, and its `config.yaml`
+A config on the command line is the user's own. A run's folder may come from another person, and its `config.yaml`
 names code that would be run by looking at the run. So the sha256 of what runs of this user were begun
 with is kept outside of any run, one file for each, which needs no lock.
 """
@@ -26,7 +26,7 @@ class UntrustedCodeError(ConfigError):
 
 
 def take_trust(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether `--trust-code` is among the arguments, and the others."""
+    """Whether `--trust-code` is among the arguments; and all other arguments."""
     return FLAG in argv, [word for word in argv if word != FLAG]
 
 

@@ -215,7 +215,7 @@ def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
         if layer in known:
             return known[layer].num_experts
         pairs_E = routing["load"].get(layer, {}).get("pairs_E", torch.zeros(0))
-        return routing["idle_steps"].get(layer, pairs_E).numel()  # a block of somebody's own
+        return routing["idle_steps"].get(layer, pairs_E).numel()  # a user's own block
 
     def zeros(layer: str, metrics: Iterable[Metric]) -> dict[str, Tensor]:
         return {s.name: s.zeros(num_experts(layer)) for s in statistics_of(metrics)}
@@ -241,8 +241,8 @@ def _require_optimizer(
 ) -> None:
     """A state that goes into a fresh optimizer, which is used up.
 
-    Of one of somebody's own it is not known how its state goes on after the first step: what has the shape of
-    a parameter then has it later too, and everything is finite.
+    How the state of a user's own optimizer goes on after the first step is not known: what has the shape of a
+    parameter then has it later too, and everything is finite.
 
     Args:
         taken: how many steps moved the weights; None where that is not known.
@@ -296,7 +296,7 @@ def _after_one_step(optimizer: Optimizer) -> Mapping[int, Mapping[str, Any]]:
     """By the number of a parameter, what the optimizer keeps of it; takes over the optimizer.
 
     Tried without memory first, and then on zeros, since Adafactor looks at the size of the weights. Empty
-    where neither can be tried, of an optimizer of somebody's own.
+    where a user's own optimizer takes neither.
     """
     for device in ("meta", "cpu"):
         optimizer.state.clear()
@@ -309,6 +309,6 @@ def _after_one_step(optimizer: Optimizer) -> Mapping[int, Mapping[str, Any]]:
         try:
             optimizer.step(lambda: 0.0)
             return optimizer.state_dict()["state"]
-        except Exception:  # of any kind, since it may be anybody's
+        except Exception:  # of any kind, since it may be a user's own
             continue
     return {}

@@ -99,7 +99,7 @@ def _require_weights(found: Mapping[str, Any], model: nn.Module) -> None:
     for name, value in expected.items():
         if name not in found:
             raise CheckpointError(f"lacks the weight '{name}'")
-        if not isinstance(value, Tensor):  # what a block of somebody's own keeps beside its weights
+        if not isinstance(value, Tensor):  # a user's own block may keep anything
             continue
         mine = found[name]
         if not isinstance(mine, Tensor) or mine.shape != value.shape:
@@ -148,9 +148,8 @@ def require_same_kind(found: Any, template: Any, path: str) -> None:
     """Mappings with the same keys and lists of the same length, of values of the same kinds.
 
     Args:
-        template: as it should be: a whole number stands for any from 0 on, a number for any finite one, and
-            a tensor for one of its shape, of floating-point numbers where it has those, and a TypeAdapter for
-            what it takes.
+        template: as it should be. Its whole numbers match any from 0 on, its floats any finite number, its
+            tensors those of their shape, of floating-point numbers or not, its TypeAdapters what they take.
 
     Raises:
         CheckpointError: it is otherwise.

@@ -120,7 +120,7 @@ def _text(code: Code) -> str:
 
 
 def _sha256(path: Path) -> str | None:
-    """None where there is no such file, or it is nothing that anybody would import."""
+    """None where there is no such file, or it is too large for a source file."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None

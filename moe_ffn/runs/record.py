@@ -25,7 +25,7 @@ from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.json_lines import read_lines
 
 RUN_ID, PRECISION, CHANGEABLE = "run_id", "precision", "changeable"
-"""Keys of the identity in a checkpoint, beside those of what cannot be changed."""
+"""Keys of the identity in a checkpoint, beside the options that cannot be changed."""
 
 
 def new_run_id() -> str:

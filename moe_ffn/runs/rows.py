@@ -69,15 +69,11 @@ class Rows:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        places = dict.fromkeys(self.columns, 0)
-        for step in self.steps:
-            row: dict[str, float] = {STEP: step}
-            for key, series in self.columns.items():
-                place = places[key]
-                if place < len(series) and series.steps[place] == step:
-                    row[key] = series.values[place]
-                    places[key] += 1
-            yield row
+        rows: dict[int, dict[str, float]] = {step: {STEP: step} for step in self.steps}
+        for key, series in self.columns.items():
+            for step, value in zip(series.steps, series.values, strict=True):
+                rows[step][key] = value
+        yield from rows.values()
 
     def csv(self) -> str:
         """The table as CSV with a header; a cell without a value is empty."""
