@@ -1,8 +1,8 @@
 """Whose code a run's folder may run: what this user has run before, and what they say they have read.
 
-A config on the command line is the user's own. A run's folder may come from another person, and its `config.yaml`
-names code that would be run by looking at the run. So the sha256 of what runs of this user were begun
-with is kept outside of any run, one file for each, which needs no lock.
+A config on the command line is the user's own. A run's folder may come from another person, and its
+`config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were
+begun with is kept outside of any run, one file for each, which needs no lock.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import pytest
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import assemble as kept_files
+from moe_ffn.runs import folder as folder_of_runs
 from moe_ffn.runs.assemble import KeptFiles
 from moe_ffn.runs.folder import LOCK_FILE, is_trained_here, locked
 
@@ -99,6 +100,12 @@ def test_a_disk_that_does_not_take_them_is_said_once(
     assert line.startswith(f"disk: '{folder}' cannot be written (")
 
 
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_of_runs, "_PATIENCE_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("_impatient")
 def test_a_run_is_held_by_one_process(tmp_path: Path) -> None:
     assert is_trained_here(tmp_path) is None, "nobody ever held it"
     with locked(tmp_path):
@@ -119,6 +126,7 @@ def test_of_another_machine_nothing_is_known(
     assert is_trained_here(tmp_path) is None
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_run_stays_held_when_its_lock_file_is_removed(tmp_path: Path) -> None:
     with locked(tmp_path):
         (tmp_path / LOCK_FILE).unlink()
@@ -127,6 +135,7 @@ def test_a_run_stays_held_when_its_lock_file_is_removed(tmp_path: Path) -> None:
         assert is_trained_here(tmp_path)
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_file_system_that_locks_no_folders_has_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
