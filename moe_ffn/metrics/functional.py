@@ -122,7 +122,7 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 
-# -- of who goes where
+# -- of chosen experts
 
 
 @takes_routing

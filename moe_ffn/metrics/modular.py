@@ -78,8 +78,8 @@ class CoactivationMetrics(_RoutingMetrics):
 class LanguageMetrics(Metric):
     """Cross-entropy per token and bits per byte, over all batches and ranks.
 
-    Bits per byte divides by the bytes of text that the predicted tokens stand for, so it compares
-    tokenizers; tokens that stand for no text, such as the end of a document, still cost their bits.
+    Bits per byte divides by the bytes of text in the predicted tokens, so it compares tokenizers; tokens
+    without text, such as the end of a document, still cost their bits.
     """
 
     full_state_update = False
@@ -98,7 +98,7 @@ class LanguageMetrics(Metric):
 
         Args:
             nats: the cross-entropy of each predicted token, any shape.
-            num_bytes: the bytes of text each of those tokens stands for, the same shape.
+            num_bytes: how many bytes of text each of those tokens has, the same shape.
         """
         if nats.shape != num_bytes.shape:
             raise ValueError(

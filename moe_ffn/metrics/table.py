@@ -189,8 +189,8 @@ WHERE: dict[Measured, str] = {
     "row": "training",
     "probe": "training (a probe batch)",
 }
-"""Of which batches a metric of a sparse layer is measured. What costs little is of all that a row covers;
-what looks at single tokens would cost several percent of a small model's step, and is of its last step."""
+"""The batches that a metric of a sparse layer covers, in words. A cheap metric covers every batch of a row;
+one that looks at single tokens, several percent of a small model's step, covers the last step alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class Metric:
     per: Literal["layer", "expert", "pair"] = "layer"
     """One number of a sparse layer, of each of its experts, or of each two of them."""
     measured: Measured = "run"
-    """Of which batches; `run` for a metric of the whole model."""
+    """The batches it covers, see `WHERE`; `run` for a metric of the whole model."""
     rows: tuple[Literal["train", "validation"], ...] = ()
     """The rows that have a metric of the whole model."""
     measure: Measure | None = None

@@ -143,7 +143,7 @@ class Line:
     series: Series
     number: int
     """Chooses colour and dash, the same for the same thing in every plot."""
-    scale: float = 1.0
+    scale: float = 1
     """What a step is worth on the x axis."""
 
 

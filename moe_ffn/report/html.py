@@ -23,7 +23,7 @@ NONE = "-"
 """Stands where a value is absent."""
 
 CONTROL_PICTURES = 0x2400
-"""The character that shows the control character 0; those of the others follow."""
+"""The character that shows control character 0; control character n is shown by the n-th after it."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -37,7 +37,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def write_page(path: Path, html: str) -> None:
-    """Put the page in its place whole: who opens it while it is written sees the old one.
+    """Put the page in its place whole: a reader who opens it meanwhile sees the old one.
 
     The bytes of a file's name that are not UTF-8 stand in it as escapes.
     """

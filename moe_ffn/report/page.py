@@ -27,8 +27,8 @@ def write_report(
     Args:
         reload_every: seconds after which the page loads itself anew, while a run is going on; None
             for a page that stays as it is.
-        has_ended: nobody trains these runs any more, which their files cannot say of an interrupted
-            one until it has been silent for long.
+        has_ended: these runs are not being trained. The files of an interrupted run show that only after
+            a long silence.
 
     Raises:
         ConfigError: a folder is no run, plotly is not installed, or `output` cannot be written.

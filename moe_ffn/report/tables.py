@@ -182,7 +182,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
 
 
 def alarm_groups(run: Run) -> list[list[Alarm]]:
-    """Every alarm of a run; those of one kind at one step together, whichever their layers."""
+    """Every alarm of a run; those of one kind at one step together, in all layers."""
     groups: dict[tuple[int, str], list[Alarm]] = {}
     for alarm in run.alarms:
         groups.setdefault((alarm.step, alarm.kind), []).append(alarm)

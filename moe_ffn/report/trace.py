@@ -72,9 +72,9 @@ class Layer:
     name: str
     """`layer_03`, and `layer_03/inner` inside a mixture of depths."""
     experts: tuple[str, ...]
-    """What each expert is called: its number, after a word where it is none with a network."""
+    """The name of each expert: its number, after a word such as `zero` where it has no network."""
     capacity: str
-    """How many tokens an expert took: `dropless`, or the factor and the places it comes to."""
+    """How many tokens an expert takes: `dropless`, or the capacity factor and its number of places."""
     shared_expert: str | None = None
     """The type of the block that every token passes through beside its experts."""
     is_gate: bool = False
@@ -119,7 +119,7 @@ def follow(
 
     Args:
         layers: show these alone; None shows all that route.
-        trust_code: run the code that the folder names, whoever's it is.
+        trust_code: run the code that the folder names without asking where it came from.
 
     Raises:
         ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for

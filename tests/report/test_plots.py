@@ -235,6 +235,14 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     assert len(page.figures) < 30
 
 
+def test_whole_steps_take_no_decimal_point_in_the_page(page: Written, folder: Path) -> None:
+    """Numbers that compare equal, 10 and 10.0, differ in the size of the page."""
+    assert '"x":[10,20,30,' in page.html
+    over_steps = Written(folder, write_run(folder.parent / "dense", experts=0)).html
+    assert '"x":[10,20,30,' in over_steps
+    assert '"x":[10.0' not in page.html + over_steps
+
+
 def test_a_long_run_stays_light_and_says_that_it_was_averaged(tmp_path: Path) -> None:
     page = Written(write_run(tmp_path / "long", layers=1, experts=16, rows=1500))
 
