@@ -1,10 +1,9 @@
 """The optimizers and their options, which a resumed run may change.
 
-The classes of `torch.optim` that train a language model, with their names and arguments there. Left out
-are LBFGS, which needs the loss several times a step, SparseAdam (sparse gradients), Rprop (whole-batch
-gradients) and ASGD, whose average would not be used. `torch.optim.Muon` takes two-dimensional parameters
-only; here experts are stacked, and gate is concatenated with up, so that one parameter holds many matrices,
-each orthogonalised by itself.
+The classes of `torch.optim` that train a language model, with their names and arguments there. Left out are
+LBFGS, which needs the loss several times a step, SparseAdam (sparse gradients), Rprop (whole-batch gradients)
+and ASGD, whose average would not be used. `torch.optim.Muon` takes two-dimensional parameters only; here a
+parameter holds many matrices, those of all experts, gate above up, and each is orthogonalised by itself.
 
 M matrices, O rows (out), I columns (in)
 """
@@ -282,15 +281,12 @@ def restate_options(
 
 
 def load_scalars_exactly(optimizer: Optimizer) -> None:
-    """Have `load_state_dict` leave every state of one number in the format it was saved in.
+    """Make `load_state_dict` keep the dtype in which scalar states were saved.
 
-    torch does so with `step` alone. All else takes the format of its parameter, in which the product of
-    momenta that NAdam keeps is another number, and multiplied on in another format.
+    torch does so for `step` only, and casts the rest to the dtype of the parameter, which would round the
+    product of momenta of NAdam.
     """
     saved: dict[int, dict[str, Any]] = {}
-
-    def note(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        saved.update(state_dict["state"])
 
     def put_back(optimizer: Optimizer) -> None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -302,7 +298,7 @@ def load_scalars_exactly(optimizer: Optimizer) -> None:
                     state[name] = value.to(state[name].device)
         saved.clear()
 
-    optimizer.register_load_state_dict_pre_hook(note)
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: saved.update(state["state"]))
     optimizer.register_load_state_dict_post_hook(put_back)
 
 

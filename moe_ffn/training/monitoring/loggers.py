@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,9 @@ _MAX_ALERT_TITLE = 63
 
 _RUN_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 
-_MODES = {
-    "online": "online",
-    "offline": "offline",
-    "disabled": "disabled",
-    "shared": "online",
-    "run": "online",
-    "dryrun": "offline",
-}
-"""What WANDB_MODE may say, and what it means."""
+_MODES = {mode: mode for mode in ("online", "offline", "disabled")}
+_MODES |= {"shared": "online", "run": "online", "dryrun": "offline"}
+"""The values of WANDB_MODE, with their meanings."""
 
 MAX_BINS = 512
 """Of one of wandb's histograms."""
@@ -334,18 +328,11 @@ def alert(loggers: Iterable[Logger], title: str, text: str) -> None:
 def close(loggers: Iterable[Logger], status: str = "success") -> None:
     """Write out what is pending. wandb's run ends here, so that a process may hold several.
 
-    One that fails, as on a full disk, keeps no other from ending; the first error is raised then.
-
     Args:
         status: how the run ended, `success` or `failed`.
     """
-    errors: list[Exception] = []
-    for logger in loggers:
-        try:
-            logger.finalize(status)
-        except Exception as error:
-            errors.append(error)
-        if isinstance(logger, WandbRun):
-            logger.finish(status)
-    if errors:
-        raise errors[0]
+    with ExitStack() as stack:  # which ends all of them, even where one fails, as on a full disk
+        for logger in loggers:
+            if isinstance(logger, WandbRun):
+                stack.callback(logger.finish, status)
+            stack.callback(logger.finalize, status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ MAX_LOAD_LINES = 4
 """Where all layers take more lines than this, the least balanced of them are shown."""
 
 _LOAD = "load  "
+_SPACE = "\N{NO-BREAK SPACE}"
 
 
 def progress_display(steps: StepLogger, validation: ValidationLogger) -> Callback:
@@ -259,14 +261,10 @@ def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> 
 
 
 def flow(parts: Sequence[str], width: int) -> list[str]:
-    """The parts, two spaces between them, on lines of `width`; a part is broken nowhere."""
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 2 + len(part) <= width:
-            lines[-1] += f"  {part}"
-        else:
-            lines.append(part)
-    return lines
+    """The parts, two spaces between them, on lines of `width`; no line break within a part."""
+    text = "  ".join(part.replace(" ", _SPACE) for part in parts)
+    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_SPACE, " ") for line in lines]
 
 
 def _load(load: list[float]) -> str:
