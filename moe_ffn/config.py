@@ -63,8 +63,6 @@ class Config(BaseModel, frozen=True):
 
     @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
-        if said := cls.explain_unknown(key):
-            return _mistake(shorten(key), said, data)
         known = list(cls.known_keys())
         hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
         return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
@@ -86,11 +84,6 @@ class Config(BaseModel, frozen=True):
     def known_keys(cls) -> Iterable[str]:
         """The keys this config takes."""
         return cls.model_fields
-
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        """What this config itself says of a key that it does not take, beginning with a verb."""
-        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""

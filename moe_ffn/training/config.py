@@ -33,36 +33,6 @@ class EarlyStoppingConfig(Config, frozen=True):
     """The least fall, in nats per token, that counts as improvement."""
 
 
-OWNED_LIGHTNING_ARGUMENTS = {
-    "barebones": "the loggers and checkpoints of a run are its result",
-    "callbacks": "they are objects; write a program with moe_ffn.runs.assemble",
-    "check_val_every_n_epoch": "use trainer.validate_every_n_steps",
-    "default_root_dir": "use run.output_dir",
-    "enable_autolog_hparams": "config.yaml holds them",
-    "enable_checkpointing": "the best and the last weights are always kept",
-    "enable_model_summary": "the program prints its own table",
-    "enable_progress_bar": "the program has its own display",
-    "fast_dev_run": "use trainer.max_steps 1, which writes its rows and results too",
-    "limit_predict_batches": "nothing is predicted",
-    "limit_test_batches": "nothing is tested",
-    "limit_train_batches": "use trainer.max_steps",
-    "limit_val_batches": "use data.validation_tokens",
-    "log_every_n_steps": "use logging.every_n_steps",
-    "logger": "use logging",
-    "max_epochs": "use trainer.max_steps",
-    "min_epochs": "use trainer.max_steps",
-    "min_steps": "only trainer.early_stopping and trainer.max_time end a run before trainer.max_steps",
-    "model_registry": "checkpoints are kept in the run's folder",
-    "num_sanity_val_steps": "the first validation comes soon enough",
-    "overfit_batches": "give data.corpus a small text",
-    "plugins": "they are objects; write a program with moe_ffn.runs.assemble",
-    "reload_dataloaders_every_n_epochs": "batches depend on their number alone",
-    "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
-    "use_distributed_sampler": "every rank takes its part of each batch already",
-    "val_check_interval": "use trainer.validate_every_n_steps",
-}
-"""The arguments of `lightning.Trainer` that are no options, and what to use instead."""
-
 Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
 """What a run may be trained in."""
@@ -123,12 +93,6 @@ class TrainerConfig(_LoopConfig, frozen=True):
     strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true"] = "auto"
     """How several processes work together: auto and ddp; ddp_find_unused_parameters_true where a block of
     yours does not use all of its weights."""
-
-    @classmethod
-    def explain_unknown(cls, key: str) -> str:
-        if key in OWNED_LIGHTNING_ARGUMENTS:
-            return f"is set by the program itself; {OWNED_LIGHTNING_ARGUMENTS[key]}"
-        return ""
 
     def lightning_arguments(self) -> dict[str, Any]:
         """The arguments of `lightning.Trainer` that differ from its defaults."""

@@ -56,19 +56,13 @@ REFUSED = {
         "--trainer.acelerator cpu",
         "trainer.acelerator: unknown; did you mean 'accelerator'?",
     ),
-    "Lightning argument that would do nothing": (
-        "--trainer.overfit_batches 2",
-        "trainer.overfit_batches: is set by the program itself; give data.corpus a small text",
-    ),
     "a run without rows": (
         "--trainer.fast_dev_run true",
-        "trainer.fast_dev_run: is set by the program itself; use trainer.max_steps 1, which writes its "
-        "rows and results too",
+        "trainer.fast_dev_run: unknown; did you mean 'trainer.max_steps'?",
     ),
-    "least steps": (
-        "--trainer.min_steps 3",
-        "trainer.min_steps: is set by the program itself; only trainer.early_stopping and "
-        "trainer.max_time end a run before trainer.max_steps",
+    "validations as Lightning counts them": (
+        "--trainer.val_check_interval 3",
+        "trainer.val_check_interval: unknown; did you mean 'trainer.validate_every_n_steps'?",
     ),
     # -- types
     "unknown block": (
