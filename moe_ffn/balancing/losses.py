@@ -234,15 +234,6 @@ Routers = Sequence[tuple[str, Any, int]]
 """The name of a layer, the config of a router in it, and how many experts that chooses from."""
 
 
-def _has_logits_to_lower(routing: Routing) -> bool:
-    """Below 0 a ReLU router chooses nobody and has no gradient left, so nothing may pull its logits down."""
-    return routing.target_k is None
-
-
-def _is_steered(routing: Routing) -> bool:
-    return routing.target_k is not None
-
-
 def _without_noise(routers: Routers) -> str:
     for layer, router, _ in routers:
         if not router.has_selection_probs:
@@ -325,7 +316,8 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "load_cv2": BalancingLoss(load_cv2_loss, objection=_without_noise),
     "router_z": BalancingLoss(
         router_z_loss,
-        concerns=_has_logits_to_lower,
+        # Below 0 a ReLU router chooses nobody and has no gradient left: nothing may pull its logits down.
+        concerns=lambda routing: routing.target_k is None,
         always_shown=True,
         note="Router z is in squared nats.",
     ),
@@ -335,7 +327,10 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "load_balance_global": BalancingLoss(global_load_balancing_loss, scope="step"),
     "relu_sparsity": BalancingLoss(
-        relu_sparsity_loss, concerns=_is_steered, always_shown=True, moved_by_rule=True
+        relu_sparsity_loss,
+        concerns=lambda routing: routing.target_k is not None,
+        always_shown=True,
+        moved_by_rule=True,
     ),
 }
 """Every loss by its name in rows and in `BalancingWeights`, in the order in which they are added up."""

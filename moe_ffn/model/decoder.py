@@ -6,7 +6,7 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -203,35 +203,28 @@ def _parse_slice(text: str) -> slice:
     return slice(*numbers)
 
 
-class Block(nn.Module, ABC):
-    """A layer: attention and a feed-forward block; subclasses say where the norms stand."""
+class Block(nn.Module):
+    """A layer: attention and a feed-forward block, each added to the residual stream.
+
+    Pre-norm is x + f(norm(x)), which never normalises the stream itself (Xiong et al. 2020); post-norm is
+    norm(x + f(x)), as in Vaswani et al. 2017.
+    """
 
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
         super().__init__()
+        self.pre_norm = config.norm_placement == "pre"
         self.attention = SelfAttention(config.attention, config.d_model, config.causal)
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = ffn.build(config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
-    @abstractmethod
     def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
         """The residual stream after this layer, and where its tokens were routed."""
-
-
-class PreNormBlock(Block):
-    """x + f(norm(x)): the stream itself is never normalised (Xiong et al. 2020)."""
-
-    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
-        ffn = self.ffn(self.ffn_norm(x), context)
-        return replace(ffn, hidden=x + self.dropout(ffn.hidden))
-
-
-class PostNormBlock(Block):
-    """norm(x + f(x)), as in Vaswani et al. 2017."""
-
-    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
+        if self.pre_norm:
+            x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
+            ffn = self.ffn(self.ffn_norm(x), context)
+            return replace(ffn, hidden=x + self.dropout(ffn.hidden))
         attended = self.dropout(self.attention(x, positions, context.mask))
         x = self.attention_norm(x + attended)
         ffn = self.ffn(x, context)
@@ -282,8 +275,7 @@ class Decoder(nn.Module):
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
         self.positions = config.positions.build(config.d_model, config.head_dim, max_seq_len)
         self.dropout = nn.Dropout(config.dropout)
-        block = {"pre": PreNormBlock, "post": PostNormBlock}[config.norm_placement]
-        self.layers = nn.ModuleList(block(config, ffn) for ffn in config.layer_ffns())
+        self.layers = nn.ModuleList(Block(config, ffn) for ffn in config.layer_ffns())
         # A post-norm stream leaves its last block normalised.
         pre_norm = config.norm_placement == "pre"
         self.final_norm = config.norm.build(config.d_model) if pre_norm else nn.Identity()
