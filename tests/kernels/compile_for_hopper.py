@@ -85,7 +85,7 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
         "glu": {**swiglu, "ACTIVATION": "sigmoid"},
         "bilinear": {**swiglu, "ACTIVATION": "identity"},
     }
-    where = {"E": E, "PRECISION": "ieee"}
+    where = {"E": E, "GROUP": launch.GROUP, "PRECISION": "ieee"}
     without: dict[str, Any] = {"bias_ptr": None}
     dropless: dict[str, Any] = {"dropout_ptr": None}
     for name, epilogue in epilogues.items():
@@ -101,9 +101,8 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     odd = {"D": 1000, "F": 1400, **where, **swiglu, **without, **dropless}
     yield "odd widths", hidden_kernel, "bf16", odd, launch.HIDDEN[:1]
     yield "odd widths", hidden_gradient_kernel, "bf16", odd, launch.HIDDEN_GRADIENT[:1]
-    float32 = [launch.float32(GROUP=launch.GROUP)]
-    yield "float32", hidden_kernel, "fp32", odd, float32
-    yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, float32
+    yield "float32", hidden_kernel, "fp32", odd, launch.FLOAT32
+    yield "tf32", hidden_gradient_kernel, "fp32", {**odd, "PRECISION": "tf32"}, launch.FLOAT32
     yield "fp16", hidden_kernel, "fp16", odd, launch.HIDDEN[:1]
 
     down = {"IN": F, "OUT": D, **where, **without, "in_stride": 1}
@@ -139,12 +138,11 @@ def main(chosen: list[str]) -> None:
                     num_stages=config.num_stages,
                 )
             ptx = binary.asm["ptx"]
-            blocks = {key: value for key, value in config.kwargs.items() if key != "GROUP"}
             found = {
                 "kernel": kernel.__name__,
                 "variant": name,
                 "dtype": dtype,
-                "config": [*blocks.values(), config.num_stages, config.num_warps],
+                "config": [*config.kwargs.values(), config.num_stages, config.num_warps],
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "cp.async": ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
                 "shared": binary.metadata.shared,

@@ -33,76 +33,53 @@ from moe_ffn.kernels.triton.forward import combine_kernel, hidden_kernel, produc
 # once; they hold what fits into a Hopper multiprocessor (228 KB of shared memory, 64 K registers) without
 # spilling. A test compiles them all.
 
-GROUP = 8
+GROUP = 2 if knobs.runtime.interpret else 8
 """Slots of rows that go over the columns together, see `forward.find_tile`."""
 
 
-def _config(
-    block_m: int, block_o: int, block_k: int, stages: int, warps: int, **more: int
-) -> triton.Config:
-    blocks = {"BLOCK_M": block_m, "BLOCK_O": block_o, "BLOCK_K": block_k, **more}
-    return triton.Config(blocks, num_stages=stages, num_warps=warps)
+def _configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
+    """Of (M, O, K, stages, warps)."""
+    return [
+        triton.Config(
+            {"BLOCK_M": m, "BLOCK_O": o, "BLOCK_K": k}, num_stages=stages, num_warps=warps
+        )
+        for m, o, k, stages, warps in tiles
+    ]
 
 
-HIDDEN = [
-    _config(128, 128, 64, 3, 8, GROUP=GROUP),
-    _config(128, 64, 64, 4, 4, GROUP=GROUP),
-    _config(64, 64, 64, 4, 4, GROUP=GROUP),
-]
-HIDDEN_GRADIENT = [
-    _config(128, 128, 64, 3, 8, GROUP=GROUP),
-    _config(128, 64, 64, 4, 8, GROUP=GROUP),
-    _config(64, 64, 64, 4, 4, GROUP=GROUP),
-]
-PRODUCT = [
-    _config(128, 256, 64, 3, 8, GROUP=GROUP),
-    _config(128, 128, 64, 4, 8, GROUP=GROUP),
-    _config(64, 128, 64, 4, 4, GROUP=GROUP),
-]
-WEIGHT_GRADIENT = [
-    _config(128, 256, 64, 3, 8),
-    _config(128, 128, 64, 4, 8),
-    _config(128, 64, 64, 4, 4),
-]
+HIDDEN = _configs((128, 128, 64, 3, 8), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4))
+HIDDEN_GRADIENT = _configs((128, 128, 64, 3, 8), (128, 64, 64, 4, 8), (64, 64, 64, 4, 4))
+PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 4))
+WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
 
+FLOAT32 = _configs((64, 64, 32, 3, 4))
+"""For all kernels: the tiles above take twice the shared memory in float32, and the many multiplications of
+full precision take long to compile."""
 
-def float32(**more: int) -> triton.Config:
-    """One for all kernels.
-
-    The tiles above take twice the shared memory in float32, and the many multiplications of full
-    precision take long to compile.
-    """
-    return _config(64, 64, 32, 3, 4, **more)
-
-
-INTERPRETED = (16, 16, 16, 1, 1)
+INTERPRETED = _configs((16, 16, 16, 1, 1))
 """The smallest there are, so that tests of small layers have several tiles."""
 
-MIN_BLOCK_O = INTERPRETED[1] if knobs.runtime.interpret else 64
+MIN_BLOCK_O = 16 if knobs.runtime.interpret else 64
 """No kernel's tiles are narrower."""
 
 
-def tuned(
-    kernel: Any, configs: list[triton.Config], key: list[str], reset: list[str] | None = None
-) -> Any:
+def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str) -> Any:
     """`kernel` with the best of `configs`, chosen anew where one of `key` or a dtype changes.
 
     The number of pairs is not in the key: it changes at every step.
+
+    Args:
+        reset: pointers whose values are zeroed before each trial.
     """
-    groups = "GROUP" in configs[0].kwargs
-    if knobs.runtime.interpret:
-        configs = [_config(*INTERPRETED, **({"GROUP": 2} if groups else {}))]
-        return triton.autotune(configs, key=key)(kernel)
-    wide = float32(**({"GROUP": GROUP} if groups else {}))
 
     def for_dtype(
         configs: list[triton.Config], arguments: dict[str, Any], **_: Any
     ) -> list[triton.Config]:
         first = next(iter(arguments.values()))
-        return [c for c in configs if (c is wide) == (first.dtype == torch.float32)]
+        return [c for c in configs if (c in FLOAT32) == (first.dtype == torch.float32)]
 
     return triton.autotune(
-        [*configs, wide],
+        INTERPRETED if knobs.runtime.interpret else [*configs, *FLOAT32],
         key=key,
         reset_to_zero=reset,
         prune_configs_by={"early_config_prune": for_dtype},
@@ -111,7 +88,7 @@ def tuned(
 
 _hidden_kernel: Any = tuned(hidden_kernel, HIDDEN, ["D", "F"])
 _hidden_gradient_kernel: Any = tuned(
-    hidden_gradient_kernel, HIDDEN_GRADIENT, ["D", "F"], reset=["d_weights_ptr"]
+    hidden_gradient_kernel, HIDDEN_GRADIENT, ["D", "F"], "d_weights_ptr"
 )
 _product_kernel: Any = tuned(product_kernel, PRODUCT, ["IN", "OUT"])
 _weight_gradient_kernel: Any = tuned(weight_gradient_kernel, WEIGHT_GRADIENT, ["IN", "OUT"])
@@ -155,7 +132,8 @@ class Rows:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"offsets_ptr": self.offsets_E, "E": self.num_experts, **_product_options()}
+        tiles = {"offsets_ptr": self.offsets_E, "E": self.num_experts, "GROUP": GROUP}
+        return tiles | _product_options()
 
 
 def _product_options() -> dict[str, Any]:
