@@ -64,7 +64,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Our layer with its weights and tokens, and the result of its `loop`, which the others must match."""
+    """Our layer with its weights and tokens, and the result of its `loop`, which every layer must match."""
 
     shape: Shape
     source: MoEFFN

@@ -212,7 +212,7 @@ class Session:
             self.say(f"  {text}")
 
     def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """The first column to the left, as all that hold no numbers, the others to the right."""
+        """Columns of numbers are aligned to the right, except the first."""
         rows = list(rows)
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="")
         for column, name in enumerate(headers):

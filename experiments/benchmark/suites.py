@@ -182,7 +182,7 @@ SKEWED = Shape(8192, 256, 512, 8, 1, "fp32")
 """k = 1, so that one expert can have all tokens."""
 
 SKEWS = {"balanced": 0.0, "half": 0.5, "one hot": 1.0}
-"""Name -> the share of the tokens that the first expert gets; the others take turns."""
+"""Name -> the share of the tokens that the first expert gets; the rest go to the experts in turn."""
 
 
 def skew(session: Session) -> None:

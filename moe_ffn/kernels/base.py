@@ -140,7 +140,7 @@ NATIVE_ON_CPU = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
-"""Capabilities, one of which a CPU needs to multiply a reduced dtype faster than float32."""
+"""A CPU with one of these capabilities multiplies the reduced dtype faster than float32."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -43,8 +43,8 @@ PLANS: dict[str, list[list[int | None]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _rows_that_nobody_wrote_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads a row that was not computed is found out."""
+def _rows_that_were_not_written_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads a row that was not computed is found out."""
     from moe_ffn.kernels.triton import launch
 
     def empty(rows: Any, width: int) -> Tensor:

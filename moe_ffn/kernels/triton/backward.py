@@ -192,7 +192,7 @@ def weight_gradient_kernel(
             output_rows = tl.load(output_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
         if input_ids_ptr is not None:
             input_rows = tl.load(input_ids_ptr + rows, mask=mine, other=0).to(tl.int64)
-        # Both masked: a row of the next expert, or one that nobody computed, may hold a NaN.
+        # Both masked: a row of the next expert, or one that was not computed, may hold a NaN.
         output_mask = mine[:, None]
         input_mask = mine[:, None]
         if OUT % BLOCK_M != 0:

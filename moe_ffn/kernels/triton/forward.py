@@ -69,7 +69,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """(value, slope) of the element-wise function; the compiler drops the one that nobody uses."""
+    """(value, slope) of the element-wise function; the compiler drops what is not used."""
     if ACTIVATION == "relu":
         # Compared this way round, a NaN stays one, as it does in torch.
         value = tl.where(x <= 0, 0.0, x)
