@@ -18,14 +18,12 @@ PACKAGE = REPOSITORY / "moe_ffn"
 
 # What stands below every room: values and arithmetic that know no FFN.
 FOUNDATION = {
-    "activations",
     "config",
     "errors",
     "files",
-    "layer_names",
     "outputs",
     "sizes",
-    "transforms",
+    "functional",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,11 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "import_path": {"environment", "errors"},
     "config": {"errors", "import_path"},
     "outputs": set(),
-    "activations": set(),
     "sizes": {"config", "errors"},
-    "layer_names": set(),
     "files": {"errors"},
-    "transforms": set(),
+    "functional": set(),
     "environment": {"errors"},
     "trust": {"errors", "import_path"},
     # Options from YAML files.

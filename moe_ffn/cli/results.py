@@ -19,7 +19,6 @@ from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM, PreparedData
 from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
-from moe_ffn.layer_names import short_name
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
     percent,
@@ -27,6 +26,7 @@ from moe_ffn.metrics.table import (
     result_columns,
     summarize_load,
 )
+from moe_ffn.outputs import short_name
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops

@@ -14,10 +14,10 @@ from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.activations import GATE_ACTIVATIONS, Activation, GatedType, activation_function
 from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.errors import Refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.functional import GATE_ACTIVATIONS, Activation, GatedType, activation_function
 from moe_ffn.outputs import (
     FFNOutput,
     TokenContext,

@@ -16,8 +16,7 @@ from torch import Tensor
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.layer_names import within
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens, within
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_ffn.activations import Activation, ClampedSwiGLU, activation_function
 from moe_ffn.dispatch import Plan
+from moe_ffn.functional import Activation, ClampedSwiGLU, activation_function
 from moe_ffn.outputs import summarize
 
 

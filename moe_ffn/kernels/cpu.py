@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.functional import is_batched, transforms_at_work
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
@@ -36,7 +37,6 @@ from moe_ffn.kernels.cpu_blocks import (
     Workspace,
     cut_blocks,
 )
-from moe_ffn.transforms import is_batched, transforms_at_work
 
 
 @outside_graphs

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from moe_ffn.activations import Activation
 from moe_ffn.dispatch import Plan
+from moe_ffn.functional import Activation
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import count_pairs
 

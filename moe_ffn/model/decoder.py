@@ -19,10 +19,9 @@ from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, require_count
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.layer_names import layer_name, within
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, layer_name, within
 from moe_ffn.routing.base import Router
 from moe_ffn.sizes import linear_flops
 

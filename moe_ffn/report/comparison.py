@@ -14,8 +14,8 @@ from rich.text import Text
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
-from moe_ffn.layer_names import is_inner
 from moe_ffn.metrics.table import LAYER_METRICS
+from moe_ffn.outputs import is_inner
 from moe_ffn.report.html import NONE, number
 from moe_ffn.report.tables import layer_mean
 from moe_ffn.runs.config import TrainConfig

@@ -24,8 +24,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
-from moe_ffn.layer_names import is_inner, layer_name, short_name
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
+from moe_ffn.outputs import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
     LOAD_SCALE,
     STEP,

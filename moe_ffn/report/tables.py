@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
-from moe_ffn.layer_names import is_inner, short_name
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
     Metric,
@@ -22,6 +21,7 @@ from moe_ffn.metrics.table import (
     result_columns,
     summarize_load,
 )
+from moe_ffn.outputs import is_inner, short_name
 from moe_ffn.report.html import NONE, compact, finite, number
 from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
 from moe_ffn.errors import Refusal
+from moe_ffn.functional import transforms_at_work
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
-from moe_ffn.transforms import transforms_at_work
 
 
 class RouterConfig(TaggedConfig, frozen=True):

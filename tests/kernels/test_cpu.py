@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ffn.activations import Activation, ClampedSwiGLU
 from moe_ffn.dispatch import Plan
+from moe_ffn.functional import Activation, ClampedSwiGLU
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import cpu_blocks as blocks
 from moe_ffn.kernels.base import ExpertWeights, dropout_mask

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.functional import transforms_at_work
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
@@ -19,7 +20,6 @@ from moe_ffn.kernels.base import (
     dropout_mask,
     needs_gradient,
 )
-from moe_ffn.transforms import transforms_at_work
 
 INSTALLED = find_spec("triton") is not None
 OLDEST_CAPABILITY = 8

@@ -23,8 +23,8 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.layer_names import short_name
 from moe_ffn.metrics.table import LAYER_METRICS, percent, percent_digits, summarize_load
+from moe_ffn.outputs import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import Row, StepLogger, ValidationLogger
 

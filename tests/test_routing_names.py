@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.layer_names import is_inner, layer_name, layer_number, short_name, within
+from moe_ffn.outputs import is_inner, layer_name, layer_number, short_name, within
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""Activation functions by name, and which of them each gated variant uses."""
+"""Activation functions by name, and whether a transform of `torch.func` is at work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Activation = Literal["relu", "gelu", "silu", "relu_squared", "sigmoid", "identity"]
 """`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, not tanh."""
@@ -61,3 +62,26 @@ class ClampedSwiGLU:
         gate = gate.clamp(max=self.limit)
         up = up.clamp(min=-self.limit, max=self.limit)
         return (up + 1) * gate * (self.alpha * gate).sigmoid()
+
+
+# -- transforms of torch.func, which see torch's own operators and no backward pass of ours
+
+
+def transforms_at_work() -> bool:
+    """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
+    if torch.compiler.is_compiling():  # which traces through them by itself
+        return False
+    # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether `vmap`, or `is_grads_batched` of a backward pass, gave the tensor an axis that is not shown."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
+    if functorch.is_legacy_batchedtensor(tensor):
+        return True
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
