@@ -28,9 +28,7 @@ from moe_ffn.report.comparison import (
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import locked
 from moe_ffn.training.monitoring.json_lines import JsonLines
-from tests.helpers.tiny_runs import run_here
-
-run = subprocess.run
+from tests.helpers.tiny_runs import train_in_this_process
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def run_compare(
 ) -> Callable[..., tuple[int, str, str]]:
     """Exit code, stdout and stderr of the program on tiny copies of configs."""
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(subprocess, "run", in_this_process)
+    monkeypatch.setattr(subprocess, "run", train_in_this_process)
     tiny = tiny_yaml.read_text(encoding="utf-8")
 
     def run(configs: dict[str, str], *options: str) -> tuple[int, str, str]:
@@ -57,18 +55,6 @@ def run_compare(
         return code, printed.out, printed.err
 
     return run
-
-
-def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """`moe-ffn train`, which a comparison starts in a process of its own."""
-    if command[0] != sys.executable:
-        return run(command, **options)
-    assert command[1:5] == ["-P", "-m", "moe_ffn.cli", "train"]
-    try:
-        done = run_here(*command[5:])
-    except Exception as error:  # with which a process would end too
-        return subprocess.CompletedProcess(command, 1, str(error))
-    return subprocess.CompletedProcess(command, done.code, done.stdout + done.stderr)
 
 
 SWITCH = "{type: moe, num_experts: 4, router: {type: top_k, k: 1}, capacity: {factor: 0.5}}"
