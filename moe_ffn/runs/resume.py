@@ -279,40 +279,32 @@ def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
     Args:
         callbacks: their states in the checkpoint, which know what has to be there.
     """
-    steps = {"last_row_step": 0, "bell": {"num_alarms": 0}, **callbacks.get("StepLogger", {})}
-    text = callbacks.get("SampleLog", {}).get("last")
+    steps, text = callbacks.get("StepLogger", {}), callbacks.get("SampleLog", {}).get("last")
     # The validation of that very step may be still to come, and with it a row and a text.
     validated = callbacks.get("ValidationLogger", {}).get("last_step", -1)
-
-    def lacks_rows(rows: Sequence[Row]) -> str:
-        last, expected = max((row.step for row in rows), default=0), steps["last_row_step"]
-        return f"ends at step {last}, not {expected}" if last < expected else ""
-
-    def lacks_alarms(alarms: Sequence[Line]) -> str:
-        found, expected = len(alarms), steps["bell"]["num_alarms"]
-        return f"has {found} alarms, not {expected}" if found < expected else ""
-
-    def lacks_text(samples: Sequence[Sample]) -> str:
-        is_last = not text or (bool(samples) and samples[-1].text == text)
-        return "" if is_last else "does not end with the newest text"
-
-    _cut(
+    rows = _cut(
         folder / METRICS_FILE,
         Row,
         lambda row: row.step <= (validated if row.is_of_validation else step),
-        lacks_rows,
     )
-    _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= validated, lacks_text)
-    _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= step, lacks_alarms)
+    samples = _cut(folder / SAMPLES_FILE, Sample, lambda sample: sample.step <= validated)
+    alarms = _cut(folder / ALARMS_FILE, Line, lambda alarm: alarm.step <= step)
+    lost: dict[str, str] = {}
+    last, expected = max((row.step for row in rows or ()), default=0), steps.get("last_row_step", 0)
+    if rows is not None and last < expected:
+        lost[METRICS_FILE] = f"ends at step {last}, not {expected}"
+    if samples is not None and text and text not in [sample.text for sample in samples[-1:]]:
+        lost[SAMPLES_FILE] = "does not end with the newest text"
+    if alarms is not None and len(alarms) < (expected := steps.get("num_alarms", 0)):
+        lost[ALARMS_FILE] = f"has {len(alarms)} alarms, not {expected}"
+    for name, what in lost.items():
+        print(f"'{folder / name}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
 
 
 def _cut(
-    path: Path,
-    kind: type[AnyLine],
-    is_kept: Callable[[AnyLine], bool],
-    lacks: Callable[[Sequence[AnyLine]], str],
-) -> None:
-    """Keep some lines of a log, and say what it lost: lines that cannot be read, or what it `lacks`."""
+    path: Path, kind: type[AnyLine], is_kept: Callable[[AnyLine], bool]
+) -> list[AnyLine] | None:
+    """Keep some lines of a log; returns them, or None where it was damaged, which a line says."""
     number = num_damaged(path, kind)
     if number:
         kept = set_aside(path)
@@ -322,8 +314,7 @@ def _cut(
             file=sys.stderr,
         )
     cut_lines(path, kind, is_kept)
-    if not number and (what := lacks(list(read_lines(path, kind)))):
-        print(f"'{path}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
+    return None if number else list(read_lines(path, kind))
 
 
 def _repair_files(resume: Resume, files: Mapping[str, str]) -> dict[str, str]:

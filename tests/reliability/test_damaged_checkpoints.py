@@ -60,12 +60,19 @@ class Hostile:
 
 
 HOSTILE: Any = {"state_dict": Hostile()}
-A_LIST: Any = [1, 2, 3]
+
+
+def sealed(path: Path, content: bytes) -> None:
+    path.write_bytes(content + b"sha256:" + hashlib.sha256(content).hexdigest().encode())
 
 
 def sealed_pickle(path: Path) -> None:
-    content = pickle.dumps(HOSTILE)
-    path.write_bytes(content + b"sha256:" + hashlib.sha256(content).hexdigest().encode())
+    sealed(path, pickle.dumps(HOSTILE))
+
+
+def sealed_list(path: Path) -> None:
+    torch.save([1, 2, 3], path)
+    sealed(path, path.read_bytes())
 
 
 def instead(make: Do) -> Do:
@@ -117,7 +124,7 @@ DAMAGES: dict[str, tuple[Do, str, bool]] = {
     "without its loops": (
         lambda p: rewrite(p, lambda values: values.pop("loops", None)), "lacks 'loops'", WEIGHTS_ARE_GOOD
     ),
-    "a list in the place of the state": (lambda p: write_checkpoint(A_LIST, p), "holds a list", False),
+    "a list in the place of the state": (sealed_list, "holds a list", False),
     "a pickle that runs code": (holding(pickle.dumps(HOSTILE)), UNSEALED, False),
     "an archive that runs code": (lambda p: torch.save(HOSTILE, p), UNSEALED, False),
     "a sealed archive that runs code": (

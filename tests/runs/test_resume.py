@@ -399,9 +399,9 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     go_back(Resume(folder, TrainConfig(), {}, TrainConfig()), start, files)
 
     assert capsys.readouterr().err.splitlines() == [
-        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
         f"'{folder}/samples.jsonl' is damaged: 1 of its lines cannot be read and are left out; "
         "samples.jsonl.damaged has it as it was",
+        f"'{folder}/metrics.jsonl' ends at step 2, not 4; the rest is lost, and the run goes on",
         f"'{folder}/alarms.jsonl' has 0 alarms, not 3; the rest is lost, and the run goes on",
     ]
     assert (folder / "samples.jsonl.damaged").read_bytes() == b"\xff\n"
