@@ -67,7 +67,6 @@ class ProgressBar(Callback):
         self._validating = self._bars.add_task("validating", visible=False)
         self._lines: list[str] = []
         self._shown: Row | None = None
-        self._load: list[str] = []
         self._live = Live()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,7 +83,6 @@ class ProgressBar(Callback):
         self._bars.update(self._training, completed=trainer.global_step)
         if self._live.is_started and self.steps.last_row is not self._shown:
             self._shown = self.steps.last_row
-            self._load = load_lines(self.steps.last_routing, self._live.console.width)
             self._show()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -130,9 +128,10 @@ class ProgressBar(Callback):
         if not validation and self.validation.last:
             step, loss = self.validation.last_step, self.validation.last["loss"]
             validation = f"validation loss {loss:.3f} (step {step})"
-        lines = flow(status(self.steps), self._live.console.width)
-        # A line of its own, so that nothing moves when it comes.
-        self._lines = [*lines, *filter(None, [validation]), *self._load]
+        width = self._live.console.width
+        load = load_lines(self.steps.last_routing, width)
+        # The validation has a line of its own, so that nothing moves when it comes.
+        self._lines = [*flow(status(self.steps), width), *filter(None, [validation]), *load]
 
     def _frame(self) -> Group:
         lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in self._lines)
