@@ -42,7 +42,6 @@ def real_wandb() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"WANDB_MODE": "offline"}, rf"wandb: offline; {COMMANDS}"),
         (
             {"WANDB_API_KEY": "abc"},
             rf"wandb: offline \(WANDB_API_KEY invalid: API key must have 40\+ characters, has 3\); "
@@ -50,7 +49,7 @@ def real_wandb() -> Iterator[Any]:
         ),
         (dict.fromkeys(ITS_FOLDERS, "/proc/none"), NO_KEY),
     ],
-    ids=["mode offline", "key too short", "folders unwritable"],
+    ids=["key too short", "folders unwritable"],
 )
 def test_it_keeps_a_run_offline_and_the_line_says_why(
     real_wandb: Any,
