@@ -123,13 +123,13 @@ class MixtureOfDepthsFFN(FFNBlock):
         picked_BM = order_BS[:, :width]
         index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
         mask_BM = chosen_BS.gather(1, picked_BM)
+        ids_BM = flat.token_ids
+        if ids_BM is not None:
+            ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, picked_BM)
         inner = self.ffn(
             # A token that fills up a sequence may overflow in the block, and times 0 be NaN.
             x_BSD.gather(1, index_BMD).masked_fill(~mask_BM.unsqueeze(-1), 0),
-            TokenContext(
-                mask=mask_BM,
-                token_ids=self._picked_ids(flat, picked_BM, length),
-            ),
+            TokenContext(mask=mask_BM, token_ids=ids_BM),
         )
         weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, picked_BM).unsqueeze(-1)
         passed_BMD = weights_BM1 * inner.hidden
@@ -146,12 +146,6 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
-
-    @staticmethod
-    def _picked_ids(flat: TokenContext, picked_BM: Tensor, length: int) -> Tensor | None:
-        if flat.token_ids is None:
-            return None
-        return rearrange(flat.token_ids, "(b s) -> b s", s=length).gather(1, picked_BM)
 
 
 def per_token(routing: Routing) -> tuple[Tensor, Tensor]:
