@@ -316,7 +316,7 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     "load_cv2": BalancingLoss(load_cv2_loss, objection=_without_noise),
     "router_z": BalancingLoss(
         router_z_loss,
-        # Below 0 a ReLU router chooses nobody and has no gradient left: nothing may pull its logits down.
+        # Below 0 a ReLU router chooses no expert and has no gradient left: nothing may pull its logits down.
         concerns=lambda routing: routing.target_k is None,
         always_shown=True,
         note="Router z is in squared nats.",

@@ -156,7 +156,7 @@ class ValidationBatches(_Batches):
     """The fixed batches of a validation: windows spread over the split, none overlapping."""
 
     num_tokens: int
-    """How many tokens to predict, rounded to whole sequences, of which there is at least one."""
+    """How many tokens to predict, rounded to whole sequences, at least one."""
 
     split: ClassVar[str] = "validation"
 

@@ -26,7 +26,7 @@ class Tokenizer(ABC):
 
     def __init__(self, token_bytes: Sequence[bytes], end_of_document: int) -> None:
         self.token_bytes = tuple(token_bytes)
-        """The bytes each token stands for; empty for the end of document."""
+        """The bytes of each token; empty for the end of document."""
         self.end_of_document = end_of_document
         """The id that ends every document; it never comes out of `encode`."""
         self.byte_lengths = np.array([len(token) for token in self.token_bytes], dtype=np.int64)
@@ -255,7 +255,7 @@ def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The byte each character of a token stands for.
+    """The byte that each character of a token means.
 
     `tokenizers` writes tokens in GPT-2's alphabet: a printable Latin-1 byte is its own
     character, the 68 others are U+0100 onwards (https://github.com/openai/gpt-2,

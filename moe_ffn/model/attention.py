@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
 
         Args:
             positions: rotates queries and keys where that is how the model knows positions.
-            mask_BS: True for real tokens; padding is attended to by nobody.
+            mask_BS: True for real tokens; no token attends to padding, but padding to itself.
         """
         query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=self.num_heads)
         key = rearrange(self.key(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)

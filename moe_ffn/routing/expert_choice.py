@@ -53,7 +53,7 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 class ExpertChoiceRouter(LinearRouter):
     """Each expert takes its ceil(k * tokens / E) best tokens, weighted by their score.
 
-    Zhou et al. 2022 (arXiv:2202.09368), section 3.2. A token that nobody takes passes by.
+    Zhou et al. 2022 (arXiv:2202.09368), section 3.2. A token that no expert takes gets 0.
     """
 
     def __init__(self, config: ExpertChoiceRouterConfig, d_model: int, num_experts: int) -> None:

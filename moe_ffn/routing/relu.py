@@ -52,7 +52,7 @@ class ReLURouter(LinearRouter):
             logits_TE,
             scores_TE,
             context,
-            # Not `> 0`: a token whose logits are NaN must not pass as one that chose nobody.
+            # Not `> 0`: a token whose logits are NaN must not pass as one that chose no expert.
             chosen_TK=~(logits_TE <= 0),
             capacity_k=self.config.k,
             target_k=self.config.k,

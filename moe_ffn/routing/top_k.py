@@ -26,7 +26,7 @@ class GroupsConfig(Config, frozen=True):
     """Groups a token may go to, the ones with the highest score."""
     score_top: int | None = Field(default=2, ge=1, le=MAX_COUNT)
     """A group's score is the sum of its best experts' scores, this many of them: 2 in DeepSeek-V3;
-    null stands for k / keep, Megatron-LM's rule."""
+    null means k / keep, Megatron-LM's rule."""
 
     def experts_scored(self, k: int) -> int:
         return k // self.keep if self.score_top is None else self.score_top
