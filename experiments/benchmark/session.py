@@ -68,27 +68,25 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a candidate, once a round."""
+    """What was measured of a candidate: a line of `results.csv`."""
 
     suite: str
-    candidate: Candidate
-    values: tuple[float, ...]
-    unit: str = "s"
+    case: str
+    candidate: str
+    version: str
+    """Of the library that it comes from."""
+    computes: str
+    unit: str
     """`s` of one pass, `token/s`, or `B`."""
-    to: str = DENSE
-    """The candidate of the same case that it is compared with."""
-
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """The lower one, the median and the upper one."""
-        if len(self.values) == 1:
-            return self.values[0], self.values[0], self.values[0]
-        lower, median, upper = statistics.quantiles(self.values, n=4, method="inclusive")
-        return lower, median, upper
-
-    @property
-    def median(self) -> float:
-        return self.quartiles[1]
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    rounds: int
+    ratio: float | None
+    """Its median over that of `ratio_to`, a candidate of the same case."""
+    ratio_to: str
+    shape: Shape
+    """A column for each of its fields."""
 
 
 Results = dict[Key, Result]
@@ -250,8 +248,8 @@ class Session:
         results = self.keep(zip(candidates, measured, strict=True), to, unit)
         if done < rounds:
             self.say(f"  {done} rounds instead of {rounds}, which would take long")
-        quartiles = [result.quartiles for result in results.values()]
-        noise = statistics.median((upper - lower) / middle for lower, middle, upper in quartiles)
+        found = results.values()
+        noise = statistics.median((r.upper_quartile - r.lower_quartile) / r.median for r in found)
         if noise > NOISY:
             self.say(
                 f"  noisy: the quartiles lie {noise:.0%} of the median apart; is this machine busy?"
@@ -265,10 +263,16 @@ class Session:
         unit: str = "s",
     ) -> Results:
         """Results that were measured, for the CSV too."""
-        results = {
-            (candidate.case, candidate.name): Result(self.suite, candidate, values, unit, to)
-            for candidate, values in measured
-        }
+        found = [(candidate, quartiles(values), len(values)) for candidate, values in measured]
+        medians = {(candidate.case, candidate.name): m for candidate, (_, m, _), _ in found}
+        results: Results = {}
+        for candidate, (lower, median, upper), rounds in found:
+            case, name = candidate.case, candidate.name
+            base = medians.get((case, to))
+            results[case, name] = Result(
+                *(self.suite, case, name, version_of(name), candidate.computes, unit),
+                *(median, lower, upper, rounds, base and median / base, to, candidate.shape),
+            )
         self.results += results.values()
         return results
 
@@ -308,10 +312,10 @@ class Session:
         rows = [
             [
                 name,
-                amount(result.median, result.unit),
-                " - ".join(amount(value, result.unit) for value in result.quartiles[::2]),
+                amount(result.median, unit := result.unit),
+                f"{amount(result.lower_quartile, unit)} - {amount(result.upper_quartile, unit)}",
                 *(times(ratio(results, (case, name), (case, to))) for to in columns),
-                result.candidate.computes,
+                result.computes,
             ]
             for (case, name), result in results.items()
         ]
@@ -344,6 +348,14 @@ class Session:
         self.table(headers, [promise.cells for promise in self.promises])
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower one, the median and the upper one."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, median, upper
+
+
 def ratio(results: Results, of: Key, to: Key) -> float | None:
     """By medians; None where one of the two was not timed."""
     return results[of].median / results[to].median if of in results and to in results else None
@@ -353,7 +365,7 @@ def why_not(results: Results, key: Key) -> str:
     """Why a result can't be used for a promise; empty where it can."""
     if key not in results:
         return f"no '{key[1]}' here"
-    computes = results[key].candidate.computes
+    computes = results[key].computes
     return "" if computes in (SAME, REFERENCE) else f"{key[1]} {computes}"
 
 
@@ -415,27 +427,9 @@ def plots_page(charts: Sequence[Figure]) -> str:
 
 def write_files(session: Session, folder: Path, machine: Mapping[str, str]) -> None:
     """`results.csv`, each line with the machine and versions, `promises.csv`, and `plots.html` of charts."""
-    medians = {(r.suite, r.candidate.case, r.candidate.name): r.median for r in session.results}
-    lines: list[dict[str, Any]] = []
-    for result in session.results:
-        candidate, (lower, median, upper) = result.candidate, result.quartiles
-        base = medians.get((result.suite, candidate.case, result.to))
-        line = {
-            "suite": result.suite,
-            "case": candidate.case,
-            "candidate": candidate.name,
-            "version": version_of(candidate.name),
-            "computes": candidate.computes,
-            "unit": result.unit,
-            "median": median,
-            "lower_quartile": lower,
-            "upper_quartile": upper,
-            "rounds": len(result.values),
-            "ratio": base and median / base,
-            "ratio_to": result.to,
-        }
-        lines.append({**line, **asdict(candidate.shape), **machine})
-    write_csv(folder / "results.csv", list(lines[0]) if lines else [], lines)
+    parts = (*fields(Result)[:-1], *fields(Shape))
+    lines = ({**vars(r), **asdict(r.shape), **machine} for r in session.results)
+    write_csv(folder / "results.csv", [*(part.name for part in parts), *machine], lines)
     promises = ({**asdict(promise), "verdict": promise.verdict} for promise in session.promises)
     names = [*(field.name for field in fields(Promise)), "verdict"]
     write_csv(folder / "promises.csv", names, promises)
@@ -445,7 +439,7 @@ def write_files(session: Session, folder: Path, machine: Mapping[str, str]) -> N
 
 def write_csv(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, Any]]) -> None:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     write_whole(path, text.getvalue())

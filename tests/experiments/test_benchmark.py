@@ -43,13 +43,13 @@ from experiments.benchmark.peers import (
 from experiments.benchmark.session import (
     Candidate,
     Promise,
-    Result,
     Results,
     Session,
     amount,
     chart,
     interleave,
     plots_page,
+    quartiles,
     ratio,
     write_files,
 )
@@ -121,15 +121,15 @@ def test_patience_ends_after_three_rounds_and_not_before(patience: float, rounds
     assert len(values) == rounds
 
 
-def result(name: str, *values: float, computes: str = SAME, unit: str = "s") -> Results:
+def measured(name: str, *values: float, computes: str = SAME) -> Results:
     candidate = Candidate("a, b", name, SMALL, lambda: None, computes=computes)
-    return {("a, b", name): Result("rows", candidate, values, unit)}
+    return Session((), CPU, suite="rows").keep([(candidate, values)])
 
 
 def test_ratios_are_of_medians_and_quartiles_are_inclusive() -> None:
-    results = result("a", 5.0) | result("b", 1.0, 2.0, 4.0, 4.0, 5.0)
-    assert results["a, b", "a"].quartiles == (5.0, 5.0, 5.0)
-    assert results["a, b", "b"].quartiles == (2.0, 4.0, 4.0)
+    results = measured("a", 5.0) | measured("b", 1.0, 2.0, 4.0, 4.0, 5.0)
+    assert quartiles([5.0]) == (5.0, 5.0, 5.0)
+    assert quartiles([1.0, 2.0, 4.0, 4.0, 5.0]) == (2.0, 4.0, 4.0)
     assert ratio(results, ("a, b", "a"), ("a, b", "b")) == 1.25
     assert ratio(results, ("a, b", "a"), ("a, b", "c")) is None
 
@@ -137,8 +137,7 @@ def test_ratios_are_of_medians_and_quartiles_are_inclusive() -> None:
 def test_a_busy_machine_is_remarked_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = "experiments.benchmark.session.interleave"
-    monkeypatch.setattr(measured, lambda *_: [(1.0, 2.0, 3.0)])
+    monkeypatch.setattr(f"{Session.__module__}.interleave", lambda *_: [(1.0, 2.0, 3.0)])
     Session((), CPU, rounds=9).time(recorded("a", []))
     printed = capsys.readouterr().out
     assert "3 rounds instead of 9" in printed
@@ -348,9 +347,8 @@ def test_a_training_step_changes_every_parameter() -> None:
 
 def test_csv_holds_a_line_per_result_with_the_machine(tmp_path: Path) -> None:
     session = Session((), CPU)
-    for name, values in {DENSE: (1.0, 2.0, 3.0), AUTO: (2.0, 3.0, 4.0)}.items():
-        (found,) = result(name, *values).values()
-        session.keep([(found.candidate, values)])
+    values = {DENSE: (1.0, 2.0, 3.0), AUTO: (2.0, 3.0, 4.0)}
+    session.keep((Candidate("a, b", name, SMALL, print), values[name]) for name in values)
     write_files(session, tmp_path, {"torch": "2", "threads": "4"})
 
     with (tmp_path / "results.csv").open() as file:
@@ -384,7 +382,7 @@ def test_what_was_not_measured_is_neither_kept_nor_missed(
 ) -> None:
     session = Session((), CPU)
     odd = "DIFFERS on 50% of the tokens"
-    results = result("ours", 1.0) | result(HF_GROUPED, 2.0, computes=odd)
+    results = measured("ours", 1.0) | measured(HF_GROUPED, 2.0, computes=odd)
     ours, dense, peer = (("a, b", name) for name in ("ours", DENSE, HF_GROUPED))
 
     session.promise("tax", 1.2, results, ours, dense)
@@ -398,7 +396,7 @@ def test_what_was_not_measured_is_neither_kept_nor_missed(
 
 def test_limits_set_on_a_cpu_hold_on_no_gpu() -> None:
     session = Session((), torch.device("cuda"))
-    results, key = result("ours", 1.0), ("a, b", "ours")
+    results, key = measured("ours", 1.0), ("a, b", "ours")
     session.promise("tax", 1.2, results, key, key)
     session.promise("bytes", 1.2, results, key, key, anywhere=True)
     assert [promise.claim for promise in session.promises] == ["bytes"]
