@@ -147,7 +147,7 @@ def _parser() -> Parser:
         help="timed turns of each candidate; default: 9, and at least 3 where they take long",
     )
     add("--warmup", type=_from(0), default=1, metavar="N", help="turns before them; default: 1")
-    add("--threads", type=_from(1), metavar="N", help="threads of torch; default: its own choice")
+    add("--threads", type=_from(1, 4096), metavar="N", help="threads of torch; default: its choice")
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -167,13 +167,13 @@ def _parser() -> Parser:
     return parser
 
 
-def _from(least: int) -> Callable[[str], int]:
-    """A type of option: whole numbers of at least `least`."""
+def _from(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """A type of option: whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
-        number = whole_number(text, least)
+        number = whole_number(text, least, most)
         if number is None:
-            raise ArgumentTypeError(f"'{text}' is no whole number from {least} to {MAX_COUNT}")
+            raise ArgumentTypeError(f"'{text}' is no whole number from {least} to {most}")
         return number
 
     return parse

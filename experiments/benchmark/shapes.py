@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_ffn.cli.memory import gigabytes, memory_limit
 from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.errors import ConfigError
 
@@ -71,5 +72,15 @@ def parse_shape(text: str) -> Shape:
     if shape.k > shape.num_experts:
         raise ConfigError(
             f"--shape {text}: K ({shape.k}) must not exceed E ({shape.num_experts}); lower K or raise E"
+        )
+    # Of the experts' weights, the input and the hidden values: far less than a step needs.
+    weights = 3 * shape.num_experts * shape.d_model * shape.d_ff
+    tokens = shape.num_tokens * (shape.d_model + shape.active_width)
+    num_bytes = (4 if dtype == "fp32" else 2) * (weights + tokens)
+    limit = memory_limit()
+    if limit is not None and num_bytes > limit:
+        raise ConfigError(
+            f"--shape {text}: takes {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of "
+            "memory; lower T, D, F or E"
         )
     return shape
