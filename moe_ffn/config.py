@@ -157,7 +157,9 @@ class TaggedConfig(Config, frozen=True):
             return cls.members[tag]
         known = ", ".join(sorted(cls.members))
         if tag is None:
-            message = f"missing; one of: {known}, or my_file.py:ClassName"
+            near = [key for key in map(str, data) if key != "type" and did_you_mean("type", [key])]
+            slip = f", but there is '{near[0]}'" if near else ""
+            message = f"missing{slip}; one of: {known}, or my_file.py:ClassName"
             raise errors_at(cls, {"type": message}, data)
         if isinstance(tag, str) and ":" in tag:
             try:

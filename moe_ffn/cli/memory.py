@@ -72,10 +72,12 @@ def check_fits(config: TrainConfig) -> None:
     What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
     """
     memory = memory_limit()
-    if memory is not None and max(_bytes_of_weights(config), _bytes_of_batch(config)) > memory:
-        raise ConfigError(
-            f"model: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
-        )
+    parts = {"model": _bytes_of_weights(config), "data": _bytes_of_batch(config)}
+    for section, num_bytes in parts.items():
+        if memory is not None and num_bytes > memory:
+            raise ConfigError(
+                f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
+            )
 
 
 def training_needs(config: TrainConfig) -> str:

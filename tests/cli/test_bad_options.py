@@ -310,7 +310,7 @@ REFUSED = {
     ),
     "a batch larger than this machine": (
         "--data.batch_size 1000000000 --data.seq_len 1000000",
-        re.compile(r"model: .* the token ids of a batch 8,000,000 GB, .* lower data\.batch_size"),
+        re.compile(r"data: .* the token ids of a batch 8,000,000 GB; .* lower data\.batch_size"),
     ),
     "seed beyond 63 bits": (
         "--seed 99999999999999999999999",
@@ -339,7 +339,7 @@ REFUSED = {
     # -- data
     "text that does not exist": (
         "--data.corpus.paths [no/such.txt]",
-        re.compile(r"data\.corpus\.paths: 'no/such\.txt' does not exist .*; check the spelling"),
+        re.compile(r"data\.corpus\.paths: 'no/such\.txt' does not exist.*; check the spelling"),
     ),
 }
 

@@ -82,7 +82,7 @@ def test_training_says_what_the_model_needs(run_train: RunTrain, tmp_path: Path,
     # 257 x 16 embeddings, 2 layers of 4 x 16 x 16, 5 norms of 16; twice, of four bytes.
     assert re.fullmatch(
         r"error: out of memory: the program did not get .+, and this process may have [\d.,]+ GB; "
-        r"6,240 parameters and their gradients take 0\.05 MB, the token ids of a batch 0\.00051 MB, and the "
+        r"6,240 parameters and their gradients take 0\.05 MB, the token ids of a batch 0\.00051 MB; the "
         r"optimizer's states and the activations come on top: lower data\.batch_size \(4\), "
         r"data\.seq_len \(16\), model\.num_layers \(2\) or model\.d_model \(16\)",
         run.stderr.splitlines()[-1],
