@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from moe_ffn.trust import FLAG, HELP, UntrustedCodeError
 
 
 class UnreadableRunError(ConfigError):
-    """The options of a finished run cannot be read; the other runs are compared all the same."""
+    """The options of a run cannot be read; the other runs are compared all the same."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,20 +115,14 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     """Whether this very run was done before.
 
     Raises:
-        UnreadableRunError: it cannot be known which options a finished run had.
+        UnreadableRunError: the options of the finished run cannot be read.
         ConfigError: its folder holds a finished run with other options, or something else than files.
     """
     folder = run_folder.named_run_folder(config)
     run_folder.check_entries(folder)
-    if not (folder / run_folder.SUMMARY_FILE).is_file():
+    if not run_folder.is_finished(folder):
         return False
-    try:
-        found = _differences(folder, config, trust_code)
-    except UntrustedCodeError:
-        raise
-    except ConfigError as error:
-        raise UnreadableRunError(first_line(error)) from error
-    for key, (before, now) in found.items():
+    for key, (before, now) in _differences(folder, config, trust_code).items():
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
             "options it had, or choose another --name"
@@ -143,13 +138,9 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     folder = run_folder.named_run_folder(config)
     if not folder.exists():
         return False
-    try:
+    with suppress(UnreadableRunError):  # damaged, or of another version
         if not _differences(folder, config, trust_code):
             return True
-    except UntrustedCodeError:
-        raise
-    except ConfigError:  # the file is damaged, or of another version
-        pass
     aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
     with run_folder.locked(folder):
         folder.rename(aside)
@@ -158,8 +149,18 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
 
 
 def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
-    """In which options, or code behind them, the run in `folder` is another, as `differences` names them."""
-    own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
+    """The options, or code behind them, in which the run in `folder` differs, as `differences` names them.
+
+    Raises:
+        UntrustedCodeError: its options name code that is not trusted.
+        UnreadableRunError: its options cannot be read.
+    """
+    try:
+        own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
+    except UntrustedCodeError:
+        raise
+    except ConfigError as error:
+        raise UnreadableRunError(first_line(error)) from error
     return differences(comparable_options(own), comparable_options(config))
 
 
