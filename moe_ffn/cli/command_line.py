@@ -74,7 +74,7 @@ def parse_config(
     """
     parser = Parser(
         prog=command,
-        usage=f"{command} [--config FILE ...] [--SECTION.OPTION VALUE ...]",
+        usage=f"{command} [--config FILE ...]\n{' ' * len('usage: ')}[--SECTION.OPTION VALUE ...]",
         epilog=HOW_TO_SET,
         add_help=False,
     )
@@ -184,7 +184,9 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
     else:
         lines = _overview(tree)
     console = Console(highlight=False)
-    for text, style in [*([(usage, "")] if usage else []), *lines]:
+    if usage:
+        console.print(Text(usage), soft_wrap=True)  # argparse has wrapped it
+    for text, style in lines:
         for part in wrap(text, console.width).split("\n"):
             console.print(Text(part, style=style), soft_wrap=True)
 

@@ -1,9 +1,11 @@
 """Write the page of a run, or of several runs in the same plots, as one file that opens from disk.
 
-moe-ffn report runs/NAME              writes runs/NAME/report.html
-moe-ffn report runs/a runs/b          both in the same plots: runs/report.html
-moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
-moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
+    moe-ffn report runs/NAME              writes runs/NAME/report.html
+    moe-ffn report runs/a runs/b          both in the same plots: runs/report.html
+    moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
+    moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
+
+Of several runs the curves lie over each other.
 """
 
 from __future__ import annotations
