@@ -74,7 +74,7 @@ def parse_config(
     """
     parser = Parser(
         prog=command,
-        usage=f"{command} [--config FILE ...]\n{' ' * len('usage: ')}[--SECTION.OPTION VALUE ...]",
+        usage=f"{command} [--config FILE ...]\n       [--SECTION.OPTION VALUE ...]",
         epilog=HOW_TO_SET,
         add_help=False,
     )

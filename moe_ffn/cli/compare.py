@@ -82,7 +82,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str], bo
     """The config files, the name of the comparison, options for every run, and `--trust-code`."""
     parser = Parser(
         prog=command("compare"),
-        usage=f"{command('compare')} FILE ... [--name NAME]\n{' ' * len('usage: ')}[--SECTION.OPTION VALUE ...]",
+        usage=f"{command('compare')} FILE ... [--name NAME]\n       [--SECTION.OPTION VALUE ...]",
         description=__doc__,
     )
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="config files")
