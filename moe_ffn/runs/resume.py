@@ -295,7 +295,8 @@ def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
         lost[METRICS_FILE] = f"ends at step {last}, not {expected}"
     if samples is not None and text and text not in [sample.text for sample in samples[-1:]]:
         lost[SAMPLES_FILE] = "does not end with the newest text"
-    if alarms is not None and len(alarms) < (expected := steps.get("num_alarms", 0)):
+    expected = steps.get("bell", {}).get("num_alarms", 0)
+    if alarms is not None and len(alarms) < expected:
         lost[ALARMS_FILE] = f"has {len(alarms)} alarms, not {expected}"
     for name, what in lost.items():
         print(f"'{folder / name}' {what}; the rest is lost, and the run goes on", file=sys.stderr)
