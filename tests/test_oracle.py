@@ -1,8 +1,8 @@
 """THE oracle: a double loop over tokens and their pairs, held against every way to compute an MoE.
 
 The registries drive the parameters, so a newly registered router, kind of experts or backend is
-tested by being registered. Routers, limits, experts and backends meet in the plan alone, so every two of
-them are crossed, and not all four.
+tested by being registered. Routers, limits, experts and backends meet in the plan alone, so the quick suite
+crosses every two of them; `make test-slow` crosses all four.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _same_noise_in_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _crossed() -> Iterator[Any]:
-    """Every two of a router, a limit, a kind of experts and a backend, `backend` varying fastest."""
+    """Routers x limits x experts x backends; the quick suite has every two of them, beside two usual ones."""
     usual = {
         "router": "top_k-k2",
         "limit": HARDEST,
@@ -278,10 +278,11 @@ def _crossed() -> Iterator[Any]:
         "backend": "loop",
     }
     for names in itertools.product(ROUTERS, LIMITS, EXPERTS, BACKENDS):
-        if sum(name != other for name, other in zip(names, usual.values(), strict=True)) <= 2:
-            router, limit, experts, backend = names
-            values = (ROUTERS[router], LIMITS[limit], EXPERTS[experts], backend)
-            yield pytest.param(*values, id="-".join(names))
+        num_unusual = sum(a != b for a, b in zip(names, usual.values(), strict=True))
+        router, limit, experts, backend = names
+        values = (ROUTERS[router], LIMITS[limit], EXPERTS[experts], backend)
+        marks = [pytest.mark.slow] if num_unusual > 2 else []
+        yield pytest.param(*values, id="-".join(names), marks=marks)
 
 
 @pytest.mark.parametrize(("router", "limit", "experts", "backend"), list(_crossed()))
