@@ -232,10 +232,14 @@ class LanguageModel(LightningModule):
             return False  # not an error: float16's scaler halves its scale until gradients fit
         began_in = None
         if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
+            # Before the repetition overwrites them. Clipped by an infinite norm, finite gradients are 0 now.
+            gradients = (p.grad for p in self.parameters() if p.grad is not None)
+            is_finite = all(gradient.isfinite().all() for gradient in gradients)
             began_in = self._where_it_began(scale)
-            # The sum of the gradient's squares overflowed, or what was wrong does not repeat.
-            if began_in is None:
-                reason += ", though all of it is finite when the step is repeated"
+            if began_in is None and math.isfinite(mean) and is_finite:
+                reason += ", though every gradient is finite: the sum of their squares overflows"
+            elif began_in is None:
+                reason += ", but not when the step was repeated"
         self.skipped_step = self.guard.skip(self.trainer.global_step + 1, reason, began_in)
         return False
 

@@ -14,7 +14,6 @@ import torch
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
-from moe_ffn.option_tree import members_of
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import check_run_folder, make_run_folder
 
@@ -56,10 +55,7 @@ def test_balancing_losses_are_logged_also_at_weight_zero(
     assert float(row["train/objective"]) == float(row["train/loss"])
 
 
-ONE_OF_EACH_CLASS = sorted(names[0] for names in members_of(FFNConfig).values())
-
-
-@pytest.mark.parametrize("block", ONE_OF_EACH_CLASS)
+@pytest.mark.parametrize("block", sorted(FFNConfig.members))
 def test_the_block_is_swapped_by_one_word(run_train: RunTrain, tmp_path: Path, block: str) -> None:
     swap = ["--model.ffn.type", block, "--trainer.max_steps", "2"]
     if FFNConfig.model_validate(block).not_causal_because is not None:
@@ -223,10 +219,7 @@ def test_a_skipped_step_is_in_the_results(run_train: RunTrain, tmp_path: Path) -
     assert run.code == 0, run.stderr
     assert json.loads((run.folder / "summary.json").read_text())["num_skipped_steps"] == 1
     assert "skipped steps   1\n" in run.stdout
-    assert (
-        "its loss is nan, though all of it is finite when the step is repeated; if it comes again"
-        in run.stderr
-    )
+    assert "its loss is nan, but not when the step was repeated; if it comes again" in run.stderr
     losses = [float(row["train/loss"]) for row in run.rows if "train/loss" in row]
     assert len(losses) == 3
     assert all(math.isfinite(loss) for loss in losses)
