@@ -160,8 +160,10 @@ def test_help_loads_no_lightning_and_no_other_librarys_layers_are_needed(tmp_pat
 
 
 @pytest.mark.slow
-def test_every_suite_runs(tmp_path: Path) -> None:
+def test_every_suite_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes: each suite once, without any other library's layers."""
+    # Where the suite of training steps keeps the standard library's tokens, as training does.
+    monkeypatch.setenv("HOME", str(tmp_path))
     argv = ["--rounds", "1", "--warmup", "0", "--output", str(tmp_path / "bench")]
 
     answer = run(WITHOUT.format(absent=ABSENT, argv=argv))

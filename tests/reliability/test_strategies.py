@@ -149,8 +149,8 @@ def test_another_strategy_is_refused(tmp_path: Path, strategy: str) -> None:
     lines = train(*options(tmp_path, trainer__strategy=strategy or '""'), code=2).splitlines()
 
     assert lines[-1] == (
-        "error: trainer.strategy: must be 'auto', 'ddp' (for several processes) or "
-        f"'ddp_find_unused_parameters_true', got '{strategy}'"
+        "error: trainer.strategy: must be one of 'auto', 'ddp' or 'ddp_find_unused_parameters_true', "
+        f"got '{strategy}'"
     )
     assert not (tmp_path / "runs").exists()
 
