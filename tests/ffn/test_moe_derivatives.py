@@ -20,7 +20,7 @@ from torch.func import functional_call
 from moe_ffn import TokenContext
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
-from tests.helpers.any_moe import FEW, AnyMoE, any_moe, share_of_examples
+from tests.helpers.any_moe import FEW, SOME, AnyMoE, any_moe
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3))
 DOUBLE = (torch.float64,)
@@ -51,7 +51,7 @@ def chooses_steadily(drawn: AnyMoE) -> bool:
     return drawn.config["router"]["type"] != "sinkhorn" or math.prod(drawn.shape) > 1
 
 
-@share_of_examples(4)
+@SOME
 @given(any_moe(backends=("loop", "cpu"), dtypes=DOUBLE, shapes=SHAPES))
 def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
     assume(chooses_steadily(drawn))

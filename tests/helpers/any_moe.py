@@ -23,13 +23,9 @@ from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.outputs import FFNOutput, Routing, flatten_tokens
 from moe_ffn.routing import RouterConfig
 
-
-def share_of_examples(divisor: int) -> settings:
-    """Of the examples that the profile has (see `tests/conftest.py`)."""
-    return settings(max_examples=settings().max_examples // divisor)
-
-
-SOME, FEW = share_of_examples(3), share_of_examples(10)
+SOME = settings(max_examples=settings().max_examples // 2)
+FEW = settings(max_examples=settings().max_examples // 10)
+"""Of the examples that the profile has (see `tests/conftest.py`)."""
 
 D_MODEL = 8
 Options = dict[str, Any]

@@ -70,13 +70,6 @@ DRAWS = {"moe-noisy_top_k", "moe-noisy_top_k-capacity", "moe-drop_random"}
 """In training these draw a number per place of the batch, and padding moves the places."""
 
 
-def with_positions(ffns: dict[str, Any]) -> pytest.MarkDecorator:
-    """Every block with the default positions, and one with each of the others."""
-    pairs = {f"{name}-rope": (ffn, "rope") for name, ffn in ffns.items()}
-    pairs |= {f"moe-{positions}": ("moe", positions) for positions in PositionsConfig.members}
-    return pytest.mark.parametrize(("ffn", "positions"), pairs.values(), ids=pairs)
-
-
 def build(seed: int = 0, **config: Any) -> Decoder:
     torch.manual_seed(seed)
     small = {"d_model": 16, "num_layers": 2, "attention": {"num_heads": 2}}
@@ -100,7 +93,8 @@ def logits_of(model: Decoder, *inputs: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- the properties
 
 
-@with_positions(CAUSAL)
+@pytest.mark.parametrize("positions", PositionsConfig.members)
+@pytest.mark.parametrize("ffn", CAUSAL.values(), ids=CAUSAL)
 def test_later_tokens_change_no_earlier_logits(ffn: Any, positions: str) -> None:
     model = build(ffn=ffn, positions=positions, num_layers=3).double().train()
     ids = some_ids(3, 10)
@@ -126,7 +120,8 @@ def test_every_later_logit_may_depend_on_an_earlier_token(ffn: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@with_positions(PADDABLE)
+@pytest.mark.parametrize("positions", PositionsConfig.members)
+@pytest.mark.parametrize("ffn", PADDABLE.values(), ids=PADDABLE)
 def test_right_padding_changes_nothing_for_real_tokens(
     ffn: Any, positions: str, training: bool
 ) -> None:

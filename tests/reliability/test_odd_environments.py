@@ -296,7 +296,8 @@ raise SystemExit(exit_on_bad_input(main))
     "closed",
     [
         "<&- >&- 2>&-",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("<&- >&-", "<&- 2>&-", ">&- 2>&-")),
+        "<&- 2>&-",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("<&- >&-", ">&- 2>&-")),
     ],
 )
 def test_no_file_takes_the_place_of_a_closed_stream(tmp_path: Path, closed: str) -> None:

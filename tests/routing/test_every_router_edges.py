@@ -105,7 +105,7 @@ def futures_that_change_the_past(router: dict[str, Any], training: bool) -> list
     batch = make_batch()
     before = pairs_by_token(route_batch(built, batch))
     found = []
-    for start in (1, LENGTH // 2, LENGTH - 1):
+    for start in range(1, LENGTH):
         for seed in (1, 2):
             other = make_batch(seed=seed)
             x_BSD, token_ids_BS = batch.x_BSD.clone(), batch.token_ids_BS.clone()
@@ -146,7 +146,7 @@ def test_why_a_router_is_not_causal_names_one_that_is(router: dict[str, Any]) ->
 
 
 @MODES
-@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0), (0, 0)])
 @every_router
 def test_no_tokens_pass_and_leave_zero_gradients(
     router: dict[str, Any], batch: int, length: int, training: bool
@@ -201,7 +201,7 @@ def with_broken_token(batch: Batch, value: float) -> tuple[Batch, torch.Tensor]:
 
 
 @MODES
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @every_router
 def test_one_broken_token_changes_no_other_token(
     router: dict[str, Any], value: float, training: bool
