@@ -68,6 +68,7 @@ def train(decoder: Decoder, rule: dict[str, Any], steps: int) -> dict[str, dict[
 TOP_1 = {"type": "top_k", "k": 1}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "load_balance": (TOP_1, {"load_balance": 0.1}),
+    "load_balance_global": (TOP_1, {"load_balance_global": 0.1}),
     "load_balance-k2": ({"type": "top_k", "k": 2}, {"load_balance": 0.1}),
     "load_balance_sequence": (TOP_1, {"load_balance_sequence": 0.1}),
     "importance_and_load_cv2": (

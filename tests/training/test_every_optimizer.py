@@ -304,7 +304,7 @@ def test_sgd_may_take_up_momentum_on_the_way() -> None:
         SGDConfig(momentum=0.0, nesterov=True)
 
 
-@pytest.mark.parametrize("tag", ["adamw", "muon", "adafactor", "sgd"])
+@every_type
 def test_a_run_is_trained_clipped_accumulated_and_reports_its_rate(
     fit: Callable[..., Fitted], tag: str
 ) -> None:

@@ -107,11 +107,10 @@ _FOUND: dict[str, dict[str, Tensor]] = {}
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of the routers' gradients, relative to their size."""
+    """Of the routers' gradients, relative to their size; the largest of the layers."""
     names = [name for name in one if name.endswith("router.projection.weight")]
     assert len(names) == 2
-    first, second = (torch.stack([found[name] for name in names]) for found in (one, other))
-    return ((first - second).norm() / first.norm()).item()
+    return max(((one[name] - other[name]).norm() / one[name].norm()).item() for name in names)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -126,7 +125,7 @@ def test_accumulated_micro_batches_are_one_batch_for_the_rules_that_say_so(
         assert difference(whole, parts) > 100 * FLOAT32
 
 
-@pytest.mark.parametrize("rule", ["load_balance_global", "load_balance_sequence", "importance_cv2"])
+@pytest.mark.parametrize("rule", RULES)
 def test_activation_checkpointing_changes_no_gradient(
     rule: str, config_for: Any, gradient_here: Any
 ) -> None:
@@ -148,8 +147,9 @@ def test_checkpointing_and_accumulation_together_change_nothing_under_the_global
 def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bias_rule(
     config_for: Any, gradient_here: Any, gradient_of: Any
 ) -> None:
-    router = {"type": "sigmoid_top_k", "k": 2}
-    model = {"ffn": {"type": "moe", "num_experts": 4, "router": router}}
+    moe = {"type": "moe", "num_experts": 4}
+    biased = {**moe, "router": {"type": "sigmoid_top_k", "k": 2}}
+    model = {"ffn": {**moe, "router": {"type": "top_k", "k": 2}}, "ffn_at": {"1": biased}}
     rule = "load_balance_global"
 
     def biases(found: dict[str, Tensor]) -> Tensor:
