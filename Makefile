@@ -47,8 +47,8 @@ format: $(DEV)  ## fix format and lint
 docs: $(DEV)  ## make the API reference from the docstrings: build/docs/index.html
 	$(PY) -m pdoc --docformat google --output-directory build/docs $(DOCUMENTED)
 
-readme: $(TRAIN)  ## write the numbers of README.md anew, from a run of the default model
-	$(PY) -m experiments.readme
+readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
+	$(PY) -m tests.test_readme_numbers
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)

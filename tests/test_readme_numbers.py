@@ -1,6 +1,6 @@
-"""Write the numbers of the README anew: those of the default run, as it is now.
+"""The numbers of the README are those of the default run, and it is told when they no longer are.
 
-    python -m experiments.readme
+    python -m tests.test_readme_numbers    # trains the default model, and writes its numbers anew
 
 The default run takes minutes. So that a test can tell whether its numbers are old, the record of it holds its
 options and the losses of the first three steps of the default model on LICENSE, a text that never changes.
@@ -17,23 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe_ffn.cli import train
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.parser import Parser
-from moe_ffn.errors import ConfigError
-from moe_ffn.files import write_whole
 from moe_ffn.report.tables import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, git_revision
 from moe_ffn.runs.rows import Rows
 from moe_ffn.training.monitoring.json_lines import Row, read_lines
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "default_run.json"
 COMMAND = "python -m experiments.train"
@@ -43,19 +41,12 @@ BEGIN, END = "<!-- written by `make readme` -->\n", "<!-- end of what `make read
 
 NUM_FIRST_STEPS = 3
 
-
-def main(argv: Sequence[str]) -> int:
-    Parser(prog="python -m experiments.readme", description=__doc__).parse_args(argv)
-    record = default_run()
-    text = with_block(README.read_text(encoding="utf-8"), readme_block(record))
-    write_whole(RECORD, json.dumps(record, indent=2) + "\n")
-    write_whole(README, text)
-    print(readme_block(record))
-    return 0
+LOSS_TOLERANCE = 2e-4
+"""In nats: other processors round differently; bfloat16, or another model or optimizer, differs by more."""
 
 
 def default_run() -> dict[str, Any]:
-    """Train it, and what is worth keeping of it."""
+    """Train the default model; returns the record of the run."""
     name = f"readme-{datetime.now():%Y%m%d-%H%M%S}"
     start = time.monotonic()
     done = subprocess.run(
@@ -103,13 +94,12 @@ def first_steps() -> list[float]:
 def results_of(screen: str) -> str:
     """From the losses to the last line before the sample, or before the list of files."""
     found = re.search(r"^validation loss .*?(?=\n\n(?:Sample:|Results in ))", screen, re.M | re.S)
-    if found is None:
-        raise ConfigError("the run printed no results; run it by hand: " + COMMAND)
+    assert found, f"the run printed no results; run it by hand: {COMMAND}"
     return "\n".join(line.rstrip() for line in found[0].splitlines())
 
 
 def readme_block(record: Mapping[str, Any]) -> str:
-    """What stands between the two comments of the README."""
+    """The text between the two comments of the README, and the comments."""
     minutes, seconds = divmod(record["seconds"], 60)
     threads = record["num_threads"]
     return (
@@ -124,10 +114,50 @@ def with_block(readme: str, block: str) -> str:
     """The README with this block in the place of the one it has."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ConfigError(f"README.md has no lines '{BEGIN.strip()}' and '{END.strip()}'")
+    assert all((begin, end)), f"README.md has no lines '{BEGIN.strip()}' and '{END.strip()}'"
     return before + block + after
 
 
+@pytest.fixture
+def record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def test_the_numbers_of_the_readme_are_those_of_this_code(record: dict[str, Any]) -> None:
+    write_anew = "write them anew: make readme"
+    options = flatten(TrainConfig().to_dict())
+
+    assert readme_block(record) in README.read_text(encoding="utf-8"), write_anew
+    assert {path: options[path] for path in record["options"]} == record["options"], write_anew
+    losses = pytest.approx(record["first_losses"], abs=LOSS_TOLERANCE)
+    assert first_steps() == losses, write_anew
+
+
+def test_the_block_is_put_between_its_comments_and_nothing_else_moves() -> None:
+    before = f"# Title\n\n{BEGIN}old\n{END}\nThe rest.\n"
+    block = f"{BEGIN}new\n{END}"
+    assert with_block(before, block) == f"# Title\n\n{block}\nThe rest.\n"
+    with pytest.raises(AssertionError, match="has no lines"):
+        with_block("# Title\n", block)
+
+
+def test_a_run_without_results_is_no_record() -> None:
+    with pytest.raises(AssertionError, match="the run printed no results; run it by hand"):
+        results_of("error: no corpus")
+
+
+def test_the_block_says_what_the_run_took(record: dict[str, Any]) -> None:
+    record |= {"seconds": 195, "tokens_per_second": 8704, "num_threads": 2, "date": "May 2026"}
+    record |= {"precision": "32-true", "versions": {"torch": "2.13.0+cpu"}, "screen": "loss 1"}
+    assert readme_block(record) == (
+        f"{BEGIN}```text\nloss 1\n```\n\nThat took 3 min 15 s on 2 CPU cores (8,704 tokens/s), in 32-true, "
+        f"with torch 2.13.0, in May 2026.\n{END}"
+    )
+
+
 if __name__ == "__main__":
-    raise SystemExit(exit_on_bad_input(main))
+    new = default_run()
+    text = with_block(README.read_text(encoding="utf-8"), readme_block(new))
+    RECORD.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
+    README.write_text(text, encoding="utf-8")
+    print(readme_block(new))
