@@ -20,7 +20,7 @@ from moe_ffn.import_path import (
     is_file_tag,
 )
 from moe_ffn.option_tree import explain_unknown, option_tree
-from moe_ffn.trust import UntrustedCodeError, trusted_code_alone
+from moe_ffn.trust import UntrustedCodeError, only_trusted_code
 
 RootConfig = TypeVar("RootConfig", bound=Config)
 
@@ -100,7 +100,7 @@ def _with_folder(value: Any, folder: Path) -> Any:
     return FileTag(value, folder) if isinstance(value, str) and is_file_tag(value) else value
 
 
-def read_config(path: Path, root: type[RootConfig], *, trust_code: bool = False) -> RootConfig:
+def read_config(path: Path, root: type[RootConfig]) -> RootConfig:
     """The config in the folder of a run; the lines of a ConfigError all name the file.
 
     Raises:
@@ -108,7 +108,7 @@ def read_config(path: Path, root: type[RootConfig], *, trust_code: bool = False)
         ConfigError: it is no such config.
     """
     try:
-        with trusted_code_alone(path.parent, trust_code=trust_code):
+        with only_trusted_code(path.parent):
             return validate(root, read_yaml(path, where=f"'{path}'"))
     except UntrustedCodeError:
         raise

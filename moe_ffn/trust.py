@@ -8,34 +8,37 @@ begun with is kept outside of any run, one file for each, which needs no lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import PACKAGE, Code, permitting_imports
 
 FLAG = "--trust-code"
-HELP = (
-    "run the code that the run's folder names, though no run of yours began with it; read it before"
-)
+HELP = "run custom code in this folder that you have not run before; read it first"
+
+_accepting: ContextVar[bool] = ContextVar("_accepting", default=False)
 
 
 class UntrustedCodeError(ConfigError):
     """A run's folder names code that this user has neither run nor trusted."""
 
 
-def take_trust(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether `--trust-code` is among the arguments; and all other arguments."""
-    return FLAG in argv, [word for word in argv if word != FLAG]
+@contextmanager
+def accepting_code(accept: bool = True) -> Iterator[None]:
+    """Within this, code in a run's folder is trusted from its first use on, which `--trust-code` asks for."""
+    token = _accepting.set(accept or _accepting.get())
+    try:
+        yield
+    finally:
+        _accepting.reset(token)
 
 
 @contextmanager
-def trusted_code_alone(folder: Path, *, trust_code: bool = False) -> Iterator[None]:
+def only_trusted_code(folder: Path) -> Iterator[None]:
     """Within this, of the code that the run in `folder` names, only what is trusted is run.
-
-    Args:
-        trust_code: trust what is met from now on.
 
     Raises:
         UntrustedCodeError: there was other code; none of it was run.
@@ -45,7 +48,7 @@ def trusted_code_alone(folder: Path, *, trust_code: bool = False) -> Iterator[No
     def permit(code: Code) -> None:
         if is_trusted(code):
             return
-        if trust_code:
+        if _accepting.get():
             trust([code])
             return
         refused.append(code)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from moe_ffn.report.comparison import Result, comparison_table, read_result, wri
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
 from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.trust import FLAG, HELP, UntrustedCodeError
+from moe_ffn.trust import FLAG, HELP, UntrustedCodeError, accepting_code
 
 
 class UnreadableRunError(ConfigError):
@@ -38,11 +38,19 @@ class UnreadableRunError(ConfigError):
 def main(argv: Sequence[str]) -> int:
     files, name, overrides, trust_code = parse_arguments(argv or ["--help"])
     configs = {file: resolve(file, name, overrides) for file in files}
+    with accepting_code(trust_code):
+        return compare(configs, overrides, [FLAG] if trust_code else [])
+
+
+def compare(
+    configs: Mapping[Path, TrainConfig], overrides: Sequence[str], resume_flags: Sequence[str]
+) -> int:
+    """Train what is not finished, and print the table; the exit code."""
     todo: list[Path] = []
     problems: dict[Path, str] = {}
     for file, config in configs.items():
         try:
-            if not is_finished(config, trust_code=trust_code):
+            if not is_finished(config):
                 todo.append(file)
         except UnreadableRunError as error:
             problems[file] = str(error)
@@ -51,10 +59,11 @@ def main(argv: Sequence[str]) -> int:
         if file in problems:
             continue
         if file in todo:
-            begun = has_begun(config, trust_code=trust_code)
+            begun = has_begun(config)
             how = "resuming" if begun else "training"
             print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
-            if not train(file, config, overrides, begun, trust_code=trust_code):
+            argv = [*overrides, *resume_flags] if begun else overrides
+            if not train(file, config, argv, begun):
                 problems[file] = f"failed: {file}; what it said is above"
                 continue
         try:
@@ -111,7 +120,7 @@ def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
     return validate(TrainConfig, options)
 
 
-def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
+def is_finished(config: TrainConfig) -> bool:
     """Whether this very run was done before.
 
     Raises:
@@ -122,7 +131,7 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     run_folder.check_entries(folder)
     if not run_folder.is_finished(folder):
         return False
-    for key, (before, now) in _differences(folder, config, trust_code).items():
+    for key, (before, now) in _differences(folder, config).items():
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
             "options it had, or choose another --name"
@@ -130,7 +139,7 @@ def is_finished(config: TrainConfig, *, trust_code: bool = False) -> bool:
     return True
 
 
-def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
+def has_begun(config: TrainConfig) -> bool:
     """Whether this very run was begun and can be resumed.
 
     An unfinished run with other options is renamed, so that nothing of it is lost or written over.
@@ -139,7 +148,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     if not folder.exists():
         return False
     with suppress(UnreadableRunError):  # damaged, or of another version
-        if not _differences(folder, config, trust_code):
+        if not _differences(folder, config):
             return True
     aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
     with run_folder.locked(folder):
@@ -148,7 +157,7 @@ def has_begun(config: TrainConfig, *, trust_code: bool = False) -> bool:
     return False
 
 
-def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[str, tuple[Any, Any]]:
+def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """The options, or code behind them, in which the run in `folder` differs, as `differences` names them.
 
     Raises:
@@ -156,7 +165,7 @@ def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[st
         UnreadableRunError: its options cannot be read.
     """
     try:
-        own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
+        own = own_config(folder / run_folder.CONFIG_FILE)
     except UntrustedCodeError:
         raise
     except ConfigError as error:
@@ -164,14 +173,7 @@ def _differences(folder: Path, config: TrainConfig, trust_code: bool) -> dict[st
     return differences(comparable_options(own), comparable_options(config))
 
 
-def train(
-    file: Path,
-    config: TrainConfig,
-    overrides: Sequence[str],
-    begun: bool,
-    *,
-    trust_code: bool = False,
-) -> bool:
+def train(file: Path, config: TrainConfig, overrides: Sequence[str], begun: bool) -> bool:
     """Train in a process of its own, so that no run finds the memory or threads of another."""
     start = time.monotonic()
     # -P: a folder called moe_ffn in the current one is not taken for this package.
@@ -182,7 +184,6 @@ def train(
             *("--config", str(file), *overrides),
             *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
             *(["--resume", str(run_folder.named_run_folder(config))] if begun else []),
-            *([FLAG] if begun and trust_code else []),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,6 +18,7 @@ from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
 from moe_ffn.training.sampling import SampleConfig, sample_text
+from moe_ffn.trust import accepting_code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     check_has_weights(folder)
     if prompt is None:
         prompt = own_prompt(folder)
-    run = load_model(folder, trust_code=trust_code)
+    with accepting_code(trust_code):
+        run = load_model(folder)
     if not run.config.model.causal:
         raise ConfigError(
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "

@@ -17,6 +17,7 @@ from moe_ffn.report.html import OPENING
 from moe_ffn.report.trace import follow
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.trust import accepting_code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     text = read_text(given.text)
     if given.html is not None:
         check_output("--html", given.html, OPENING)
-    trace = follow(given.run, text, layers, trust_code=given.trust_code)
+    with accepting_code(given.trust_code):
+        trace = follow(given.run, text, layers)
     if given.html is not None:
         write_output("--html", given.html, page(trace))
     console = Console(highlight=False)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_FAILED, announce_import, undisturbed
 from moe_ffn.cli.memory import check_fits, out_of_memory, training_needs
@@ -22,7 +23,6 @@ from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig, differences, own_config
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.runs.record import fixed_options
-from moe_ffn.trust import FLAG as TRUST_CODE
 
 NEWEST = ""
 """What `--resume` is without a run."""
@@ -31,11 +31,12 @@ NEWEST = ""
 def main(argv: Sequence[str]) -> int:
     flags, options = take_flags(argv)
     if flags.resume is not None:
-        resume = find_resume(flags.resume, options, trust_code=flags.trust_code)
+        with trust.accepting_code(flags.trust_code):
+            resume = find_resume(flags.resume, options)
         config = resume.config
     elif flags.trust_code:
         raise ConfigError(
-            f"{TRUST_CODE}: goes with --resume; a class that you name here is yours, and runs unasked"
+            f"{trust.FLAG}: goes with --resume; a class that you name here is yours, and runs unasked"
         )
     else:
         resume, config = None, parse(options)
@@ -75,25 +76,19 @@ def _add_flags(parser: Parser) -> None:
         help="go on with the run in this folder, or with the newest unfinished one, from its newest good "
         "checkpoint and with its own options",
     )
-    parser.add_argument(
-        TRUST_CODE,
-        action="store_true",
-        help="beside --resume: run the code that the run's folder names, though no run of yours began with "
-        "it; read it before",
-    )
+    parser.add_argument(trust.FLAG, action="store_true", help=f"beside --resume: {trust.HELP}")
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
     return parse_config(argv, TrainConfig, command("train"), _add_flags)
 
 
-def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> Resume:
+def find_resume(run: str, argv: Sequence[str]) -> Resume:
     """The run to go on with, its options, and over them those that were given.
 
     Args:
         run: its folder, or NEWEST: the run of `run.name`, or else of `run.output_dir` the unfinished run
             that was written last.
-        trust_code: run the code that its folder names.
 
     Raises:
         ConfigError: there is no such run, or it is finished, or names code that is not trusted.
@@ -105,7 +100,7 @@ def find_resume(run: str, argv: Sequence[str], *, trust_code: bool = False) -> R
     given = [f"--config={folder / run_folder.CONFIG_FILE}", *argv]
     if any(word.partition("=")[0] in ("-h", "--help") for word in argv):
         parse(given)  # which exits, and runs no code
-    own = own_config(folder / run_folder.CONFIG_FILE, trust_code=trust_code)
+    own = own_config(folder / run_folder.CONFIG_FILE)
     config = parse(given)
     fixed = differences(fixed_options(own), fixed_options(config))
     for key, (before, now) in fixed.items():

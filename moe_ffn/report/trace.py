@@ -111,20 +111,17 @@ class TextTrace:
         return fmean(found) if found else None
 
 
-def follow(
-    folder: Path, text: bytes, layers: Sequence[int] | None = None, *, trust_code: bool = False
-) -> TextTrace:
+def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> TextTrace:
     """Trace `text` through the run in `folder`, in evaluation, with its best weights.
 
     Args:
         layers: show these alone; None shows all that route.
-        trust_code: run the code that the folder names without asking where it came from.
 
     Raises:
         ConfigError: no run with a checkpoint, a run that routes nothing, a text that is too long for
             it, or a layer that it does not route in.
     """
-    run = load_model(folder, trust_code=trust_code)
+    run = load_model(folder)
     model, token_bytes = run.config.model, run.tokenizer.token_bytes
     output = run.run(text, who="--text")
     routings = output.routings

@@ -95,13 +95,13 @@ class Resume:
     """The options in the run's folder."""
 
 
-def own_config(path: Path, *, trust_code: bool = False) -> TrainConfig:
+def own_config(path: Path) -> TrainConfig:
     """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
 
     Raises:
         ConfigError: it cannot be read, or an option is not there, or it names code that is not trusted.
     """
-    config = read_config(path, TrainConfig, trust_code=trust_code)
+    config = read_config(path, TrainConfig)
     given = read_yaml(path, where=f"'{path}'")
     lacking = [
         key for key, (found, _) in differences(given, config.to_dict()).items() if found is None

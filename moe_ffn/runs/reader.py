@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from moe_ffn.runs.record import RunRecord, identity_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
 from moe_ffn.training.recovery.checkpoint_file import IDENTITY, CheckpointError, newest_first
+from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
 """What the page is made of: where none of these changed, the page would be the same."""
@@ -111,12 +112,14 @@ class Run:
     @cached_property
     def saved_model(self) -> SavedModel:
         """Config, tokenizer and decoder together; ConfigError where the folder has no good checkpoint."""
-        return load_model(self.folder, trust_code=self.trust_code)
+        with accepting_code(self.trust_code):
+            return load_model(self.folder)
 
     @cached_property
     def config(self) -> TrainConfig:
         """Its options; ConfigError where one is lost, or names code that is not trusted."""
-        return own_config(self.folder / CONFIG_FILE, trust_code=self.trust_code)
+        with accepting_code(self.trust_code):
+            return own_config(self.folder / CONFIG_FILE)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -204,7 +207,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> Run:
     Raises:
         ConfigError: this is no folder of a run, or its log cannot be read.
     """
-    return read_run(Path(folder), trust_code=trust_code)
+    return replace(read_run(Path(folder)), trust_code=trust_code)
 
 
 def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
@@ -220,10 +223,8 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     ]
 
 
-def read_run(
-    folder: Path, name: str | None = None, *, has_ended: bool = False, trust_code: bool = False
-) -> Run:
-    """As `load_run`.
+def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
+    """A run as of now, of which only trusted code is run.
 
     Args:
         has_ended: it is not trained any more; otherwise its files decide, by when they were written.
@@ -244,7 +245,6 @@ def read_run(
         alarms=_lines(folder / ALARMS_FILE, Alarm),
         options=_yaml_mapping(text),
         config_text=text,
-        trust_code=trust_code,
     )
 
 
@@ -305,18 +305,15 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 # -- the model
 
 
-def load_model(folder: Path, *, trust_code: bool = False) -> SavedModel:
+def load_model(folder: Path) -> SavedModel:
     """The config, the tokenizer and the best weights of a run.
-
-    Args:
-        trust_code: run the code that the folder names, even where no run of yours began with it.
 
     Raises:
         ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
             or it names code that is not trusted.
     """
     check_has_weights(folder)
-    config = own_config(folder / CONFIG_FILE, trust_code=trust_code)
+    config = own_config(folder / CONFIG_FILE)
     say_changed_code(folder)
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_outside_errors():

@@ -28,7 +28,8 @@ from moe_ffn.runs.outside_code import (
     portable_options,
     say_changed_code,
 )
-from moe_ffn.trust import UntrustedCodeError, trust, trusted_code_alone
+from moe_ffn.runs.reader import load_run
+from moe_ffn.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
 
 OWN = """
 import sys
@@ -256,8 +257,8 @@ def test_a_run_s_code_is_run_once_it_is_trusted(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text("model: {ffn: 'code/evil.py:Own'}")
     sha256 = find_code(f"{folder}/code/evil.py").sha256
 
-    def read(**trusting: bool) -> TrainConfig:
-        return read_config(folder / "config.yaml", TrainConfig, **trusting)
+    def read() -> TrainConfig:
+        return read_config(folder / "config.yaml", TrainConfig)
 
     for _ in range(2):
         with pytest.raises(UntrustedCodeError) as refused:
@@ -269,9 +270,24 @@ def test_a_run_s_code_is_run_once_it_is_trusted(tmp_path: Path) -> None:
     assert not Path("ran").exists()
     assert not (tmp_path / "state").exists()
 
-    assert read(trust_code=True).model.ffn.type == f"{folder}/code/evil.py:Own"
+    with accepting_code():
+        assert read().model.ffn.type == f"{folder}/code/evil.py:Own"
     assert Path("ran").read_text() == "x"
     assert [path.name for path in (tmp_path / "state/moe_ffn/trusted_code").iterdir()] == [sha256]
+
+
+def test_a_notebook_says_once_that_it_trusts_a_run_s_code(own: Path, tmp_path: Path) -> None:
+    config = parse("--model.ffn", "own.py:Own")
+    folder = tmp_path / "strange"
+    (folder / "code").mkdir(parents=True)
+    (folder / "code/own.py").write_text(f"{own.read_text()}{MARKS}\n")
+    (folder / "config.yaml").write_text(yaml.safe_dump(portable_options(config)))
+
+    with pytest.raises(UntrustedCodeError):
+        _ = load_run(folder).config
+    assert not Path("ran").exists()
+    assert load_run(folder, trust_code=True).config.model.ffn.type == f"{folder}/code/own.py:Own"
+    assert Path("ran").exists()
 
 
 FAMILIES = {
@@ -334,9 +350,9 @@ def test_a_state_folder_that_cannot_be_is_no_mistake(
     code = find_code(str(own))
     trust([code])
 
-    with pytest.raises(UntrustedCodeError), trusted_code_alone(own.parent):
+    with pytest.raises(UntrustedCodeError), only_trusted_code(own.parent):
         parse("--model.ffn", f"{own}:Own")
-    with trusted_code_alone(own.parent, trust_code=True):
+    with accepting_code(), only_trusted_code(own.parent):
         parse("--model.ffn", f"{own}:Own")
 
 
