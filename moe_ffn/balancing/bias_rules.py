@@ -49,9 +49,9 @@ class SignRuleConfig(BiasRuleConfig, frozen=True):
 
     type: Literal["sign"] = "sign"
     rate: float = Field(default=1e-3, gt=0)
-    """How far a bias moves per optimizer step."""
+    """How far an expert's bias moves per optimizer step."""
     centre: bool = False
-    """Subtract the mean from each step's move, as torchtitan does."""
+    """Subtract from each change of the biases its mean over the experts, as torchtitan does."""
 
     @property
     def advice(self) -> str:
@@ -81,7 +81,7 @@ class QuantileRuleConfig(BiasRuleConfig, frozen=True):
 
     type: Literal["quantile"] = "quantile"
     ema: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the old bias is kept at each step."""
+    """Share of the old bias in the new one, at each optimizer step."""
 
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
         scores_TE = routing.require("scores_TE", "objective.bias_rule 'quantile'").detach()
@@ -111,9 +111,10 @@ class SparsityRuleConfig(Config, frozen=True):
     """
 
     initial_weight: float = Field(default=1e-8, gt=0)
-    """The weight before the first step."""
+    """Weight of the ReLU sparsity loss in the first step."""
     factor: float = Field(default=1.2, gt=1)
-    """What it is multiplied by after a step with too many experts per token, or divided by."""
+    """The weight of the ReLU sparsity loss is multiplied by this after a step with more than k experts per
+    token, and divided by it after a step with fewer."""
 
 
 def sparsity_weight_after(weight: Tensor, density: Tensor, factor: float) -> Tensor:

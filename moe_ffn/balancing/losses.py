@@ -25,22 +25,23 @@ class BalancingWeights(Config, frozen=True):
     """The weight of each loss below, by its name there."""
 
     load_balance: float = Field(default=0.01, ge=0)
-    """Weight of the Switch load-balancing loss, which is 1 at balance; of each batch and rank by itself."""
+    """Weight of the Switch load-balancing loss of each batch and rank, which is 1 at balance."""
     load_balance_global: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of all batches and ranks of an optimizer step together. With
+    """Weight of one load-balancing loss over all batches and ranks of an optimizer step. With gradient
     accumulation it costs one more forward pass of each batch."""
     load_balance_sequence: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of each sequence by itself (DeepSeek-V3)."""
+    """Weight of the mean over sequences of each sequence's load-balancing loss (DeepSeek-V3)."""
     load_balance_pooled: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of all layers' tokens together, as Hugging Face has it."""
+    """Weight of one load-balancing loss over the tokens of all layers, as in Hugging Face."""
     importance_cv2: float = Field(default=0.0, ge=0)
-    """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer 2017)."""
+    """Weight of the squared coefficient of variation of the experts' summed weights (Shazeer et al. 2017)."""
     load_cv2: float = Field(default=0.0, ge=0)
-    """Weight of that of the experts' smooth load; for router.type 'noisy_top_k' alone."""
+    """Weight of the squared coefficient of variation of the smooth load (`noisy_top_k` only)."""
     router_z: float = Field(default=0.001, ge=0)
-    """Weight of the router z-loss."""
+    """Weight of the router z-loss, which keeps logits small (ST-MoE)."""
     router_entropy: float = Field(default=0.0, ge=0)
-    """Weight of the entropy of each token's scores, which makes top-p routers decide."""
+    """Weight of the mean entropy of a token's scores, which keeps top-p routers from taking ever more
+    experts."""
 
 
 @takes_routing

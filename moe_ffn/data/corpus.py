@@ -86,8 +86,8 @@ class TextConfig(CorpusConfig, frozen=True):
         BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
     ]
     """Files, folders (searched recursively) or globs (`books/**/*.txt`). Hidden and binary files
-    found in a folder or by a glob are skipped. What stands in fields (.jsonl, .csv, .parquet) is for
-    type hf_dataset."""
+    found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are read by type
+    hf_dataset."""
 
     def documents(self) -> Iterator[Document]:
         """The text files that `paths` name, each once.

@@ -28,11 +28,10 @@ class HFDatasetConfig(CorpusConfig, frozen=True):
     """The configuration of a data set that has several (`wikitext-2-raw-v1`)."""
 
     split: str = Field(default="train", min_length=1)
-    """The split that is trained on, and validated on where `validation_split` is not given."""
+    """Split to train on; without `validation_split`, some of its rows are kept for validation."""
 
     validation_split: str | None = Field(default=None, min_length=1)
-    """The split that is validated on; by default `data.validation_percent` of the rows of
-    `split`."""
+    """Split to validate on; by default `data.validation_percent` percent of the rows of `split`."""
 
     text_column: str = "text"
     """The column that holds the text."""

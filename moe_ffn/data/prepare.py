@@ -43,14 +43,14 @@ class DataConfig(Config, frozen=True):
     """Sequences per forward pass, summed over all ranks."""
 
     validation_percent: int = Field(default=5, ge=1, le=50)
-    """Percent of the documents that are kept for validation, each whole; a line says where that is
-    another share of the text."""
+    """Percent of the documents to keep for validation. Their share of the text may differ; a line is
+    printed where it is 1.5 times as large or small."""
 
     validation_tokens: int = Field(default=131_072, ge=1, le=MAX_COUNT)
-    """How many tokens each validation looks at, evenly spaced over the validation split."""
+    """Number of tokens to predict in each validation, in sequences spread evenly over the split."""
 
     cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)
-    """Where the encoded tokens are kept between runs."""
+    """Folder that keeps the encoded tokens between runs."""
 
 
 _FORMAT = 2

@@ -148,8 +148,8 @@ class BPEConfig(TokenizerConfig, frozen=True):
     type: Literal["bpe"] = "bpe"
 
     vocab_size: int = Field(default=4096, ge=512, le=2**24)
-    """How many tokens to learn, the 256 bytes and the end of document included; a short text may
-    not hold as many, and the tokenizer is then smaller."""
+    """Size of the vocabulary to learn, the 256 bytes and the end of document included; it gets smaller
+    where the text is too short for it."""
 
     @property
     def max_vocab_size(self) -> int:

@@ -30,7 +30,7 @@ class EarlyStoppingConfig(Config, frozen=True):
     patience: int = Field(default=3, ge=1, le=MAX_COUNT)
     """Validations without improvement before stopping."""
     min_delta: float = Field(default=0.0, ge=0)
-    """The least fall, in nats per token, that counts as improvement."""
+    """Smallest fall of the validation loss, in nats per token, that counts as improvement."""
 
 
 Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -40,13 +40,14 @@ PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
 
 class _LoopConfig(Config, frozen=True):
     max_steps: int = Field(default=400, ge=1, le=MAX_COUNT)
-    """Optimizer steps."""
+    """Optimizer steps of the whole run."""
     accumulate_grad_batches: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Batches whose gradients make up one optimizer step."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
-    """Largest gradient norm; 0 does not clip."""
+    """Largest gradient norm, to which a larger gradient is scaled down; 0: no clipping."""
     precision: Precision = "auto"
-    """auto: 32-true on a CPU, bf16-mixed on a GPU that multiplies bfloat16 natively."""
+    """Number format of weights and products. auto: 32-true on a CPU, bf16-mixed on a GPU that multiplies
+    bfloat16 natively."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
     validate_every_n_steps: int = Field(default=200, ge=1, le=MAX_COUNT)
@@ -67,32 +68,32 @@ class TrainerConfig(_LoopConfig, frozen=True):
     benchmark: bool | None = None
     """Let cuDNN time its algorithms for convolutions and take the fastest."""
     detect_anomaly: bool = False
-    """End with torch's traceback where a backward pass makes a NaN; slow. The guard says where one began,
-    and goes on, without it."""
+    """End the run, with torch's traceback, at the first NaN in a backward pass; slow. When false, the guard
+    reports where a NaN began and skips the step."""
     deterministic: Annotated[
         bool | Literal["warn"] | None, _must_be("true, false, null or 'warn'")
     ] = None
-    """Let torch refuse operations that do not repeat to the bit, or warn of them."""
+    """true: torch refuses operations that are not reproducible to the bit; warn: it warns of them."""
     devices: Annotated[
         int | str | list[int], _must_be("a whole number, text or a list of whole numbers")
     ] = "auto"
-    """How many processes train, or on which GPUs."""
+    """Number of processes that train, or the list of GPUs to use."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    """What gradient_clip_val limits: the norm of the whole gradient (the default), or each value."""
+    """What gradient_clip_val limits: the norm of the whole gradient (the default), or each value in it."""
     inference_mode: bool = True
-    """Validate under torch.inference_mode, or under torch.no_grad."""
+    """Validate under torch.inference_mode; when false, under torch.no_grad."""
     max_time: Annotated[
         str | dict[str, int] | None, _must_be("text, a mapping of whole numbers or null")
     ] = None
-    """End after this time, DD:HH:MM:SS or {hours: 2}, with a last validation."""
+    """End the run, with a last validation, after this time: DD:HH:MM:SS or {hours: 2}."""
     num_nodes: int = Field(default=1, ge=1, le=MAX_COUNT)
-    """How many machines train; start the program on each with torchrun or srun."""
+    """Number of machines; start the program on each with torchrun or srun."""
     profiler: Literal["simple", "advanced"] | None = None
-    """Write where the time went into profile.txt: by callback and hook, or by Python function."""
+    """Write where the time went into profile.txt; simple: by callback and hook, advanced: by function."""
     # Strategies that start processes of their own (`ddp_spawn`) would leave what is measured in them behind.
     strategy: Literal["auto", "ddp", "ddp_find_unused_parameters_true"] = "auto"
-    """How several processes work together: auto and ddp; ddp_find_unused_parameters_true where a block of
-    yours does not use all of its weights."""
+    """How several processes train together. auto: ddp; ddp_find_unused_parameters_true: ddp for a block of
+    your own that does not use all its weights in each step."""
 
     def lightning_arguments(self) -> dict[str, Any]:
         """The arguments of `lightning.Trainer` that differ from its defaults."""
@@ -105,9 +106,9 @@ class WandbConfig(Config, frozen=True):
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE if set, else online where there is an API key, else offline."""
     project: str = Field(default="moe_ffn", min_length=1)
-    """Project the run belongs to."""
+    """wandb project of the run."""
     entity: str | None = None
-    """User or team; your default one when null."""
+    """wandb user or team that owns the run; null: your default."""
     tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Labels of the run; the FFN type is always one of them."""
 
@@ -120,16 +121,15 @@ class AlarmsConfig(Config, frozen=True):
     """When a run says that something goes wrong: a line, a wandb alert, and a line of alarms.jsonl."""
 
     after_steps: int = Field(default=50, ge=1, le=MAX_COUNT)
-    """Optimizer steps that imbalance or dropping has to last, and that an expert has to be without a
-    token to count as dead."""
+    """Steps before imbalance or dropping is reported, and before an idle expert counts as dead."""
     max_violation_share: float = Field(default=0.5, gt=0, le=1)
-    """Imbalance that counts as collapse: MaxVio as a share of the highest possible, num_experts / k - 1."""
+    """MaxVio above which a router has collapsed, as a share of the largest possible, num_experts / k - 1."""
     router_logit: float = Field(default=50.0, gt=0)
-    """Size of a router's logit, at the last step of a row, that counts as exploding."""
+    """Absolute router logit, at the last step of a row, above which logits are exploding."""
     dropped_fraction: float = Field(default=0.2, ge=0, lt=1)
-    """Share of dropped pairs that is too much."""
+    """Share of dropped (token, expert) pairs above which dropping is reported."""
     loss_spike: float = Field(default=1.3, gt=1)
-    """A row's loss over the median of the ten rows before that counts as a spike."""
+    """Ratio of a row's loss to the median of the ten rows before it, above which it is a spike."""
 
     def not_judged(self, num_steps: int, num_rows: int, *, is_routed: bool) -> list[str]:
         """Sentences about alarms that could not have been raised in so short a run.
@@ -157,19 +157,19 @@ class CheckpointsConfig(Config, frozen=True):
     every_n_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints; null saves at every validation."""
     keep_last: int = Field(default=2, ge=1)
-    """How many of them are kept."""
+    """Number of the newest checkpoints that are kept."""
 
 
 class LoggingConfig(Config, frozen=True):
     """What is written while training."""
 
     every_n_steps: int = Field(default=10, ge=1, le=MAX_COUNT)
-    """Optimizer steps between two rows of metrics; a row covers all steps since the last."""
+    """Optimizer steps between two rows of metrics; a row covers all steps since the one before."""
     churn_every_n_steps: int = Field(default=20, ge=1, le=MAX_COUNT)
-    """Least optimizer steps between two looks at a fixed probe batch; churn is the share of its tokens
-    whose experts changed in between."""
+    """Smallest number of optimizer steps between two measurements of churn, the share of a fixed batch's
+    tokens whose experts have changed since the last measurement."""
     alarms: AlarmsConfig = AlarmsConfig()
-    """When to call for attention."""
+    """Limits above which the run raises an alarm."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases, beside the log that is always written."""
 

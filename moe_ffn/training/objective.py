@@ -47,7 +47,7 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
     bias_rule: BiasRuleConfig = SignRuleConfig()
     """The rule that moves the bias of routers with correction_bias; no other router is concerned."""
     masked_fraction: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the tokens that a model with causal: false has to guess."""
+    """Share of the tokens to mask and to predict, where `model.causal` is false."""
 
 
 @dataclass(frozen=True)

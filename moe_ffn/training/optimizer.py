@@ -29,16 +29,16 @@ MAX_RATE = 1e9
 """float32 holds it, with room for a factor."""
 
 Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
-_FullRate = Annotated[Rate, Field(description="The full rate, before the schedule.")]
+_FullRate = Annotated[Rate, Field(description="Peak learning rate, at the end of the warm-up.")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
-_Eps = Annotated[float, Field(gt=0, description="Added to the denominator.")]
+_Eps = Annotated[float, Field(gt=0, description="Added to the denominator of an update.")]
 DecoupledDecay = Annotated[
     float,
     Field(
         ge=0,
-        description="Decoupled decay of every matrix, an untied output matrix among them; norms, biases "
-        "and embeddings have none.",
+        description="Decoupled weight decay of every matrix, an untied output matrix included; norms, "
+        "biases and embeddings have none.",
     ),
 ]
 
@@ -52,9 +52,9 @@ class OptimizerConfig(TaggedConfig, frozen=True):
 
     learning_rate: _FullRate
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decay of every matrix; norms, biases and embeddings have none."""
+    """Weight decay of every matrix; norms, biases and embeddings have none."""
     schedule: ScheduleConfig = CosineConfig()
-    """How the learning rate moves."""
+    """How the learning rate changes over the run."""
 
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
@@ -80,7 +80,7 @@ class _TorchConfig(OptimizerConfig, frozen=True):
     always: ClassVar[Mapping[str, Any]] = {}
     """Arguments that are no options here."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Times the weight, added to the gradient of every matrix (L2, not decoupled); norms, biases and
+    """L2 decay of every matrix: this times the matrix is added to its gradient; norms, biases and
     embeddings have none."""
 
     def build(self, model: nn.Module) -> Optimizer:
@@ -92,7 +92,7 @@ class _TorchConfig(OptimizerConfig, frozen=True):
 class _AdamConfig(_TorchConfig, frozen=True):
     learning_rate: _FullRate = 3e-3
     betas: Betas = (0.9, 0.95)
-    """Decay of the running mean and of the running square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: _Eps = 1e-8
 
 
@@ -153,11 +153,11 @@ class AdadeltaConfig(_TorchConfig, frozen=True):
     in_torch = optim.Adadelta
     type: Literal["adadelta"] = "adadelta"
     learning_rate: Rate = 1.0
-    """The full rate, before the schedule; the paper has 1 too."""
+    """Peak learning rate, at the end of the warm-up; the paper has 1 too."""
     rho: Fraction = 0.9
-    """Decay of both running squares."""
+    """Decay rate of the running means of squared gradients and of squared updates."""
     eps: float = Field(default=1e-6, gt=0)
-    """Added under both roots; the size of the first step."""
+    """Added under the square roots of both running means; it sets the size of the first steps."""
 
 
 class RMSpropConfig(_TorchConfig, frozen=True):
@@ -167,7 +167,7 @@ class RMSpropConfig(_TorchConfig, frozen=True):
     type: Literal["rmsprop"] = "rmsprop"
     learning_rate: _FullRate = 1e-3
     alpha: Fraction = 0.99
-    """Decay of the running square."""
+    """Decay rate of the running mean of squared gradients."""
     eps: _Eps = 1e-8
 
 
@@ -178,9 +178,9 @@ class SGDConfig(_TorchConfig, frozen=True):
     type: Literal["sgd"] = "sgd"
     learning_rate: _FullRate = 0.3
     momentum: Fraction = 0.9
-    """Decay of the running sum of gradients; 0 is without momentum."""
+    """Decay rate of the running sum of gradients; 0: no momentum."""
     nesterov: bool = False
-    """Look ahead along the momentum."""
+    """Use Nesterov momentum."""
 
     @model_validator(mode="after")
     def _check_nesterov(self) -> SGDConfig:
@@ -195,12 +195,12 @@ class AdafactorConfig(_TorchConfig, frozen=True):
     in_torch = optim.Adafactor
     type: Literal["adafactor"] = "adafactor"
     learning_rate: Rate = 3e-2
-    """Largest step relative to the size of the weights, before the schedule; the paper has 0.01."""
+    """Peak step size, relative to the size of the weights; the paper has 0.01."""
     weight_decay: DecoupledDecay = 0.0
     beta2_decay: float = Field(default=-0.8, le=0)
-    """The running square decays by 1 - step ** beta2_decay."""
+    """The running mean of squared gradients has the decay rate 1 - step ** beta2_decay."""
     d: float = Field(default=1.0, ge=1)
-    """Largest root mean square of an update, before the rate."""
+    """Largest root mean square of an update before it is multiplied by the step size."""
 
 
 class MuonConfig(OptimizerConfig, frozen=True):
@@ -212,23 +212,24 @@ class MuonConfig(OptimizerConfig, frozen=True):
 
     type: Literal["muon"] = "muon"
     learning_rate: Rate = 1e-2
-    """The full rate, before the schedule, and for AdamW's part too."""
+    """Peak learning rate of the matrices, and of all else unless adamw_learning_rate is given."""
     weight_decay: DecoupledDecay = 0.1
     momentum: Fraction = 0.95
-    """Decay of the running mean of the gradients."""
+    """Decay rate of the running mean of the gradients."""
     nesterov: bool = True
-    """Look ahead along the momentum."""
+    """Use Nesterov momentum."""
     ns_steps: int = Field(default=5, ge=1, lt=100)
     """Newton-Schulz iterations that make a matrix orthogonal."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """The rate of a matrix (out, in): times 0.2 sqrt(max(out, in)), as large as a step of AdamW (Moonlight,
-    arXiv:2502.16982), or times sqrt(max(1, out / in)), for rates such as 0.02."""
+    """Scale of the learning rate of a matrix (out, in). match_rms_adamw: 0.2 sqrt(max(out, in)), steps as
+    large as AdamW's (Moonlight, arXiv:2502.16982); original: sqrt(max(1, out / in)), for rates such as
+    0.02."""
     adamw_learning_rate: float | None = Field(default=None, gt=0, le=MAX_RATE)
-    """The full rate of what AdamW moves; null: learning_rate."""
+    """Peak learning rate of the parameters that AdamW updates; null: learning_rate."""
     adamw_betas: Betas = (0.9, 0.95)
-    """AdamW's decay of the running mean and of the running square."""
+    """AdamW's decay rates of the running means of the gradient and of its square."""
     adamw_eps: float = Field(default=1e-8, gt=0)
-    """Added to AdamW's denominator."""
+    """Added to the denominator of AdamW's update."""
 
     def build(self, model: nn.Module) -> Optimizer:
         decayed, kept = split_by_decay(model)

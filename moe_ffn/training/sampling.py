@@ -19,13 +19,13 @@ class SampleConfig(Config, frozen=True):
     """The text that the trained model writes at the end."""
 
     prompt: str | None = Field(default=None, min_length=1)
-    """What it starts from; by default the first words of the validation split."""
+    """Text to continue; by default the first words of the validation split."""
     num_tokens: int = Field(default=256, ge=0, le=MAX_COUNT)
-    """How many tokens to write; 0 writes none."""
+    """Number of tokens to write; 0: no text."""
     temperature: float = Field(default=0.7, ge=0)
-    """Divides the logits; 0 always takes the most probable token."""
+    """Divides the logits before sampling; 0: always the most probable token."""
     top_k: int | None = Field(default=40, ge=1, le=MAX_COUNT)
-    """Choose among this many most probable tokens; null among all."""
+    """Sample among this many most probable tokens; null: among all."""
 
 
 PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40

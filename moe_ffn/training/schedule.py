@@ -14,12 +14,12 @@ _WARMUP_FRACTION = 0.05
 
 
 class ScheduleConfig(TaggedConfig, frozen=True):
-    """How the learning rate moves: warm-up from zero, then what the type says."""
+    """How the learning rate changes: a linear warm-up from zero, then by type."""
 
     warmup_fraction: float = Field(default=_WARMUP_FRACTION, ge=0, lt=1)
-    """Part of trainer.max_steps spent rising linearly to the full rate."""
+    """Fraction of trainer.max_steps in which the learning rate rises linearly to its peak."""
     warmup_steps: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-    """The same as a number of optimizer steps, in place of warmup_fraction."""
+    """Optimizer steps of warm-up, in place of warmup_fraction."""
 
     @model_validator(mode="after")
     def _check_warmup_is_given_once(self) -> ScheduleConfig:
@@ -38,7 +38,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
         return self.after_warmup(step, warmup_steps, max_steps)
 
     def num_warmup_steps(self, max_steps: int) -> int:
-        """Optimizer steps below the full rate; the one after them has it."""
+        """Optimizer steps below the peak rate; the one after them has it."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         return round(self.warmup_fraction * max_steps)
@@ -56,7 +56,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
 
 
 class ConstantConfig(ScheduleConfig, frozen=True):
-    """The full rate to the end."""
+    """The peak rate to the end."""
 
     type: Literal["constant"] = "constant"
 
@@ -70,15 +70,15 @@ class InverseSqrtConfig(ScheduleConfig, frozen=True):
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
 
     def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
-        # Steps count from 0 here and from 1 in the paper, whose warmup_steps is the step of the full rate.
+        # Steps count from 0 here and from 1 in the paper, whose warmup_steps is the step of the peak rate.
         return math.sqrt((warmup_steps + 1) / (step + 1))
 
 
 class _FallingConfig(ScheduleConfig, frozen=True):
-    """A fall from the full rate to a part of it, complete at trainer.max_steps."""
+    """A fall from the peak rate to a fraction of it, complete at trainer.max_steps."""
 
     final_fraction: float = Field(default=0.1, ge=0, le=1)
-    """The last rate, as a part of the full one."""
+    """Learning rate at the end, as a fraction of its peak."""
 
     def after_warmup(self, step: int, warmup_steps: int, max_steps: int) -> float:
         progress = (step - warmup_steps) / max(max_steps - warmup_steps, 1)
@@ -90,7 +90,7 @@ class _FallingConfig(ScheduleConfig, frozen=True):
 
 
 class LinearConfig(_FallingConfig, frozen=True):
-    """A straight line from the full rate to the final one (BERT, Devlin et al. 2018)."""
+    """A straight line from the peak rate to the final one (BERT, Devlin et al. 2018)."""
 
     type: Literal["linear"] = "linear"
 
@@ -99,7 +99,7 @@ class LinearConfig(_FallingConfig, frozen=True):
 
 
 class CosineConfig(_FallingConfig, frozen=True):
-    """Half a cosine from the full rate to the final one (Loshchilov & Hutter 2016)."""
+    """Half a cosine from the peak rate to the final one (Loshchilov & Hutter 2016)."""
 
     type: Literal["cosine"] = "cosine"
 
@@ -108,11 +108,11 @@ class CosineConfig(_FallingConfig, frozen=True):
 
 
 class WSDConfig(_FallingConfig, frozen=True):
-    """Warm-up, stable, decay: full rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
+    """Warm-up, stable, decay: peak rate until a last linear fall (Hu et al. 2024, MiniCPM)."""
 
     type: Literal["wsd"] = "wsd"
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """Part of the steps after warm-up spent falling."""
+    """Fraction of the steps after warm-up in which the learning rate falls."""
 
     def fallen(self, progress: float) -> float:
         return max(0.0, (progress - (1 - self.decay_fraction)) / self.decay_fraction)

@@ -57,7 +57,7 @@ def test_the_short_page_shows_the_values_that_were_given(show: Show) -> None:
     printed = show("--help", "--model.ffn", "swiglu", "--trainer.max_steps", "7")
 
     assert "--model.ffn.type swiglu A gated linear unit" in printed
-    assert "--trainer.max_steps 7 Optimizer steps." in printed
+    assert "--trainer.max_steps 7 Optimizer steps of the whole run." in printed
     assert "--model.ffn.router.k" not in printed, "a block without a router"
 
 
@@ -65,7 +65,7 @@ def test_a_section_has_its_own_options_alone(show: Show) -> None:
     printed = show("--help", "optimizer")
 
     assert printed.startswith("optimizer: How it is minimised. --optimizer.type adamw ")
-    assert "--optimizer.learning_rate 0.003 The full rate" in printed
+    assert "--optimizer.learning_rate 0.003 Peak learning rate" in printed
     assert "--optimizer.schedule.type cosine Half a cosine" in printed
     assert "--trainer" not in printed
     assert printed.endswith("Types to choose from, and what each takes --help optimizer.schedule")
@@ -99,7 +99,7 @@ def test_a_section_that_is_off_shows_what_it_would_take(show: Show) -> None:
 
 def test_one_option(show: Show) -> None:
     assert show("--help", "trainer.max_steps") == (
-        "trainer.max_steps: Optimizer steps. --trainer.max_steps 400"
+        "trainer.max_steps: Optimizer steps of the whole run. --trainer.max_steps 400"
     )
 
 

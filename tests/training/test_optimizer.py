@@ -127,7 +127,7 @@ WSD = WSDConfig(warmup_fraction=0.1, final_fraction=0.1, decay_fraction=0.2)
         # Warm-up takes 10 of 100 steps: (step + 1) / 11, so that no step is made at rate 0.
         pytest.param(COSINE, 0, 1 / 11, id="cosine starts"),
         pytest.param(COSINE, 9, 10 / 11, id="cosine ends its warm-up"),
-        pytest.param(COSINE, 10, 1.0, id="cosine at its full rate"),
+        pytest.param(COSINE, 10, 1.0, id="cosine at its peak rate"),
         # A quarter of the 90 steps left is 22.5; a third is 30: 0.1 + 0.9 * (1 + cos(pi/3)) / 2
         # = 0.1 + 0.9 * 0.75
         pytest.param(COSINE, 40, 0.775, id="cosine after a third"),
@@ -137,7 +137,7 @@ WSD = WSDConfig(warmup_fraction=0.1, final_fraction=0.1, decay_fraction=0.2)
         pytest.param(COSINE, 130, 0.1, id="cosine beyond its end"),
         pytest.param(WSD, 0, 1 / 11, id="wsd starts"),
         pytest.param(WSD, 9, 10 / 11, id="wsd ends its warm-up"),
-        pytest.param(WSD, 10, 1.0, id="wsd at its full rate"),
+        pytest.param(WSD, 10, 1.0, id="wsd at its peak rate"),
         pytest.param(WSD, 55, 1.0, id="wsd in the middle"),
         # The last fifth of the 90 steps begins at 10 + 72 = 82, and is half over at 91.
         pytest.param(WSD, 82, 1.0, id="wsd before its fall"),

@@ -16,7 +16,7 @@ from moe_ffn.training.optimizer import AdamWConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
 NUM_STEPS = 100
-"""Of a run, of which 9 are warm-up here: the tenth step has the full rate."""
+"""Of a run, of which 9 are warm-up here: the tenth step has the peak rate."""
 
 
 def schedule(**options: Any) -> ScheduleConfig:

@@ -26,9 +26,10 @@ class GuardConfig(Config, frozen=True):
     """
 
     max_loss_ratio: float | None = Field(default=10.0, gt=1)
-    """Loss of a step over the median of the last 32 steps taken that is far too high; null: none is."""
+    """A step is skipped where its loss is more than this many times the median of the last 32 steps taken;
+    null: however high it is, it is taken."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
-    """So many steps skipped one after the other end the run, with exit code 3."""
+    """Number of steps skipped in a row that ends the run, with exit code 3."""
 
 
 STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
