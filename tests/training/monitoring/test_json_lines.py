@@ -138,6 +138,25 @@ def test_lines_that_a_failing_disk_has_taken_are_not_written_twice(
     assert path.read_text() == text(1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("what", ["the file", "its folder"])
+def test_lines_that_only_could_not_be_synced_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    file = JsonLines(path)
+    with monkeypatch.context() as patch:
+        if what == "the file":
+            patch.setattr(os, "fsync", fail)
+            patch.setattr(os, "truncate", fail)
+        else:
+            patch.setattr("moe_ffn.training.monitoring.json_lines.sync_folder", fail)
+        file.add([{"step": 4}])
+    assert steps(path) == [4]
+    file.add([{"step": 6}])
+
+    assert file.is_complete
+    assert steps(path) == [4, 6]
+
+
 def test_two_lines_that_are_the_same_are_two(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = JsonLines(path)
     file.add([{"step": 2}, {"step": 2}])
