@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,14 +19,9 @@ from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM, PreparedData
 from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
-from moe_ffn.metrics.table import (
-    LAYER_METRICS,
-    percent,
-    percent_digits,
-    result_columns,
-    summarize_load,
-)
+from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
 from moe_ffn.outputs import short_name
+from moe_ffn.report.tables import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops
@@ -62,7 +57,7 @@ def print_results(
 ) -> None:
     """The numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
     loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
-    samples, routing = callbacks.samples, summary["routing"]
+    samples, routing = callbacks.samples, _plain(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)  # brackets in it are no markup
@@ -202,74 +197,43 @@ def describe_data(data: PreparedData) -> str:
     )
 
 
-def load_table(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> Table:
+def load_table(routing: Mapping[str, Mapping[str, Any]], width: int = 80) -> Table:
     """The share of the validation's pairs that each expert takes, in percent, layer by layer.
 
     Where `width` has no room for every expert: the busiest, the median, the idlest, and how many had no
     token.
     """
-    num_experts = max(len(values["load"]) for values in routing.values())
+    rows = expert_rows(routing)
 
-    def every_expert(load: list[float]) -> list[Text]:
-        shares = [_shade(share, len(load)) for share in load]
-        return shares + [Text("")] * (num_experts - len(load))
+    def table(columns: Sequence[str], cells: Callable[[ExpertRow], Sequence[Cell]]) -> Table:
+        title = "Load of each expert on the validation split, percent of its pairs"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("layer", *columns, *(metric.label for metric in result_columns())):
+            table.add_column(name, justify="right", min_width=4)
+        for row in rows:
+            texts = [Text(text, style=_STYLES.get(kind, "")) for text, kind in cells(row)]
+            absent = [""] * (len(columns) - len(texts))
+            table.add_row(row.layer, *texts, *absent, *row.measures)
+        return table
 
-    whole = _load_table(routing, map(str, range(num_experts)), every_expert)
-    if Console(width=_UNBOUNDED).measure(whole).maximum <= width:
-        return whole
-    columns = ("experts", "busiest", "median", "idlest", "unused")
-    return _load_table(routing, columns, _extremes)
-
-
-_UNBOUNDED = 1_000_000
-
-
-def _extremes(load: list[float]) -> list[Text]:
-    summary = summarize_load(load)
-    if summary is None:
-        return [Text(str(len(load))), *[Text("-")] * 4]
-    return [
-        Text(str(len(load))),
-        Text(f"#{summary.busiest} ") + _shade(summary.highest, len(load)),
-        _shade(summary.median, len(load)),
-        _shade(summary.lowest, len(load)),
-        Text(str(len(summary.unused)), style="bold red" if summary.unused else ""),
-    ]
+    num_experts = max(len(row.shares) for row in rows)
+    every_expert = table([str(expert) for expert in range(num_experts)], lambda row: row.shares)
+    has_room = Console(width=1_000_000).measure(every_expert).maximum <= width
+    return every_expert if has_room else table(EXTREMES, lambda row: row.extremes)
 
 
-def _load_table(
-    routing: Mapping[str, Mapping[str, Tensor]],
-    columns: Iterable[str],
-    cells: Callable[[list[float]], list[Text]],
-) -> Table:
-    table = Table(
-        title="Load of each expert on the validation split, percent of its pairs",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for name in ("layer", *columns, *(metric.label for metric in result_columns())):
-        table.add_column(name, justify="right")
-    for layer, values in routing.items():
-        measures = [
-            f"{percent(value)}%" if metric.is_share else f"{value:{metric.form}}"
-            for metric in result_columns()
-            for value in [values[metric.key].item()]
-        ]
-        table.add_row(short_name(layer), *cells(values["load"].tolist()), *measures)
-    return table
-
+_STYLES = {"high": "yellow", "low": "yellow", "none": "bold red"}
 
 MAX_NAMED_EXPERTS = 6
 
 
-def expert_use(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
+def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
     """The experts that had no token on the validation split, a line for each layer that has such experts or
     whose load was not measured.
     """
     lines: list[str] = []
     for layer, values in routing.items():
-        load = values["load"].tolist()
+        load = values["load"]
         summary = summarize_load(load)
         if summary is None:
             lines.append(f"  layer {short_name(layer)}: not measured")
@@ -281,14 +245,6 @@ def expert_use(routing: Mapping[str, Mapping[str, Tensor]]) -> str:
     if lines:
         return "\n".join(["experts without a token on the validation split", *lines])
     return "every expert is used on the validation split" if routing else ""
-
-
-def _shade(share: float, num_experts: int) -> Text:
-    """Green near the even share, yellow beyond a factor 1.5 either way, red beyond 3."""
-    ratio = share * num_experts
-    ratio = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
-    style = "green" if ratio < 1.5 else "yellow" if ratio < 3 else "bold red"
-    return Text(f"{percent(share, percent_digits(num_experts)):>4}", style=style)
 
 
 def _short(count: float) -> str:

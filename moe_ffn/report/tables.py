@@ -192,53 +192,65 @@ def alarm_groups(run: Run) -> list[list[Alarm]]:
 # -- the experts of one run
 
 
+Cell = tuple[str, str]
+"""A text and what it says of a share: `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none`
+at 0, otherwise empty."""
+
+EXTREMES = ("experts", "busiest", "median", "idlest", "unused")
+
+
 @dataclass(frozen=True)
 class ExpertRow:
     """The load of a layer on the validation split, as text."""
 
     layer: str
-    shares: Sequence[tuple[str, str]]
-    """Of each expert: percent, with more digits where an even share is small, and a class of the style sheet:
-    `high` over 1.5 times the even share, `low` under 1 / 1.5 of it, `none` at 0, otherwise empty."""
-    extremes: Sequence[str]
-    """How many experts, the busiest, median and idlest share, and how many experts have no pair."""
+    shares: Sequence[Cell]
+    """Of each expert: percent, with more digits where an even share is small."""
+    extremes: Sequence[Cell]
+    """One for each of `EXTREMES`: how many experts, the shares of three, how many experts have no pair."""
     measures: Sequence[str]
     """One for each of `result_columns`."""
 
 
-def expert_rows(run: Run) -> list[ExpertRow]:
-    """The layers whose load was measured."""
-    rows: list[ExpertRow] = []
-    for layer, values in run.validated.items():
-        load = values.get("load")
-        if isinstance(load, list) and load:
-            # None for a share that was not measured, which is not the same as no pair.
-            shares = [finite(share) for share in load]
-            extremes = [NONE] * 4
-            if summary := summarize_load(shares):
-                extremes = [
-                    f"{percent(summary.highest, 2)} (expert {summary.busiest})",
-                    percent(summary.median, 2),
-                    percent(summary.lowest, 2),
-                    str(len(summary.unused)),
-                ]
-            rows.append(
-                ExpertRow(
-                    short_name(layer),
-                    [_share(share, len(shares)) for share in shares],
-                    [str(len(shares)), *extremes],
-                    [number(values.get(m.key), m.form) for m in result_columns()],
-                )
-            )
-    return rows
+def expert_rows(validated: Mapping[str, Mapping[str, Any]]) -> list[ExpertRow]:
+    """The layers whose load was measured; takes `Run.validated`."""
+    return [
+        _expert_row(short_name(layer), values)
+        for layer, values in validated.items()
+        if isinstance(values.get("load"), list) and values["load"]
+    ]
 
 
-def _share(share: float | None, num_experts: int) -> tuple[str, str]:
-    if share is None:
-        return NONE, ""
-    ratio = share * num_experts
-    kind = "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
-    return percent(share, percent_digits(num_experts)), kind
+def _expert_row(layer: str, values: Mapping[str, Any]) -> ExpertRow:
+    # None for a share that was not measured, which is not the same as no pair.
+    load = [finite(share) for share in values["load"]]
+    digits = percent_digits(len(load))
+
+    def kind(share: float | None) -> str:
+        if share is None:
+            return ""
+        ratio = share * len(load)
+        return "none" if share == 0 else "high" if ratio > 1.5 else "low" if ratio < 1 / 1.5 else ""
+
+    extremes = [(NONE, "")] * 4
+    if summary := summarize_load(load):
+        kinds = map(kind, (summary.highest, summary.median, summary.lowest))
+        extremes = list(zip(summary.percentages(digits), kinds, strict=True))
+        extremes.append((str(len(summary.unused)), "none" if summary.unused else ""))
+    return ExpertRow(
+        layer,
+        [(NONE if share is None else percent(share, digits), kind(share)) for share in load],
+        [(str(len(load)), ""), *extremes],
+        [_measure(metric, finite(values.get(metric.key))) for metric in result_columns()],
+    )
+
+
+def _measure(metric: Metric, value: float | None) -> str:
+    return (
+        f"{percent(value)}%"
+        if metric.is_share and value is not None
+        else number(value, metric.form)
+    )
 
 
 def result_headers() -> list[str]:

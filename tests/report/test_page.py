@@ -242,7 +242,7 @@ def test_many_experts_are_summed_up_and_listed_below(tmp_path: Path) -> None:
     page = without_plots(folder)
     load = json.loads((folder / "summary.json").read_text())["routing"]["layer_01"]["load"]
 
-    busiest = f"{100 * max(load):.2f} (expert {load.index(max(load))})"
+    busiest = f"#{load.index(max(load))} {100 * max(load):.2f}"
     middle = f"{100 * sorted(load)[128]:.2f}"
     assert row_of(page.text, [1, 256, busiest, middle, "0.00", 1])
     assert row_of(page.text, ["240 to 255", *(f"{100 * share:.2f}" for share in load[240:])])

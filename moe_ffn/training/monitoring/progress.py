@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.metrics.table import LAYER_METRICS, percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, percent_digits, summarize_load
 from moe_ffn.outputs import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import Row, StepLogger, ValidationLogger
@@ -272,10 +272,9 @@ def _load(load: list[float]) -> str:
         return "not measured"
     if len(load) <= MAX_BARS:
         return "".join(_block(share * len(load)) for share in load)
-    digits = percent_digits(len(load))
+    busiest, median, idlest = summary.percentages(percent_digits(len(load)))
     return (
-        f"busiest #{summary.busiest} {percent(summary.highest, digits)}%, "
-        f"median {percent(summary.median, digits)}%, idlest {percent(summary.lowest, digits)}%, "
+        f"busiest {busiest}%, median {median}%, idlest {idlest}%, "
         f"{len(summary.unused)} of {len(load)} unused"
     )
 
