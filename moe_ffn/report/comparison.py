@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from rich.table import Table
 from rich.text import Text
 
 from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
-from moe_ffn.metrics.table import LAYER_METRICS
-from moe_ffn.outputs import is_inner
-from moe_ffn.report.html import NONE, number
-from moe_ffn.report.tables import layer_mean
+from moe_ffn.report.html import NONE, finite, number
+from moe_ffn.report.tables import RUN_NUMBERS, run_legend
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import FACTS_FILE, METRICS_FILE, SUMMARY_FILE, named_run_folder
-from moe_ffn.runs.reader import Run, read_run
+from moe_ffn.runs.reader import read_run
 
-MEASURES = [LAYER_METRICS[k] for k in ("max_violation", "experts_per_token", "dropped_fraction")]
 TEXTS = ("config", "guesses", "precision")
-NUMBERS = (
-    {"loss": ".4f"} | {m.label: m.form for m in MEASURES} | {"MFLOPs": ".2f", "tokens/s": ",.0f"}
-)
-"""Column -> the format of its numbers."""
-
+NUMBERS = ("loss", "MaxVio", "experts", "dropped", "MFLOPs", "tokens/s")
 COLUMNS = (*TEXTS, *NUMBERS)
-LEGEND = (
-    "loss: validation, nats per guessed token, comparable only where the same is guessed; MaxVio: "
-    f"{MEASURES[0].formula}, mean of the layers, validation; experts: per token, "
-    "likewise; dropped: share of the pairs, last row of training; MFLOPs: forward, per token; tokens/s: "
-    "of the fastest row of training, since other work on the machine only slows"
-)
-
-_SPEED = "train/tokens_per_second"
+LEGEND = run_legend(NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class Result:
     def cells(self) -> list[str]:
         """One row, in the order of `COLUMNS`."""
         texts = [self.name, "next" if self.causal else "masked", self.precision or NONE]
-        return texts + [number(self.numbers.get(name), form) for name, form in NUMBERS.items()]
+        return texts + [number(self.numbers.get(name), RUN_NUMBERS[name].form) for name in NUMBERS]
 
     @property
     def is_worse_than_unigram(self) -> bool:
@@ -79,11 +63,11 @@ def read_result(name: str, config: TrainConfig) -> Result:
     """
     run = read_run(named_run_folder(config), has_ended=True)
     summary, facts = run.summary, run.facts
-    speeds = list(filter(math.isfinite, run.series(_SPEED).values))
-    violation, experts, dropped = MEASURES
-    flops = facts.flops_per_token
+    numbers = {name: finite(RUN_NUMBERS[name].value(run)) for name in NUMBERS}
     has_routing = summary.has("routing") and all(
-        layer.has(violation.key) and layer.has(experts.key) for layer in summary.routing.values()
+        layer.has(key)
+        for layer in summary.routing.values()
+        for key in ("max_violation", "experts_per_token")
     )
     # What the files of a run should have.
     is_kept = {
@@ -92,9 +76,15 @@ def read_result(name: str, config: TrainConfig) -> Result:
             "unigram_loss": summary.unigram_loss is not None,
             "routing": has_routing,
         },
-        FACTS_FILE: {"precision": facts.is_whole, "flops_per_token": flops is not None},
+        FACTS_FILE: {
+            "precision": facts.is_whole,
+            "flops_per_token": facts.flops_per_token is not None,
+        },
         # A run that max_time ended before its first row has no speed.
-        METRICS_FILE: {_SPEED: bool(speeds) or summary.tokens_per_second == 0},
+        METRICS_FILE: {
+            "train/tokens_per_second": numbers["tokens/s"] is not None
+            or summary.tokens_per_second == 0
+        },
     }
     lost = [
         f"{file} lacks {', '.join(key for key, kept in keys.items() if not kept)}"
@@ -105,26 +95,10 @@ def read_result(name: str, config: TrainConfig) -> Result:
         name=name,
         causal=config.model.causal,
         precision=facts.precision if facts.is_whole else None,
-        numbers={
-            "loss": summary.validation_loss,
-            violation.label: layer_mean(run, violation.key),
-            experts.label: layer_mean(run, experts.key),
-            dropped.label: _last_row_mean(run, dropped.key),
-            "MFLOPs": None if flops is None else flops / 1e6,
-            "tokens/s": max(speeds, default=None),
-        },
+        numbers=numbers,
         unigram_loss=summary.unigram_loss,
         lost="; ".join(lost),
     )
-
-
-def _last_row_mean(run: Run, key: str) -> float | None:
-    """A measure in the last row that has it, mean of the layers but for blocks inside their blocks."""
-    layers = [found for layer, found in run.layers.items() if not is_inner(layer)]
-    found = [series for measures in layers if (series := measures.get(key))]
-    last = max((series.steps[-1] for series in found), default=None)
-    values = [series.values[-1] for series in found if series.steps[-1] == last]
-    return fmean(values) if values and all(map(math.isfinite, values)) else None
 
 
 def comparison_table(results: Sequence[Result]) -> Table:

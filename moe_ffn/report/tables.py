@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from moe_ffn.metrics.table import (
     summarize_load,
 )
 from moe_ffn.outputs import is_inner, short_name
-from moe_ffn.report.html import NONE, compact, finite, number
+from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.documents import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
@@ -57,13 +57,16 @@ DOES_NOT_COMPARE = {
 
 
 def final(run: Run, key: str) -> float | None:
-    """A column's value in the summary of a finished run, or its last so far.
+    """A column's value in the summary of a finished run, NaN where it was not finite; or its last so far.
 
     Args:
         key: one of `IN_SUMMARY`.
     """
-    value = getattr(run.summary, IN_SUMMARY[key])
-    return run.series(key).last if value is None else value
+    name = IN_SUMMARY[key]
+    if run.summary.has(name):
+        value = getattr(run.summary, name)
+        return math.nan if value is None else value
+    return run.series(key).last
 
 
 def layer_mean(run: Run, key: str) -> float | None:
@@ -162,9 +165,7 @@ def concerns(run: Run) -> list[tuple[str, str]]:
     """
     found: list[tuple[str, str]] = []
     loss, unigram = final(run, "validation/loss"), run.summary.unigram_loss
-    # What is not finite is null in a summary.
-    is_null = run.summary.has("validation_loss") and run.summary.validation_loss is None
-    if is_null or (loss is not None and not math.isfinite(loss)):
+    if loss is not None and not math.isfinite(loss):
         found.append(("bad", "The validation loss is not a finite number: training has diverged."))
     elif loss is not None and unigram is not None and loss > unigram:
         found.append(("bad", f"The validation loss is {WORSE_THAN_UNIGRAM}."))
@@ -282,22 +283,83 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 # -- several runs side by side
 
 
-COMPARED = [LAYER_METRICS[key] for key in ("max_violation", "dropped_fraction")]
-"""The metrics of layers that a table of runs has."""
+@dataclass(frozen=True)
+class RunNumber:
+    """A column of a table of runs."""
 
-RUN_COLUMNS: Mapping[str, Callable[[Run], str]] = {
-    "validation loss (nats)": lambda run: number(final(run, "validation/loss")),
-    "state": lambda run: STATES[run.state][1],
-    "steps": progress,
-    "block": ffn_type,
-    "parameters": lambda run: compact(run.facts.num_params),
-    "active": lambda run: compact(run.facts.num_active_params),
-    "FLOPs per token": lambda run: compact(run.facts.flops_per_token),
-    "bits per byte": lambda run: number(final(run, "validation/bits_per_byte")),
-    "tokens per second": lambda run: number(final(run, "train/tokens_per_second"), ",.0f"),
-    **{m.label: lambda run, m=m: number(layer_mean(run, m.key), m.form) for m in COMPARED},
+    value: Callable[[Run], float | None]
+    """None where a block routes nothing, and where training ended before its first row."""
+    form: str
+    meaning: str
+
+    def text(self, run: Run) -> str:
+        return number(self.value(run), self.form)
+
+
+def _mean_of_layers(key: str, meaning: str) -> RunNumber:
+    metric = LAYER_METRICS[key]
+    return RunNumber(
+        lambda run: layer_mean(run, key), metric.form, f"{meaning}, mean of the layers, validation"
+    )
+
+
+def _last_row_mean(run: Run, key: str) -> float | None:
+    """A measure in the last row that has it, mean of the layers but for blocks inside their blocks."""
+    layers = [found for layer, found in run.layers.items() if not is_inner(layer)]
+    found = [series for measures in layers if (series := measures.get(key))]
+    last = max((series.steps[-1] for series in found), default=None)
+    values = [series.values[-1] for series in found if series.steps[-1] == last]
+    return fmean(values) if values and all(map(math.isfinite, values)) else None
+
+
+def _fastest_row(run: Run) -> float | None:
+    speeds = filter(math.isfinite, run.series("train/tokens_per_second").values)
+    return max(speeds, default=None)
+
+
+def _millions(fact: str, meaning: str) -> RunNumber:
+    def value(run: Run) -> float | None:
+        count = finite(run.fact(fact))
+        return None if count is None else count / 1e6
+
+    return RunNumber(value, ",.2f", meaning)
+
+
+_MAX_VIOLATION, _EXPERTS, _DROPPED = (
+    LAYER_METRICS[key] for key in ("max_violation", "experts_per_token", "dropped_fraction")
+)
+
+RUN_NUMBERS: Mapping[str, RunNumber] = {
+    "loss": RunNumber(
+        lambda run: final(run, "validation/loss"),
+        ".4f",
+        "validation, nats per guessed token, comparable only where the same is guessed",
+    ),
+    "bits/byte": RunNumber(
+        lambda run: final(run, "validation/bits_per_byte"), ".4f", "of the validation loss"
+    ),
+    _MAX_VIOLATION.label: _mean_of_layers(_MAX_VIOLATION.key, _MAX_VIOLATION.formula),
+    _EXPERTS.label: _mean_of_layers(_EXPERTS.key, "per token"),
+    _DROPPED.label: RunNumber(
+        lambda run: _last_row_mean(run, _DROPPED.key),
+        _DROPPED.form,
+        "share of the pairs, mean of the layers, last row of training",
+    ),
+    "M parameters": _millions("num_params", "in all"),
+    "M active": _millions("num_active_params", "parameters that compute for one token"),
+    "MFLOPs": _millions("flops_per_token", "forward, per token"),
+    "tokens/s": RunNumber(
+        _fastest_row,
+        ",.0f",
+        "of the fastest row of training, since other work on the machine only slows",
+    ),
 }
-"""Header -> what a table of runs says there."""
+"""By the header of their columns; a table may have some of them."""
+
+
+def run_legend(names: Iterable[str]) -> str:
+    """What the columns are."""
+    return "; ".join(f"{name}: {RUN_NUMBERS[name].meaning}" for name in names)
 
 
 def best_runs(runs: Sequence[Run]) -> list[bool]:

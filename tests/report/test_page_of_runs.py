@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_ffn.report.comparison import COLUMNS, NUMBERS, read_result
 from moe_ffn.report.page import report_html
-from moe_ffn.report.tables import best_runs
+from moe_ffn.report.tables import RUN_NUMBERS, best_runs
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
@@ -41,8 +43,9 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     page = Written(*folders)
 
     loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
-    cells = ["finished", "600 of 600", "swiglu", "2.45 M", "870.00 k", "1.74 M"]
-    assert row_of(page.text, ["dense", f"{loss:.4f}", *cells])
+    cells = ["finished", "600 of 600", "swiglu", f"{loss:.4f}"]
+    assert row_of(page.text, ["dense", *cells])
+    assert " - - - 2.45 0.87 1.74 " in page.text
     assert row_of(page.text, ["optimizer.learning_rate", "0.003", "0.001", "0.003"])
     assert row_of(page.text, ["model.ffn.num_experts", "8", "16", "-"])
     assert "trainer.max_steps" not in page.text
@@ -76,21 +79,34 @@ def test_a_measure_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Pa
     }
 
 
-def test_balance_and_drops_of_runs_side_by_side_are_means_of_their_layers(tmp_path: Path) -> None:
+def test_balance_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", layers=2, experts=4, rows=20)
     summary = json.loads((folder / "summary.json").read_text())
     first, second = summary["routing"].values()
-    first |= {"max_violation": 1.0, "dropped_fraction": 0.25}
-    second |= {"max_violation": 2.0, "dropped_fraction": 0.15}
-    inner = {**first, "max_violation": 99.0, "dropped_fraction": 0.9}
-    summary["routing"]["layer_01/inner"] = inner
+    first |= {"max_violation": 1.0}
+    second |= {"max_violation": 2.0}
+    summary["routing"]["layer_01/inner"] = {**first, "max_violation": 99.0}
     (folder / "summary.json").write_text(json.dumps(summary))
+    runs = read_runs([folder, write_run(tmp_path / "b", experts=0)])
 
-    html = without_plots(folder, write_run(tmp_path / "b", experts=0)).body
+    assert [RUN_NUMBERS["MaxVio"].text(run) for run in runs] == ["1.50", "-"]
 
+
+def test_the_page_of_runs_and_the_table_of_compare_say_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", layers=2, experts=4, rows=20)
+    other = write_run(tmp_path / "b", experts=0)
+    config = TrainConfig.model_validate({"run": {"name": "a", "output_dir": str(tmp_path)}})
+    compared = dict(zip(COLUMNS, read_result("a", config).cells(), strict=True))
+
+    html = without_plots(tmp_path / "a", other).body
     table = html[html.index('class="runs"') : html.index('class="options"')]
-    rows = re.findall(r"<td>([^<]*)</td><td>([^<]*)</td></tr>", table)
-    assert rows == [("1.50", "20.0%"), ("-", "-")]
+    headers = re.findall(r'<th scope="col">(.*?)</th>', table)
+    row = table[table.index("</i> a</th>") :]
+    shown = dict(
+        zip(headers[1:], re.findall(r"<td>(?:<b>)?(.*?)(?:</b>)?</td>", row), strict=False)
+    )
+
+    assert {name: shown[name] for name in NUMBERS} == {name: compared[name] for name in NUMBERS}
 
 
 def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
