@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import colorsys
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
@@ -32,12 +29,12 @@ def page(trace: TextTrace) -> str:
             "A colour stands for an expert's number within its layer: the same colour in another layer "
             "is another expert."
         )
-    visits = [visit for layer in trace.layers for visit in trace.visits(layer)]
-    used = sorted({choice.expert for visit in visits for choice in visit.choices})
+    if any(len(layer.experts) > len(PALETTE) for layer in trace.layers):
+        lines.append(f"Experts whose numbers are {len(PALETTE)} apart have the same colour.")
     return render(
         "trace.html",
         trace=trace,
-        colours=[(expert, ground(expert), ink(expert)) for expert in used],
+        ground=ground,
         legend=lines,
         dropped=DROPPED,
         short=short,
@@ -114,9 +111,7 @@ def _cells(trace: TextTrace, layer: Layer, room: int) -> list[Text]:
         for place, choice in enumerate(visit.choices):
             if place:
                 cell.append("\n" if place % per_line == 0 else " ")
-            style = f"#000000 on {ground(choice.expert)}"
-            if choice.dropped:
-                style = f"strike {ink(choice.expert)}"
+            style = "strike" if choice.dropped else f"#000000 on {ground(choice.expert)}"
             pair = f"{layer.experts[choice.expert]:>{name}} {short(choice.weight):>{number}}"
             cell.append(pair, style="" if layer.is_gate else style)
             cell.append(DROPPED if choice.dropped else " ")
@@ -155,62 +150,62 @@ def empty_cell(visit: Visit | None, layer: Layer) -> str:
 
 def legend(trace: TextTrace) -> list[str]:
     """What a reader has to know to read the table: one sentence each, and only of what is in it."""
-    visits = {layer: trace.visits(layer) for layer in trace.layers}
     routed = [layer for layer in trace.layers if not layer.is_gate]
-    sent = [(layer, c) for layer in routed for visit in visits[layer] for c in visit.choices]
-    at_gates = [visit for layer in trace.layers if layer.is_gate for visit in visits[layer]]
-    through = [choice for visit in at_gates for choice in visit.choices]
-    lines: list[str] = []
-    if sent:
-        layer, choice = sent[0]
-        name = layer.experts[choice.expert]
-        lines.append(
-            f"{name} {short(choice.weight)}: sent to expert {name}, whose output is multiplied by "
-            f"{choice.weight:.2f}; the heaviest first. Expert {name} of another layer is another one."
-        )
-    if any(choice.dropped for choice in [*through, *(choice for _, choice in sent)]):
-        lines.append(f"{DROPPED}: dropped; the expert was full and never saw the token.")
-    if not all(visit.choices for layer in routed for visit in visits[layer]):
-        lines.append(f"{NONE}: the router chose no expert.")
-    if through:
-        weight = through[0].weight
-        lines.append(
-            f"through {short(weight)}: passes through the layer's block, whose output is multiplied by "
-            f"{weight:.2f}."
-        )
-    if not all(visit.choices for visit in at_gates):
-        lines.append(f"{PAST}: passes by the layer's block.")
-    if any(len(found) < len(trace.tokens) for found in visits.values()):
-        lines.append(f"{ABSENT}: never came to this router.")
-    without_network = {
-        "zero": "returns 0",
-        "copy": "returns the token",
-        "const": "mixes in a learned vector",
-    }
-    names = [name for layer in routed for name in layer.experts]
-    if said := [
-        f"{word} {does}"
-        for word, does in without_network.items()
-        if any(name.startswith(word) for name in names)
-    ]:
-        lines.append(f"Experts without a network: {', '.join(said)}.")
+    at_routers = [visit for layer in routed for visit in trace.visits(layer)]
+    at_gates = [visit for layer in trace.layers if layer.is_gate for visit in trace.visits(layer)]
+    visits = at_routers + at_gates
+    has_absent = len(visits) < len(trace.layers) * len(trace.tokens)
+    has_entropy = any(visit.entropy is not None for visit in visits)
+    has_special = any(not name.isdigit() for layer in routed for name in layer.experts)
+    sizes = sorted({len(layer.experts) for layer in routed})
+    undecided = ", ".join(f"{math.log(size):.2f} among {size} experts" for size in sizes)
     shared = {layer.title: layer.shared_expert for layer in routed if layer.shared_expert}
-    for opening, values in {
+    by_layer = {
         "Capacity in evaluation": {layer.title: layer.capacity for layer in routed},
         "Every token also passes through a shared expert": shared,
         "Nothing is routed": trace.unrouted,
-    }.items():
-        lines += [f"{opening}: {text}." for text in _by_layer(values)]
-    if any(trace.mean_entropy(layer) is not None for layer in trace.layers):
-        sizes = sorted({len(layer.experts) for layer in routed})
-        undecided = ", ".join(f"{math.log(size):.2f} among {size} experts" for size in sizes)
-        lines.append(
+    }
+    lines = [
+        (
+            any(visit.choices for visit in at_routers),
+            "2 .62: sent to expert 2, whose output is multiplied by 0.62; the heaviest first. Expert 2 of "
+            "another layer is another one.",
+        ),
+        (
+            any(choice.dropped for visit in visits for choice in visit.choices),
+            f"{DROPPED}: dropped; the expert was full and never saw the token.",
+        ),
+        (
+            not all(visit.choices for visit in at_routers),
+            f"{NONE}: the router chose no expert.",
+        ),
+        (
+            any(visit.choices for visit in at_gates),
+            "through .70: passes through the layer's block, whose output is multiplied by 0.70.",
+        ),
+        (not all(visit.choices for visit in at_gates), f"{PAST}: passes by the layer's block."),
+        (has_absent, f"{ABSENT}: never came to this router."),
+        (
+            has_special,
+            "Experts without a network: zero returns 0, copy returns the token, const mixes in a learned "
+            "vector.",
+        ),
+        *(
+            (True, f"{opening}: {text}.")
+            for opening, values in by_layer.items()
+            for text in _by_layer(values)
+        ),
+        (
+            has_entropy,
             "entropy: of a token's scores, in nats, mean over the tokens; 0 when the router is sure, "
-            f"{undecided} when it is undecided."
-        )
-    if trace.predicts:
-        lines.append("next: the token held to be the most probable next one, and its probability.")
-    return lines
+            f"{undecided} when it is undecided.",
+        ),
+        (
+            trace.predicts,
+            "next: the token held to be the most probable next one, and its probability.",
+        ),
+    ]
+    return [line for is_shown, line in lines if is_shown]
 
 
 def _by_layer(values: Mapping[str, str]) -> list[str]:
@@ -234,42 +229,13 @@ def _span(titles: Sequence[str]) -> str:
 
 # -- colours
 
-_GOLDEN = 0.618034
-"""Steps of this part of the circle leave hues far apart, however many there are."""
-
-_GROUNDS = 0.6, 0.36
-"""Relative luminance (WCAG 2) of even and odd experts: hues that lie near each other are often an odd
-number apart. Black on either has a contrast of at least 8."""
-
-_MIDDLE = 0.179
-"""Relative luminance that has a contrast of 4.58 with black and with white alike."""
+PALETTE = (
+    *("#66c5cc", "#f6cf71", "#f89c74", "#dcb0f2", "#87c55f", "#9eb9f3", "#fe88b1", "#c9db74"),
+    *("#8be0a4", "#b497e7", "#ffffb3", "#fb8072", "#d9d9d9", "#80b1d3", "#fccde5", "#ccebc5"),
+)
+"""Grounds to write on in black: `Pastel` and `Set3` of plotly.colors.qualitative."""
 
 
 def ground(expert: int) -> str:
-    """`#rrggbb`, a ground to write on in black."""
-    return _colour(expert, _GROUNDS[expert % 2])
-
-
-def ink(expert: int) -> str:
-    """`#rrggbb`, to write with on a dark or a light ground."""
-    return _colour(expert, _MIDDLE)
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of `#rrggbb`, 0 for black and 1 for white, as WCAG 2 defines it."""
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@cache
-def _colour(expert: int, wanted: float) -> str:
-    """The lightest of the expert's hue that is no lighter than wanted."""
-    hue = (0.58 + expert * _GOLDEN) % 1
-
-    def lightened(step: int) -> str:
-        parts = colorsys.hls_to_rgb(hue, step / 4096, 0.7)
-        return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
-
-    steps = range(4096)  # luminance grows with lightness
-    return lightened(bisect_left(steps, wanted, key=lambda n: luminance(lightened(n))) - 1)
+    """`#rrggbb`, a ground to write on in black; the same for experts that are 16 apart."""
+    return PALETTE[expert % len(PALETTE)]
