@@ -111,6 +111,14 @@ def read_given(path: Path, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+def write_file(folder: Path, name: str, text: str) -> None:
+    """Put a file into a folder, whole; its `name` may begin with that of a folder in it."""
+    path = folder / name
+    if path.parent != folder:
+        make_folder(path.parent)
+    write_whole(path, text)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, and those around it, where there is none.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
@@ -21,7 +20,6 @@ from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
-from moe_ffn.files import WriteFailures
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
 from moe_ffn.runs.documents import Saved
@@ -32,7 +30,6 @@ from moe_ffn.runs.folder import (
     SAMPLES_FILE,
     SAVED_FILE,
     git_revision,
-    write_file,
 )
 from moe_ffn.runs.outside_code import portable_options
 from moe_ffn.runs.record import RUN_ID, checkpoint_identity
@@ -40,10 +37,15 @@ from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmBell, AlarmRules
-from moe_ffn.training.monitoring.callbacks import SampleLog, StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import (
+    ProfileReport,
+    SampleLog,
+    StepLogger,
+    ValidationLogger,
+)
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
-from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
+from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper, KeptFiles
 from moe_ffn.training.recovery.stopping import (
     EarlyStoppingByOptions,
     StepTimer,
@@ -277,57 +279,3 @@ def quiet_libraries() -> None:
         "Experiment logs directory .* exists and is not empty",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-class KeptFiles(Callback):
-    """Looks at every checkpoint whether the files without which it is of no use are there."""
-
-    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Files of `folder`, by their names, each with its text."""
-        self.folder = folder
-        self.files = dict(files)
-        self._changed: set[str] = set()  # since they were written
-        self._failures = WriteFailures(folder)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.is_global_zero:
-            self.put_back()
-
-    def change(self, name: str, text: str) -> None:
-        """Write another text in the place of a file's; what the disk does not take now it is given again."""
-        self.files[name] = text
-        self._changed.add(name)
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Write those that are missing, and say so; and those that were changed."""
-        with self._failures.expected():
-            missing = [name for name in self.files if not (self.folder / name).exists()]
-            for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_file(self.folder, name, self.files[name])
-                self._changed.discard(name)
-            if missing:
-                print(
-                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-class ProfileReport(Callback):
-    """Keeps what Lightning's profiler says at the end of training, before Lightning drops it."""
-
-    text = ""
-    """Empty without a profiler."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step = trainer.global_step + 1
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
-        # Of a resumed run it is the steps since then alone.
-        steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
-        self.text = steps + found if found else ""

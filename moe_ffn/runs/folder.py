@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError, expand_path, reason
-from moe_ffn.files import DAMAGED, kind_of, make_folder, open_file, write_whole
+from moe_ffn.files import DAMAGED, kind_of, open_file, write_file
 from moe_ffn.runs.config import TrainConfig
 
 try:
@@ -129,14 +129,6 @@ def _taken(folder: Path) -> ConfigError:
 def _safe(tag: str) -> str:
     """A `type` as part of a folder's name: `my_blocks.py:LowRank` as `LowRank`."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in tag.rpartition(":")[2])
-
-
-def write_file(folder: Path, name: str, text: str) -> None:
-    """Put a file into a run's folder, whole; its `name` may begin with that of a folder in it."""
-    path = folder / name
-    if path.parent != folder:
-        make_folder(path.parent)
-    write_whole(path, text)
 
 
 def git_revision() -> str | None:

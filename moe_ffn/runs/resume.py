@@ -15,7 +15,14 @@ from typing import Any
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.split import Documents, changed
 from moe_ffn.errors import ConfigError, command, reason
-from moe_ffn.files import read_object, read_text, remove_unfinished, set_aside, write_whole
+from moe_ffn.files import (
+    read_object,
+    read_text,
+    remove_unfinished,
+    set_aside,
+    write_file,
+    write_whole,
+)
 from moe_ffn.runs.assemble import make_callbacks
 from moe_ffn.runs.checkpoint_checks import require_training
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
@@ -35,7 +42,6 @@ from moe_ffn.runs.folder import (
     SUMMARY_FILE,
     TOKENIZER_FILE,
     git_revision,
-    write_file,
 )
 from moe_ffn.runs.outside_code import code_files
 from moe_ffn.runs.record import (

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.runs import assemble as kept_files
 from moe_ffn.runs.documents import Saved
 from moe_ffn.training.recovery import checkpoint_keeper
 from tests.helpers.copied_run import Do, lose, resume, start_of
@@ -169,7 +168,7 @@ def test_after_a_disk_too_small_for_any_checkpoint_the_advice_works(
 def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, tried = kept_files.write_file, []
+    write, tried = checkpoint_keeper.write_file, []
 
     def fail_twice(folder: Path, name: str, text: str) -> None:
         tried.append(name)
@@ -177,7 +176,7 @@ def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
             raise OSError(errno.EIO, "Input/output error")
         write(folder, name, text)
 
-    monkeypatch.setattr(kept_files, "write_file", fail_twice)
+    monkeypatch.setattr(checkpoint_keeper, "write_file", fail_twice)
     done = run_here(*options(tmp_path, run__name="run", checkpoints__every_n_steps="3"))
 
     assert done.code == 0, done.stderr
@@ -193,7 +192,7 @@ def test_a_record_that_the_disk_does_not_take_is_written_at_the_next_save(
 
 @pytest.mark.parametrize("removed", ["saved.json", "facts.json"])
 def test_a_file_that_comes_back_claims_what_was_saved(tmp_path: Path, removed: str) -> None:
-    kept = kept_files.KeptFiles(tmp_path, {"saved.json": "null", "facts.json": "{}"})
+    kept = checkpoint_keeper.KeptFiles(tmp_path, {"saved.json": "null", "facts.json": "{}"})
     kept.put_back()
     kept.change("saved.json", "8")
     (tmp_path / removed).unlink()

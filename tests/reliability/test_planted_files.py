@@ -21,8 +21,7 @@ import yaml
 from moe_ffn.config_files import read_yaml, to_yaml
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import set_aside, write_whole
-from moe_ffn.runs.assemble import KeptFiles
+from moe_ffn.files import set_aside, write_file, write_whole
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import (
     CHECKPOINTS_FOLDER,
@@ -37,7 +36,6 @@ from moe_ffn.runs.folder import (
     check_is_run,
     is_trained_here,
     locked,
-    write_file,
 )
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
 from moe_ffn.training.monitoring.loggers import MetricsFile
@@ -47,6 +45,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     step_checkpoints,
     write_checkpoint,
 )
+from moe_ffn.training.recovery.checkpoint_keeper import KeptFiles
 from tests.helpers.snapshot import snapshot
 from tests.helpers.tiny_runs import run_here, trained, write_corpus
 

@@ -322,3 +322,19 @@ class SampleLog(Checkpointed, Callback):
             return
         line = {STEP: trainer.global_step, "prompt": self.prompt, "text": self.last}
         self.file.add([line])
+
+
+class ProfileReport(Callback):
+    """Keeps what Lightning's profiler says at the end of training, before Lightning drops it."""
+
+    text = ""
+    """Empty without a profiler."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step + 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = trainer.profiler.summary()  # pyright: ignore[reportAttributeAccessIssue]  # set late
+        # Of a resumed run it is the steps since then alone.
+        steps = f"optimizer steps {self._first_step} to {trainer.global_step}\n"
+        self.text = steps + found if found else ""

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.errors import reason
-from moe_ffn.files import WriteFailures, remove_unfinished, require_folder
+from moe_ffn.files import WriteFailures, remove_unfinished, require_folder, write_file
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -277,3 +277,41 @@ def _first_broken(module: torch.nn.Module) -> str | None:
     parameters = ((name, value.isfinite().all()) for name, value in module.named_parameters())
     buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
     return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
+
+
+class KeptFiles(Callback):
+    """Looks at every checkpoint whether the files without which it is of no use are there."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Files of `folder`, by their names, each with its text."""
+        self.folder = folder
+        self.files = dict(files)
+        self._changed: set[str] = set()  # since they were written
+        self._failures = WriteFailures(folder)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.is_global_zero:
+            self.put_back()
+
+    def change(self, name: str, text: str) -> None:
+        """Write another text in the place of a file's; what the disk does not take now it is given again."""
+        self.files[name] = text
+        self._changed.add(name)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Write those that are missing, and say so; and those that were changed."""
+        with self._failures.expected():
+            missing = [name for name in self.files if not (self.folder / name).exists()]
+            for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_file(self.folder, name, self.files[name])
+                self._changed.discard(name)
+            if missing:
+                print(
+                    f"disk: '{self.folder}' had lost {', '.join(missing)}; written again",
+                    file=sys.stderr,
+                    flush=True,
+                )
