@@ -32,12 +32,12 @@ _KINDS = {
 }
 
 # Windows lacks both.
-_NO_LINK, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_O_NOFOLLOW, _O_NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 
 WRITER_SECONDS = 5.0
 """How long a pipe may be without a writer."""
 
-_NO_SUCH_THING = {errno.EINVAL, errno.ENOTSUP}
+_FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
 """What file systems answer that cannot sync a folder."""
 
 
@@ -64,7 +64,7 @@ def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
 
     def opener(name: str, flags: int) -> int:
         _require_file(path)  # before it is opened, which some devices answer by doing something
-        descriptor = os.open(name, flags | _NO_LINK | _NO_WAIT, 0o666)
+        descriptor = os.open(name, flags | _O_NOFOLLOW | _O_NONBLOCK, 0o666)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # put there in between
             os.close(descriptor)
             raise OSError(errno.EINVAL, "no file", name)
@@ -92,7 +92,7 @@ def read_given(path: Path, max_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be read, or no writer came.
     """
-    descriptor = os.open(path, os.O_RDONLY | _NO_WAIT)
+    descriptor = os.open(path, os.O_RDONLY | _O_NONBLOCK)
     parts: list[bytes] = []
     has_waited = False
     with os.fdopen(descriptor, "rb", buffering=0) as file:
@@ -186,7 +186,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_SUCH_THING:
+        if error.errno not in _FSYNC_UNSUPPORTED:
             raise
     finally:
         os.close(descriptor)

@@ -77,7 +77,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Signals wait until the block ends: an import that is interrupted may leave half a module behind."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield

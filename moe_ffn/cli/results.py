@@ -35,7 +35,7 @@ MAX_COACTIVATION_EXPERTS = 64
 
 
 def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
-    """What a run that has come to its end has in `summary.json`; see `runs.documents.Summary`.
+    """What a run that has come to its end has in `summary.json`; see `runs.json_files.Summary`.
 
     Args:
         unigram_loss: what a model that knows only the frequencies scores, in nats per token.

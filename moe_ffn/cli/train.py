@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moe_ffn import trust
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.exit import EXIT_FAILED, announce_import, undisturbed
+from moe_ffn.cli.exit import EXIT_FAILED, announce_import, signals_blocked
 from moe_ffn.cli.memory import check_fits, out_of_memory, training_needs
 from moe_ffn.cli.parser import Parser
 from moe_ffn.environment import check_environment, is_first_rank
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     # Only now: a mistake in the options should not wait for lightning.
     announce_import("lightning")
     try:
-        with undisturbed():
+        with signals_blocked():
             from moe_ffn.cli.training_run import train
 
         train(config, resume)

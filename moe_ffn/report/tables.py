@@ -23,7 +23,7 @@ from moe_ffn.metrics.table import (
 )
 from moe_ffn.outputs import is_inner, short_name
 from moe_ffn.report.html import NONE, finite, number
-from moe_ffn.runs.documents import Alarm
+from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.training.config import AlarmsConfig

@@ -22,7 +22,6 @@ from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
-from moe_ffn.runs.documents import Saved
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -31,6 +30,7 @@ from moe_ffn.runs.folder import (
     SAVED_FILE,
     git_revision,
 )
+from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.outside_code import portable_options
 from moe_ffn.runs.record import RUN_ID, checkpoint_identity
 from moe_ffn.training.config import resolve_precision

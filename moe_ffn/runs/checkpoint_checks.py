@@ -69,7 +69,7 @@ _ListOrTuple = Field(strict=False)
 _OfModel = Annotated[tuple[Literal["loss_spike", "skipped_step"], None, _Count], _ListOrTuple]
 _OfLayer = Annotated[tuple[AlarmKind, str, _Count], _ListOrTuple]
 
-_GROWING: Mapping[str, TypeAdapter[Any]] = {
+_FILLED_LATER: Mapping[str, TypeAdapter[Any]] = {
     path: TypeAdapter(kind, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
     for path, kind in {
         _VERSION: str,
@@ -100,11 +100,11 @@ _GROWING: Mapping[str, TypeAdapter[Any]] = {
 """Where a fresh state does not show what may stand there later: the types of that."""
 
 
-def _grown(fresh: Any, path: str) -> Any:
+def _template_of(fresh: Any, path: str) -> Any:
     """A fresh state as a template of a later one."""
-    if isinstance(fresh, Mapping) and path not in _GROWING:
-        return {key: _grown(value, f"{path}.{key}") for key, value in fresh.items()}
-    return _GROWING.get(path, fresh)
+    if isinstance(fresh, Mapping) and path not in _FILLED_LATER:
+        return {key: _template_of(value, f"{path}.{key}") for key, value in fresh.items()}
+    return _FILLED_LATER.get(path, fresh)
 
 
 def require_training(
@@ -140,7 +140,7 @@ def require_training(
     }.items():
         if name not in values:
             raise CheckpointError(f"lacks '{name}', so it is no checkpoint of a run")
-        require_same_kind(values[name], _grown(fresh, name), name)
+        require_same_kind(values[name], _template_of(fresh, name), name)
     _require_version(values[_VERSION])
     step, num_skipped = values["global_step"], values["guard"]["num_skipped"]
     _require_loops(values["loops"].get("fit_loop"), step, accumulated)
@@ -180,11 +180,11 @@ def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) 
         name, state = callback.state_key, callback.state_dict()
         if state:  # others are in no checkpoint
             path = f"callbacks.{name}"
-            require_same_kind(found.get(name), _grown(state, path), path)
+            require_same_kind(found.get(name), _template_of(state, path), path)
     # Whether a run has these may change.
     for fresh in (EarlyStoppingByOptions("validation/loss"), StepTimer()):
         name = type(fresh).__qualname__
-        expected = _grown(fresh.state_dict(), f"callbacks.{name}")
+        expected = _template_of(fresh.state_dict(), f"callbacks.{name}")
         for key in [key for key in found if key.startswith(name)]:
             require_same_kind(found[key], expected, f"callbacks.{name}")
     steps, seen = found["StepLogger"], found["ValidationLogger"]
@@ -250,7 +250,7 @@ def _require_optimizer(
     path = "optimizer_states.0"
     require_keys(found, ("state", "param_groups"), path)
     state, groups = found["state"], found["param_groups"]
-    require_same_kind(state, _GROWING[f"{path}.state"], f"{path}.state")
+    require_same_kind(state, _FILLED_LATER[f"{path}.state"], f"{path}.state")
     if not is_own:  # whose options may be of several kinds
         require_same_kind(groups, fresh.state_dict()["param_groups"], f"{path}.param_groups")
         for group, options in zip(fresh.param_groups, groups, strict=True):

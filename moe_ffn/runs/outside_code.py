@@ -23,8 +23,8 @@ from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import Code, imported_code
-from moe_ffn.runs.documents import CodeEntries, CodeEntry
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
+from moe_ffn.runs.json_files import CodeEntries, CodeEntry
 
 _OURS = ["moe_ffn", "experiments"]
 _MAX_BYTES = 10_000_000

@@ -25,7 +25,6 @@ from moe_ffn.model.decoder import Decoder, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import TrainConfig, own_config
-from moe_ffn.runs.documents import Alarm, Facts, Summary
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -40,6 +39,7 @@ from moe_ffn.runs.folder import (
     is_trained_here,
     reading,
 )
+from moe_ffn.runs.json_files import Alarm, Facts, Summary
 from moe_ffn.runs.outside_code import say_changed_code
 from moe_ffn.runs.record import RunRecord, identity_of_weights
 from moe_ffn.runs.rows import Rows, Series

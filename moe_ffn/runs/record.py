@@ -18,8 +18,8 @@ from typing import Any
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.documents import Facts, Resumption, Saved
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
+from moe_ffn.runs.json_files import Facts, Resumption, Saved
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.training.config import TrainerConfig
 from moe_ffn.training.monitoring.json_lines import read_lines

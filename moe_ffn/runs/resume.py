@@ -27,7 +27,6 @@ from moe_ffn.runs.assemble import make_callbacks
 from moe_ffn.runs.checkpoint_checks import require_training
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
-from moe_ffn.runs.documents import CodeEntries, Facts, Saved
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -43,6 +42,7 @@ from moe_ffn.runs.folder import (
     TOKENIZER_FILE,
     git_revision,
 )
+from moe_ffn.runs.json_files import CodeEntries, Facts, Saved
 from moe_ffn.runs.outside_code import code_files
 from moe_ffn.runs.record import (
     CHANGEABLE,

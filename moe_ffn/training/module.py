@@ -39,7 +39,7 @@ from moe_ffn.training.optimizer import (
     load_scalars_exactly,
     restate_options,
 )
-from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, where_it_began
+from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
 
 
 class LoadedBatch(TypedDict):
@@ -222,9 +222,9 @@ class LanguageModel(LightningModule):
         # Equal on all ranks. Only here does a step wait for the device.
         mean, norm = (self._sum_over_ranks(numbers) / self._num_ranks).tolist()
         self.skipped_step = None
-        reason = self.guard.objection(mean, norm)
+        reason = self.guard.check(mean, norm)
         if reason is None:
-            self.guard.take(mean)
+            self.guard.accept(mean)
             return True
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -235,7 +235,7 @@ class LanguageModel(LightningModule):
             # Before the repetition overwrites them. Clipped by an infinite norm, finite gradients are 0 now.
             gradients = (p.grad for p in self.parameters() if p.grad is not None)
             is_finite = all(gradient.isfinite().all() for gradient in gradients)
-            began_in = self._where_it_began(scale)
+            began_in = self._find_nan_source(scale)
             if began_in is None and math.isfinite(mean) and is_finite:
                 reason += ", though every gradient is finite: the sum of their squares overflows"
             elif began_in is None:
@@ -243,7 +243,7 @@ class LanguageModel(LightningModule):
         self.skipped_step = self.guard.skip(self.trainer.global_step + 1, reason, began_in)
         return False
 
-    def _where_it_began(self, gradient_scale: float) -> str | None:
+    def _find_nan_source(self, gradient_scale: float) -> str | None:
         """Repeat the step, and name the first thing in it that is not finite; on any rank.
 
         Args:
@@ -258,7 +258,7 @@ class LanguageModel(LightningModule):
                 return self._objective(self.decoder.forward(input_ids), target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
-        found = where_it_began(self, batches, gradient_scale / len(batches))
+        found = find_nan_source(self, batches, gradient_scale / len(batches))
         if self._num_ranks == 1:
             return found
         of_ranks: list[str | None] = [None] * self._num_ranks

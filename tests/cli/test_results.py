@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moe_ffn.cli import results
 from moe_ffn.cli.results import print_results
-from moe_ffn.runs.documents import Summary
+from moe_ffn.runs.json_files import Summary
 
 
 def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 
 import moe_ffn
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.documents import Alarm, Saved
+from moe_ffn.runs.json_files import Alarm, Saved
 from moe_ffn.training.monitoring import alarms
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import (
+    fix_names,
     newest_first,
-    put_names_right,
     step_inside,
     step_name,
     write_checkpoint,
@@ -152,7 +152,7 @@ def test_who_dies_before_the_names_are_right_can_go_on(
         raise SystemError("power cut")
 
     with monkeypatch.context() as cut:
-        cut.setattr(checkpoint_keeper, "put_names_right", die)
+        cut.setattr(checkpoint_keeper, "fix_names", die)
         with pytest.raises(SystemError):
             resume(folder)
     assert (folder / "checkpoints" / OLDER).exists() != (folder / "checkpoints" / FAR).exists()
@@ -212,12 +212,12 @@ def test_who_dies_while_renaming_leaves_nothing_in_doubt(
 
     monkeypatch.setattr(Path, "rename", die)
     try:
-        put_names_right(tmp_path)
+        fix_names(tmp_path)
     except KeyboardInterrupt:
         found = {step_inside(path) for path in newest_first(tmp_path)} - {None}
         assert found == inside, "a step is lost"
     monkeypatch.setattr(Path, "rename", plain)
-    put_names_right(tmp_path)
+    fix_names(tmp_path)
 
     good = {path.name: step_inside(path) for path in newest_first(tmp_path)}
     assert good == {step_name(step): step for step in inside}

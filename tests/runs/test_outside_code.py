@@ -20,8 +20,8 @@ from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.import_path import find_code
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.documents import CodeEntries
 from moe_ffn.runs.folder import make_run_folder
+from moe_ffn.runs.json_files import CodeEntries
 from moe_ffn.runs.outside_code import (
     code_files,
     comparable_options,

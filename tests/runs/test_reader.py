@@ -14,8 +14,8 @@ import pytest
 from moe_ffn import files
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs import reader as record
-from moe_ffn.runs.documents import Alarm, Facts
 from moe_ffn.runs.folder import locked
+from moe_ffn.runs.json_files import Alarm, Facts
 from moe_ffn.runs.reader import Sample, read_run, read_runs
 from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
 

@@ -23,7 +23,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
-from moe_ffn.runs.documents import Saved
+from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.record import identity
 from moe_ffn.runs.resume import Start, check_documents, find_start, go_back
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines

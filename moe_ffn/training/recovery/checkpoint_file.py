@@ -238,7 +238,7 @@ def pass_over(path: Path, name: str | None = None) -> Path:
     return path.rename(_first_free(path.parent, names))
 
 
-def put_names_right(folder: Path) -> list[tuple[str, str]]:
+def fix_names(folder: Path) -> list[tuple[str, str]]:
     """Name every good checkpoint by the step inside it.
 
     At any moment each has the name of some step, so that a process that dies in between leaves nothing in

@@ -24,9 +24,9 @@ from moe_ffn.training.recovery.checkpoint_file import (
     BEST_NAME,
     IDENTITY,
     CheckpointError,
+    fix_names,
     likely_step,
     newest_first,
-    put_names_right,
     read_checkpoint,
     step_name,
     verify,
@@ -116,7 +116,7 @@ class CheckpointKeeper(Callback):
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             with suppress(OSError):  # they are known by what is in them, and only misleading
-                for before, now in put_names_right(self.folder):
+                for before, now in fix_names(self.folder):
                     print(f"checkpoint: {before} is {now} now, by the step in it", file=sys.stderr)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,15 +21,14 @@ from moe_ffn.training.objective import Objective
 
 
 class GuardConfig(Config, frozen=True):
-    """Which optimizer steps are skipped: those with NaN or infinity in the loss or the gradient, always, and
-    those with a loss that is far too high.
+    """Which optimizer steps are skipped: always where the loss or gradient is NaN or infinite, and where the
+    loss is far too high.
     """
 
     max_loss_ratio: float | None = Field(default=10.0, gt=1)
-    """A step is skipped where its loss is more than this many times the median of the last 32 steps taken;
-    null: however high it is, it is taken."""
+    """Skip a step whose loss exceeds this many times the median of the last 32 taken; null: never."""
     max_skipped_in_a_row: int = Field(default=10, ge=1)
-    """Number of steps skipped in a row that ends the run, with exit code 3."""
+    """End the run (exit code 3) after this many consecutive skipped steps."""
 
 
 STEPS_OF_MEDIAN, STEPS_BEFORE_JUDGING = 32, 5
@@ -80,8 +79,8 @@ class StepGuard:
         """Where the trouble of this row of skipped steps began, as far as is known."""
         self._losses: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
 
-    def objection(self, loss: float, gradient_norm: float) -> str | None:
-        """Why a step with these numbers is not to be taken; None where it is."""
+    def check(self, loss: float, gradient_norm: float) -> str | None:
+        """Why a step with these numbers has to be skipped; None where it may be taken."""
         if not math.isfinite(loss):
             return f"its loss is {loss}"
         if not math.isfinite(gradient_norm):
@@ -96,14 +95,14 @@ class StepGuard:
                 )
         return None
 
-    def take(self, loss: float) -> None:
-        """The step is taken."""
+    def accept(self, loss: float) -> None:
+        """Count a step that is taken."""
         self._losses.append(loss)
         self.num_in_a_row = 0
         self.began_in = None
 
     def skip(self, step: int, reason: str, began_in: str | None) -> SkippedStep:
-        """The step is not taken; `began_in` where that was looked for and found."""
+        """Count a step that is not taken; `began_in` where that was looked for and found."""
         self.num_skipped += 1
         self.num_in_a_row += 1
         self.began_in = self.began_in or began_in
@@ -132,7 +131,7 @@ class StepGuard:
         self._losses = deque(state["losses"], maxlen=STEPS_OF_MEDIAN)
 
 
-def where_it_began(
+def find_nan_source(
     model: nn.Module, batches: Iterable[Callable[[], Objective]], gradient_scale: float = 1.0
 ) -> str | None:
     """The first thing of a step that is not finite, by a name a person can look up; None if all is.

@@ -13,49 +13,49 @@ from tests.helpers.alarm_rules import RATE, make_rules
 def guard_after(*losses: float, **config: object) -> StepGuard:
     guard = StepGuard(GuardConfig.model_validate(config))
     for loss in losses:
-        guard.take(loss)
+        guard.accept(loss)
     return guard
 
 
 def test_healthy_numbers_are_taken() -> None:
     guard = guard_after()
     for loss in (5.5, 4.0, 6.0, 0.1, 0.0, -3.0, 2.0):
-        assert guard.objection(loss, 1e9) is None
-        guard.take(loss)
+        assert guard.check(loss, 1e9) is None
+        guard.accept(loss)
     assert guard.num_skipped == guard.num_in_a_row == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_numbers_that_are_none_are_not_taken_from_the_first_step_on(value: float) -> None:
-    assert guard_after().objection(value, 1.0) == f"its loss is {value}"
-    assert guard_after().objection(1.0, value) == f"its gradient norm is {value}"
+    assert guard_after().check(value, 1.0) == f"its loss is {value}"
+    assert guard_after().check(1.0, value) == f"its gradient norm is {value}"
 
 
 def test_a_loss_is_too_high_beside_the_median_of_the_steps_before() -> None:
     guard = guard_after(9.0, 2.0, 2.0, 2.0, 1.0)
-    assert guard.objection(19.9, 1.0) is None
-    assert guard.objection(205.0, 1.0) == (
+    assert guard.check(19.9, 1.0) is None
+    assert guard.check(205.0, 1.0) == (
         "its loss 205 is 102 times the median of the steps before, 2 (limit 10)"
     )
 
 
 def test_of_few_steps_none_is_too_high() -> None:
-    assert guard_after(2.0, 2.0, 2.0, 2.0).objection(1e9, 1.0) is None
+    assert guard_after(2.0, 2.0, 2.0, 2.0).check(1e9, 1.0) is None
 
 
 def test_the_median_forgets() -> None:
-    assert guard_after(*[1.0] * 32).objection(50.0, 1.0)
-    assert guard_after(*[1.0] * 32, *[6.0] * 17).objection(50.0, 1.0) is None
+    assert guard_after(*[1.0] * 32).check(50.0, 1.0)
+    assert guard_after(*[1.0] * 32, *[6.0] * 17).check(50.0, 1.0) is None
 
 
 def test_a_negative_median_judges_nobody() -> None:
-    assert guard_after(*[-1.0] * 9).objection(50.0, 1.0) is None
+    assert guard_after(*[-1.0] * 9).check(50.0, 1.0) is None
 
 
 def test_the_limit_is_an_option() -> None:
-    assert guard_after(*[2.0] * 5, max_loss_ratio=3.0).objection(7.0, 1.0)
-    assert guard_after(*[2.0] * 5, max_loss_ratio=None).objection(1e30, 1.0) is None
-    assert guard_after(*[2.0] * 5, max_loss_ratio=None).objection(math.inf, 1.0)
+    assert guard_after(*[2.0] * 5, max_loss_ratio=3.0).check(7.0, 1.0)
+    assert guard_after(*[2.0] * 5, max_loss_ratio=None).check(1e30, 1.0) is None
+    assert guard_after(*[2.0] * 5, max_loss_ratio=None).check(math.inf, 1.0)
 
 
 def test_a_row_of_skipped_steps_remembers_where_it_began() -> None:
@@ -66,7 +66,7 @@ def test_a_row_of_skipped_steps_remembers_where_it_began() -> None:
     assert str(second) == "its loss is 90, which began in decoder.embedding"
     assert (second.num_in_a_row, guard.num_in_a_row, guard.num_skipped) == (2, 2, 2)
 
-    guard.take(1.0)
+    guard.accept(1.0)
     third = guard.skip(5, "its loss is inf", None)
 
     assert str(third) == "its loss is inf"
@@ -101,7 +101,7 @@ def test_a_guard_goes_on_where_another_stopped() -> None:
 
     assert other.state_dict() == guard.state_dict()
     assert other.state_dict()["losses"] == list(range(8, 40))
-    other.take(40.0)
+    other.accept(40.0)
     assert other.state_dict()["losses"] == list(range(9, 41)), "the median still forgets"
     other.load_state_dict(guard.state_dict())
     assert other.skip(42, "its loss is nan", None) == SkippedStep(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ffn.training.objective import Objective
-from moe_ffn.training.recovery.guard import nonfinite_value, where_it_began
+from moe_ffn.training.recovery.guard import find_nan_source, nonfinite_value
 
 
 class Residual(nn.Module):
@@ -48,18 +48,18 @@ def batch(
 
 
 def test_where_all_is_finite_nothing_is_named(model: nn.Module) -> None:
-    assert where_it_began(model, [batch(model), batch(model)]) is None
+    assert find_nan_source(model, [batch(model), batch(model)]) is None
 
 
 def test_a_parameter(model: nn.Module) -> None:
     with torch.no_grad():
         model.get_parameter("1.inner.weight")[0, 1] = torch.nan
-    assert where_it_began(model, [batch(model)]) == "the parameter 1.inner.weight"
+    assert find_nan_source(model, [batch(model)]) == "the parameter 1.inner.weight"
 
 
 def test_the_innermost_module(model: nn.Module) -> None:
     model.get_submodule("1.inner").register_forward_hook(break_output)
-    assert where_it_began(model, [batch(model)]) == "1.inner"
+    assert find_nan_source(model, [batch(model)]) == "1.inner"
 
 
 def test_what_a_module_does_between_the_modules_in_it(model: nn.Module) -> None:
@@ -72,22 +72,22 @@ def test_what_a_module_does_between_the_modules_in_it(model: nn.Module) -> None:
     with torch.no_grad():
         model.get_parameter("0.bias").zero_()
         model.get_parameter("1.inner.weight").copy_(torch.eye(2) * 1.5)
-    assert where_it_began(model, [batch(model, x)]) == "1"
+    assert find_nan_source(model, [batch(model, x)]) == "1"
 
 
 def test_the_input(model: nn.Module) -> None:
     x = torch.tensor([[1.0, torch.nan]])
-    assert where_it_began(model, [batch(model, x)]) == "the input of 0"
+    assert find_nan_source(model, [batch(model, x)]) == "the input of 0"
 
 
 def test_the_second_batch(model: nn.Module) -> None:
     broken = batch(model, torch.full((1, 2), torch.inf))
-    assert where_it_began(model, [batch(model), broken]) == "the input of 0"
+    assert find_nan_source(model, [batch(model), broken]) == "the input of 0"
 
 
 def test_the_loss(model: nn.Module) -> None:
     broken = batch(model, loss=lambda y: y.mean() * torch.nan)
-    assert where_it_began(model, [broken]) == "the objective's total"
+    assert find_nan_source(model, [broken]) == "the objective's total"
 
 
 def test_a_part_of_the_loss(model: nn.Module) -> None:
@@ -97,24 +97,24 @@ def test_a_part_of_the_loss(model: nn.Module) -> None:
             losses.total * torch.nan, losses.cross_entropy, {"z": losses.total * torch.inf}
         )
 
-    assert where_it_began(model, [forward]) == "the objective's z"
+    assert find_nan_source(model, [forward]) == "the objective's z"
 
 
 def test_the_gradient_that_backward_reaches_first(model: nn.Module) -> None:
     model.get_parameter("0.weight").register_hook(lambda g: g * torch.inf)
     model.get_parameter("1.inner.weight").register_hook(lambda g: g * torch.nan)
-    assert where_it_began(model, [batch(model)]) == "the gradient of 1.inner.weight"
+    assert find_nan_source(model, [batch(model)]) == "the gradient of 1.inner.weight"
 
 
 def test_a_derivative_that_does_not_exist(model: nn.Module) -> None:
     broken = batch(model, loss=lambda y: (y - y).abs().sum().sqrt())
-    assert where_it_began(model, [broken]) == "the gradient of 2.bias"
+    assert find_nan_source(model, [broken]) == "the gradient of 2.bias"
 
 
 def test_a_gradient_that_only_its_scale_makes_overflow(model: nn.Module) -> None:
-    assert where_it_began(model, [batch(model)], gradient_scale=1e38) is None
+    assert find_nan_source(model, [batch(model)], gradient_scale=1e38) is None
     steep = batch(model, loss=lambda y: y.mean() * 1e3)
-    assert where_it_began(model, [steep], gradient_scale=1e38) is not None
+    assert find_nan_source(model, [steep], gradient_scale=1e38) is not None
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["found", "fails"])
@@ -127,10 +127,10 @@ def test_nothing_is_left_behind(model: nn.Module, fails: bool) -> None:
 
     if fails:
         with pytest.raises(ValueError, match="in the middle"):
-            where_it_began(model, [forward])
+            find_nan_source(model, [forward])
     else:
-        where_it_began(model, [forward])
-        where_it_began(model, [batch(model)])
+        find_nan_source(model, [forward])
+        find_nan_source(model, [batch(model)])
 
     for module in model.modules():
         assert not module._forward_hooks

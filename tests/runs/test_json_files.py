@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_ffn.runs.documents import CodeEntries, Document, Facts, Saved, Summary
+from moe_ffn.runs.json_files import CodeEntries, Facts, JsonFile, Saved, Summary
 
 MANY = "9" * 5_000
 
@@ -33,7 +33,7 @@ NOTHING = {
 @pytest.mark.parametrize("content", NOTHING.values(), ids=NOTHING)
 @pytest.mark.parametrize("kind", [Facts, Saved, Summary, CodeEntries])
 def test_what_is_no_json_object_is_an_empty_document(
-    tmp_path: Path, kind: type[Document], content: str | bytes
+    tmp_path: Path, kind: type[JsonFile], content: str | bytes
 ) -> None:
     document = kind.read(written(tmp_path, content))
 

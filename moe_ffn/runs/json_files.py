@@ -1,7 +1,7 @@
 """What the JSON files of a run's folder hold, each as one typed model.
 
 A disk or an editor may have damaged any of them. A value of a wrong type is as good as absent, so that the
-rest can still be used; `Document.has` tells null from absent.
+rest can still be used; `JsonFile.has` tells null from absent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Value = float | None | list[float | None] | list[list[float | None]]
 """A measure, one for each expert, or one for each pair of experts; None where it is not finite."""
 
 
-class Document(BaseModel):
-    """One JSON object, without what is wrong in it; false where nothing is left."""
+class JsonFile(BaseModel):
+    """One JSON object without its invalid values; false where none are left."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow", allow_inf_nan=False)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _without_what_is_wrong(cls, found: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _drop_invalid(cls, found: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(found)
         except ValidationError as error:
@@ -49,12 +49,12 @@ class Document(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The document in a file; an empty one where the file cannot be read or holds no JSON object."""
+        """What a file holds; empty where it cannot be read or holds no JSON object."""
         return cls.model_validate(read_object(path) or {})
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The same of the text of a file."""
+        """What the text of such a file holds."""
         return cls.model_validate(parse_object(text) or {})
 
     def __bool__(self) -> bool:
@@ -65,7 +65,7 @@ class Document(BaseModel):
         return key in self.model_fields_set
 
 
-class Saved(Document):
+class Saved(JsonFile):
     """`saved.json`: which checkpoint is there, unless it was lost."""
 
     run_id: str = Field(default="", min_length=1)
@@ -80,7 +80,7 @@ class Saved(Document):
         return json.dumps(self.model_dump()) + "\n"
 
 
-class Facts(Document):
+class Facts(JsonFile):
     """`facts.json`: what a run is, beside its options, which stand there too."""
 
     run_id: str = Field(default="", min_length=1)
@@ -98,7 +98,7 @@ class Facts(Document):
         return self.precision not in (None, "auto")
 
 
-class LayerSummary(Document):
+class LayerSummary(JsonFile):
     """What was measured of a sparse layer on the validation split."""
 
     __pydantic_extra__: dict[str, Value]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -108,7 +108,7 @@ class LayerSummary(Document):
         return self.__pydantic_extra__
 
 
-class Summary(Document):
+class Summary(JsonFile):
     """`summary.json`: the results of a run that came to its end; null where a number is not finite."""
 
     validation_loss: float | None = None
@@ -159,7 +159,7 @@ class CodeEntry(BaseModel):
     copied: bool
 
 
-class CodeEntries(Document):
+class CodeEntries(JsonFile):
     """`code.json`: by the name of a copy in the run's folder, or of a module."""
 
     __pydantic_extra__: dict[str, CodeEntry]  # pyright: ignore[reportIncompatibleVariableOverride]
