@@ -1,4 +1,4 @@
-"""From YAML to one config, and back: files and values are read, laid over each other, and validated."""
+"""YAML files and values, merged and validated into one config, and written back."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
 
 
 def _with_folder(value: Any, folder: Path) -> Any:
-    """What a YAML file in `folder` holds; a class that it names in a file knows where the path begins."""
+    """The values of a YAML file in `folder`; paths to classes in them become a FileTag."""
     if isinstance(value, dict):
         return {key: _with_folder(item, folder) for key, item in value.items()}
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What is written in YAML; a ConfigError that begins with `where` for anything but plain values."""
+    """Plain values from YAML; ConfigError, which begins with `where`, for anything else."""
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{where}: is longer than {_MAX_BYTES} bytes, and so no config")
     try:
@@ -170,7 +170,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self._depth = self._num_values = 0
         self._values_at: dict[int, int] = {}
-        """Of every node that is complete, by its id: the values in it, those behind aliases too."""
+        """id of a complete node -> how many values it holds, those behind aliases too."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         # The scanner reads ahead, and the deeper the slower.

@@ -40,13 +40,13 @@ class Code:
     """A file or a module that a `type` names, as it was before it was run."""
 
     where: str
-    """What the tag says before the colon: a path that ends in `.py`, or the name of a module."""
+    """The part of the tag before the colon: a path that ends in `.py`, or the name of a module."""
 
     path: Path | None
     """Its file; None for a module that has none, or is not found."""
 
     content: bytes
-    """Of that file; empty where there is none."""
+    """Bytes of the file; empty where there is none."""
 
     @property
     def is_file(self) -> bool:
@@ -59,7 +59,7 @@ class Code:
 
     @property
     def module_name(self) -> str:
-        """In `sys.modules`; a file's is made of its content, so the same in every process and folder."""
+        """Key in `sys.modules`; a file's is made of its content, so that it is the same in every process."""
         if not self.is_file:
             return self.where
         stem = re.sub(r"\W", "_", Path(self.where).stem)
@@ -77,8 +77,10 @@ _permit: ContextVar[Callable[[Code], None]] = ContextVar("_permit", default=lamb
 
 @contextmanager
 def permitting_imports(permit: Callable[[Code], None]) -> Iterator[None]:
-    """Within this, `permit` is given each module or file before `import_class` first runs its code, and may
-    raise a ConfigError.
+    """Within this, `import_class` calls `permit` before it first runs a module or file.
+
+    Args:
+        permit: raises a ConfigError where the code must not run.
     """
     token = _permit.set(permit)
     try:
@@ -96,7 +98,7 @@ class FileTag(str):
     __slots__ = ("resolved",)
 
     resolved: str
-    """The same with a path that leads there from the current folder."""
+    """This text with a path that leads there from the current folder."""
 
     def __new__(cls, text: str, folder: Path) -> FileTag:
         tag = super().__new__(cls, text)
@@ -166,7 +168,7 @@ def find_code(where: str) -> Code:
 
 
 def file_of_module(name: str) -> Path | None:
-    """Where the source of a module is, found without running that of the packages around it."""
+    """The source file of a module, found without running the packages around it."""
     try:
         dotted, *rest = name.split(".")
         spec = importlib.util.find_spec(dotted)
@@ -247,11 +249,11 @@ def tag_of(cls: type) -> str:
 def explaining_outside_errors(culprit: str = "") -> Iterator[None]:
     """Within this, what code from outside raises becomes a ConfigError that names its file and line.
 
-    Of any kind, `sys.exit` too. What no such code had a part in passes as it is, and so does Ctrl-C.
+    `sys.exit` does too. Ctrl-C, and what no such code had a part in, is raised as it is.
 
     Args:
-        culprit: begins the sentence, and then whatever is raised is its fault; by default the file does,
-            where the error came through one.
+        culprit: begins the sentence, and is blamed for whatever is raised; by default that is the outside
+            file which the error came through.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whose code a run's folder may run: what this user has run before, and what they say they have read.
+"""Which code in a run's folder may run: what this user has run before, or said they have read.
 
 A config on the command line is the user's own. A run's folder may come from another person, and its
 `config.yaml` names code that would be run by looking at the run. So the sha256 of what runs of this user were

@@ -1,7 +1,7 @@
 """What a run reads of a checkpoint, compared with what this run would write, before anything is touched.
 
 A checksum says that a file is what was written; it does not say who wrote it, or that it was a whole state.
-What belongs into a checkpoint is not listed here: it is the state of a fresh run, its template. What is wrong
+What belongs into a checkpoint is not listed here: the state of a fresh run is its template. What is wrong
 is raised as a CheckpointError, `is malformed: loops.fit_loop.state_dict: must be a mapping`.
 """
 
@@ -97,7 +97,7 @@ _FILLED_LATER: Mapping[str, TypeAdapter[Any]] = {
         "callbacks.StepTimer.time_elapsed": dict[str, _Seconds],
     }.items()
 }
-"""Where a fresh state does not show what may stand there later: the types of that."""
+"""Types of the values that are empty in a fresh state and filled while training, by their paths."""
 
 
 def _template_of(fresh: Any, path: str) -> Any:
@@ -113,15 +113,15 @@ def require_training(
     callbacks: Iterable[Callback],
     accumulated: int,
 ) -> None:
-    """All of a checkpoint beside its weights from which training goes on.
+    """Check everything in a checkpoint that training goes on from, except the weights.
 
     Args:
-        module: of the run, fresh.
-        callbacks: of the run, fresh.
+        module: a fresh one of the run.
+        callbacks: fresh ones of the run.
         accumulated: batches that make one optimizer step.
 
     Raises:
-        CheckpointError: it is not whole, or of something else.
+        CheckpointError: something is missing, malformed or of another run.
     """
     config = module.optimizer_config
     optimizer = config.build(module.decoder)
@@ -202,7 +202,7 @@ def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) 
 
 
 def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
-    """What was measured of each sparse layer has the names and shapes that its number of experts gives."""
+    """Check the names and shapes of what was measured of each sparse layer, by its number of experts."""
     path, routing = "callbacks.StepLogger", found["StepLogger"]["routing"]
     sums, validated = found["StepLogger"]["window"]["sums"], found["ValidationLogger"]["routing"]
     num_ranks = next((value.numel() for value in sums.values()), 0) or 1
@@ -239,10 +239,10 @@ def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
 def _require_optimizer(
     found: Mapping[str, Any], fresh: Optimizer, taken: int | None, *, is_own: bool
 ) -> None:
-    """A state that goes into a fresh optimizer, which is used up.
+    """Check a state against that of a fresh optimizer, which is used up.
 
-    How the state of a user's own optimizer goes on after the first step is not known: what has the shape of a
-    parameter then has it later too, and everything is finite.
+    Of a user's own optimizer only two things are known: a state with the shape of its parameter keeps it, and
+    everything is finite.
 
     Args:
         taken: how many steps moved the weights; None where that is not known.
@@ -293,10 +293,10 @@ def _require_optimizer(
 
 
 def _after_one_step(optimizer: Optimizer) -> Mapping[int, Mapping[str, Any]]:
-    """By the number of a parameter, what the optimizer keeps of it; takes over the optimizer.
+    """The optimizer's state of each parameter, by its number, after one step; uses up the optimizer.
 
-    Tried without memory first, and then on zeros, since Adafactor looks at the size of the weights. Empty
-    where a user's own optimizer takes neither.
+    The step is tried on the meta device first, and then on zeros, since Adafactor looks at the size of the
+    weights. Empty where a user's own optimizer fails on both.
     """
     for device in ("meta", "cpu"):
         optimizer.state.clear()

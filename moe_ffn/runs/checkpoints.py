@@ -28,7 +28,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
 
 @dataclass(frozen=True)
 class GoodCheckpoint:
-    """One that was read and fits."""
+    """A checkpoint that was read and fits the run."""
 
     path: Path
     values: Mapping[str, Any]
@@ -41,10 +41,10 @@ class GoodCheckpoint:
 def newest_good(
     candidates: Iterable[Path], refusal: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[GoodCheckpoint | None, list[str]]:
-    """The first that can be read and that `refusal` says nothing against.
+    """The first checkpoint that can be read and that `refusal` accepts.
 
     Returns:
-        that one, or None; and of those before it the names and what is wrong, such as
+        that checkpoint, or None; and what is wrong with those before it, such as
         `step_00000012.ckpt is empty`.
     """
     passed_over: list[str] = []
@@ -61,7 +61,7 @@ def newest_good(
 
 
 def best_checkpoint(folder: Path) -> list[Path]:
-    """That of the best weights, where there is one; a link to nothing is one too, and not good."""
+    """The checkpoint of the best weights in a list, empty without one; a dangling link is listed too."""
     best = folder / BEST_NAME
     return [best] if os.path.lexists(best) else []
 
@@ -77,7 +77,7 @@ def refusal_of_weights(
         model: with the names that weights have in `values["state_dict"]`.
 
     Raises:
-        CheckpointError: the same, of what is malformed.
+        CheckpointError: the checkpoint is malformed.
     """
     for name in ("state_dict", IDENTITY):
         if not isinstance(values.get(name), Mapping):
@@ -133,7 +133,7 @@ MAX_WHOLE_NUMBER = 2**53
 """No number of steps or tokens is larger."""
 
 MAX_LEVELS = 50
-"""As deep as a config may be."""
+"""The deepest that a config may be nested."""
 
 _NUMBERS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _NUMBERS |= {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -145,14 +145,14 @@ def malformed(path: str, problem: str) -> CheckpointError:
 
 
 def require_same_kind(found: Any, template: Any, path: str) -> None:
-    """Mappings with the same keys and lists of the same length, of values of the same kinds.
+    """Require the keys, lengths and kinds of values of a template.
 
     Args:
-        template: as it should be. Its whole numbers match any from 0 on, its floats any finite number, its
-            tensors those of their shape, of floating-point numbers or not, its TypeAdapters what they take.
+        template: an example. A whole number matches any from 0 on, a float any finite number, a tensor
+            those of its shape and kind of numbers, a TypeAdapter what it accepts.
 
     Raises:
-        CheckpointError: it is otherwise.
+        CheckpointError: `found` does not match it.
     """
     if isinstance(template, TypeAdapter):
         try:

@@ -50,7 +50,7 @@ class TrainConfig(Config, frozen=True):
     """One training run: an 8-expert top-2 Mixture of Experts unless told otherwise."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Of the initial weights, the data order, dropout and sampling."""
+    """Seed of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """Where the run is written."""
     model: DecoderConfig = DecoderConfig()
@@ -96,10 +96,10 @@ class Resume:
 
 
 def own_config(path: Path) -> TrainConfig:
-    """That of a run, which holds every option; of a file that was cut short the rest would be defaults.
+    """The options in a run's folder. All have to be there: of a file cut short the rest would be defaults.
 
     Raises:
-        ConfigError: it cannot be read, or an option is not there, or it names code that is not trusted.
+        ConfigError: the file cannot be read, lacks an option, or names code that is not trusted.
     """
     config = read_config(path, TrainConfig)
     given = read_yaml(path, where=f"'{path}'")

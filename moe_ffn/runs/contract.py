@@ -42,7 +42,7 @@ Kind = TypeVar("Kind")
 
 _BATCH, _LENGTH = 2, 8
 _MAX_LENGTH = 512
-"""Of the sequences by which it is seen whether a part looks ahead: some look far, or in chunks."""
+"""Length of the sequences that show whether a part looks ahead: some look far, or in chunks."""
 
 
 def has_outside_parts(config: TrainConfig) -> bool:
@@ -152,8 +152,9 @@ class _Trial:
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """In a causal model: change the later half of the tokens, then the last one, and nothing before
-        them may move.
+        """Refuse a part of a causal model whose output changes with later tokens.
+
+        The later half of the tokens is changed, then the last one.
 
         Args:
             call: x (B, S, D) and token ids (B, S) -> (B, S, ...).
@@ -243,7 +244,7 @@ class _Trial:
         self.require_blind_to_future(router, weights)
 
     def experts(self, config: FFNConfig) -> None:
-        """Those of a block that says how they are built."""
+        """Try the experts of a block that says how they are built."""
         stack = config.expert_stack
         if stack is None or not is_outside(type(stack.config)):
             return

@@ -70,7 +70,7 @@ class Saved(JsonFile):
 
     run_id: str = Field(default="", min_length=1)
     last_saved_step: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Of the newest checkpoint that the disk took; None before the first."""
+    """Step of the newest checkpoint that was written; None before the first."""
 
     @property
     def is_whole(self) -> bool:
@@ -112,7 +112,7 @@ class Summary(JsonFile):
     """`summary.json`: the results of a run that came to its end; null where a number is not finite."""
 
     validation_loss: float | None = None
-    """In nats per token."""
+    """Nats per token."""
     validation_bits_per_byte: float | None = None
     unigram_loss: float | None = None
     """What a model that knows only the frequencies scores, in nats per token."""
@@ -127,7 +127,7 @@ class Alarm(Line):
 
     kind: str = ""
     layer: str | None = None
-    """None where it concerns the whole model."""
+    """The sparse layer; None where the alarm concerns the whole model."""
     message: str = ""
     advice: str = ""
 

@@ -48,12 +48,12 @@ from moe_ffn.training.recovery.checkpoint_file import IDENTITY, CheckpointError,
 from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
-"""What the page is made of: where none of these changed, the page would be the same."""
+"""The files that the page is made of."""
 
 State = Literal["waiting", "training", "interrupted", "finished"]
 
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
-"""A run without an end that wrote nothing for so long, and for the time of so many rows, is dead."""
+"""A run counts as interrupted once it wrote nothing for this time, and for the time of so many rows."""
 
 LAYER_KEY = re.compile(r"routing/(layer_\d{1,9}(?:/inner)*)/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
@@ -69,7 +69,7 @@ class SavedModel:
     decoder: Decoder
 
     def run(self, text: bytes, *, who: str = "text") -> DecoderOutput:
-        """What the decoder makes of a text as one sequence.
+        """The decoder's output for a text as one sequence.
 
         Args:
             who: how the text is called where it is refused, such as an option's name.
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What its text was cut into tokens by; see `saved_model`, which this loads."""
+        """The tokenizer of the run; see `saved_model`, which this loads."""
         return self.saved_model.tokenizer
 
     @property
@@ -170,7 +170,7 @@ class Run:
 
     @cached_property
     def validated_layers(self) -> Mapping[str, Mapping[str, Series]]:
-        """The same of the validation rows."""
+        """Sparse layer -> measure -> its series of the validation rows."""
         return _by_layer(self.rows.columns, "validation/")
 
     @cached_property
@@ -288,14 +288,14 @@ def _text(path: Path) -> str:
 
 
 def _lines(path: Path, kind: type[AnyLine]) -> list[AnyLine]:
-    """Empty likewise."""
+    """Empty where the file is absent or cannot be read."""
     with suppress(OSError):
         return list(read_lines(path, kind))
     return []
 
 
 def _yaml_mapping(text: str) -> dict[str, Any]:
-    """Empty likewise."""
+    """Empty where the text holds no mapping."""
     with suppress(ConfigError):
         value = parse_yaml(text, where=CONFIG_FILE)
         return value if isinstance(value, dict) else {}

@@ -1,7 +1,7 @@
-"""Of which run a checkpoint is: what it says of its run, and what a run's folder says of its checkpoints.
+"""Which run a checkpoint belongs to: what both it and the run's folder say of that.
 
-A checkpoint is of a run that has its id and has had its options. `saved.json`, which knows the id and the
-step that was saved last, stands outside the folder of the checkpoints, so that it tells when those are lost.
+A checkpoint belongs to a run that has its id and has had its options. `saved.json` knows the id and the step
+that was saved last. It stands outside the folder of the checkpoints, so that it tells when those are lost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fixed_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what changes how the model is computed, or evaluated, and not what it is."""
+    """The options of a model without those that only change how it is computed or evaluated."""
     return {
         key: _without_free(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
@@ -58,9 +58,9 @@ def _without_free(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changeable_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that may be changed, and change what a run computes.
+    """The options that may be changed on resuming and change the result.
 
-    Left out is where and on what it runs, how fast, and what is written of it.
+    Left out are those of speed, devices, places and logs.
     """
     options = comparable_options(config)
     trainer = {"gradient_clip_algorithm": None} | options["trainer"]
@@ -99,7 +99,7 @@ def checkpoint_identity(
     """What every checkpoint says of its run.
 
     Args:
-        precision: in which it computes, where its options say `auto`.
+        precision: what `trainer.precision: auto` was resolved to.
     """
     whose = {RUN_ID: run_id, PRECISION: precision, CHANGEABLE: changeable_options(config)}
     return {**identity(config, data), **whose}
@@ -110,9 +110,9 @@ class RunRecord:
     """The id and the options by which the checkpoints of a run are told from those of any other."""
 
     run_id: str | None
-    """None where every file that had it is lost."""
+    """The id; None where every file that had it is lost."""
     saved: Saved | None
-    """None where `saved.json` is lost, or of another run."""
+    """What `saved.json` holds; None where it is lost, or of another run."""
     options: Mapping[str, Any]
     """Dotted key -> value, of the options that may be changed."""
     past_options: frozenset[tuple[str, str]]

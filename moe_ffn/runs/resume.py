@@ -84,12 +84,12 @@ class Start:
 
     step: int
     checkpoint: Path | None
-    """None where none was saved yet: from the first step."""
+    """The file; None where none was saved yet, to go on from the first step."""
     passed_over: tuple[str, ...]
     callbacks: Mapping[str, Any]
     """The states of the callbacks, by their names."""
     run_id: str | None = None
-    """None where it is lost."""
+    """The run's id; None where it is lost."""
     made_with: Mapping[str, Any] = field(default_factory=dict)
     """The identity in the checkpoint."""
 
@@ -169,9 +169,9 @@ def find_start(folder: Path, own: TrainConfig, data: PreparedData, module: Langu
 def refusal_to_start(
     folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel, record: RunRecord
 ) -> Callable[[Mapping[str, Any]], str | None]:
-    """A function of the values in a checkpoint: why a run does not go on from it; None where it does.
+    """A function of the values in a checkpoint: why a run cannot go on from it, or None where it can.
 
-    Of what is malformed it raises the same as a CheckpointError.
+    It raises a CheckpointError where they are malformed.
     """
     whose, made = identity(own, data), make_callbacks(own, data, folder)
     callbacks = (made.samples, made.steps, made.validation, made.checkpoints)
@@ -223,13 +223,13 @@ def _has_come_to_a_save(folder: Path, own: TrainConfig) -> bool:
 
 
 def first_precision(folder: Path, start: Start, precision: str) -> str:
-    """What `trainer.precision: auto` was when the run began; `precision` where that is lost."""
+    """What `trainer.precision: auto` was resolved to when the run began; `precision` where that is lost."""
     known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
     return next((str(name) for name in PRECISIONS if name in known), precision)
 
 
 def how_to_go_on(folder: Path, keeper: CheckpointKeeper) -> str:
-    """What to type, and what that will begin from."""
+    """The command that goes on, and the checkpoint it will begin from."""
     step = keeper.last_saved_step
     saved = "no checkpoint was saved" if step < 0 else f"saved {step_name(step)}"
     return f"{saved}; go on with: {command('train')} --resume {folder}"

@@ -50,7 +50,7 @@ class Rows:
 
     def __init__(self, lines: Iterable[Row] = ()) -> None:
         self.columns: dict[str, Series] = {}
-        """By key, in the order in which the log first has them."""
+        """The series of each key, in the order of the log."""
         for line in lines:
             for key, value in flat(line.values).items():
                 if value is not None:
@@ -62,7 +62,7 @@ class Rows:
 
     @property
     def steps(self) -> list[int]:
-        """Of the rows, ascending."""
+        """The optimizer steps of the rows, ascending."""
         return sorted({step for series in self.columns.values() for step in series.steps})
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ from moe_ffn.errors import reason
 from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
 
 IDENTITY = "identity"
-"""The key under which is what a run has to agree in to go on from a checkpoint."""
+"""The key of what a run has to agree with to go on from a checkpoint."""
 
 _ADVICE = re.compile(r"^Weights only load failed|weights_only")
 """Lines in which torch says how to load a file all the same."""
@@ -117,7 +117,7 @@ def step_inside(path: Path) -> int | None:
 
 
 def _why(error: Exception) -> str:
-    """Of all that torch says of a file, what it found, and not its advice to load it all the same."""
+    """What torch found wrong with a file, without its advice to load it all the same."""
     lines = [line.strip() for line in str(error).splitlines() if not _ADVICE.search(line)]
     found = next(filter(None, lines), type(error).__name__)
     return found.removeprefix("WeightsUnpickler error: ").partition(" Please use ")[0]
@@ -157,7 +157,7 @@ def _require_seal(file: BinaryIO) -> None:
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Of the first `size` bytes, after which the file is then; in hexadecimal."""
+    """SHA-256 of the first `size` bytes, in hexadecimal; leaves the file behind them."""
     digest = hashlib.sha256()
     file.seek(0)
     while size:
@@ -190,7 +190,7 @@ def step_of(path: Path) -> int:
 
 
 def step_checkpoints(folder: Path) -> list[Path]:
-    """Those of steps, the newest first, good or not; none where there is no folder.
+    """The checkpoints named by a step, the highest first, good or not; none where there is no folder.
 
     Raises:
         OSError: it cannot be read, or is a link.
@@ -214,7 +214,7 @@ def is_misnamed(path: Path, step: int) -> bool:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints of steps, good or not; of two of one step the one that is named so is first.
+    """The checkpoints, newest step first, good or not; of two of one step the one named by it is first.
 
     Raises:
         OSError: the folder cannot be read, or is a link.
@@ -231,7 +231,7 @@ def pass_over(path: Path, name: str | None = None) -> Path:
     """Give a checkpoint a name under which none is looked for; nothing is written over.
 
     Args:
-        name: that it is known by; its own by default.
+        name: what it was called; its own name by default.
     """
     stem = f"{(name or path.name)[:200]}.passed-over"  # file systems take 255
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))

@@ -45,7 +45,7 @@ class SealedCheckpointIO(CheckpointIO):
 
     def __init__(self) -> None:
         self.failure: OSError | None = None
-        """Of the last save; None where it succeeded."""
+        """Error of the last save; None where it succeeded."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -82,8 +82,8 @@ class CheckpointKeeper(Callback):
         """A keeper that writes into `folder`.
 
         Args:
-            identity: plain values, which a checkpoint is to be made and loaded with alike.
-            on_saved: told, by the rank that writes, of which step there is a checkpoint now.
+            identity: plain values that every checkpoint holds.
+            on_saved: called with the step of each new checkpoint, on the rank that writes.
         """
         self.folder = folder
         self.config = config
@@ -93,7 +93,7 @@ class CheckpointKeeper(Callback):
         self.io = SealedCheckpointIO()
         self.best_loss = float("inf")
         self.missed_loss = float("inf")
-        """The lowest one whose weights the disk did not take."""
+        """The lowest loss whose weights could not be written."""
         self.last_saved_step = -1
         """The optimizer step of the newest save that succeeded; -1 before the first."""
         self.problem = ""
@@ -280,10 +280,10 @@ def _first_broken(module: torch.nn.Module) -> str | None:
 
 
 class KeptFiles(Callback):
-    """Looks at every checkpoint whether the files without which it is of no use are there."""
+    """Writes the files that a checkpoint needs again at every save, where they are missing."""
 
     def __init__(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Files of `folder`, by their names, each with its text."""
+        """Keep these files of `folder`: name -> text."""
         self.folder = folder
         self.files = dict(files)
         self._changed: set[str] = set()  # since they were written
@@ -296,13 +296,13 @@ class KeptFiles(Callback):
             self.put_back()
 
     def change(self, name: str, text: str) -> None:
-        """Write another text in the place of a file's; what the disk does not take now it is given again."""
+        """Replace the text of a file; if that cannot be written now, the next save tries again."""
         self.files[name] = text
         self._changed.add(name)
         self.put_back()
 
     def put_back(self) -> None:
-        """Write those that are missing, and say so; and those that were changed."""
+        """Write the files that are missing, which a line says, and those that were changed."""
         with self._failures.expected():
             missing = [name for name in self.files if not (self.folder / name).exists()]
             for name in {**dict.fromkeys(missing), **dict.fromkeys(self._changed)}:

@@ -54,7 +54,7 @@ class SkippedStep:
 
 
 class Diverged(RuntimeError):  # noqa: N818 - what the run has done
-    """A run that cannot go on, or no longer learns."""
+    """The run cannot go on, or no longer learns."""
 
     def __init__(self, step: int, problem: str) -> None:
         """A run that ends at optimizer step `step` with a problem: what happened, and where it began."""
@@ -72,11 +72,11 @@ class StepGuard:
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
         self.num_skipped = 0
-        """In the whole run."""
+        """Skipped steps of the whole run."""
         self.num_in_a_row = 0
-        """Since the last step that was taken."""
+        """Skipped steps since the last step that was taken."""
         self.began_in: str | None = None
-        """Where the trouble of this row of skipped steps began, as far as is known."""
+        """Where the first NaN or infinity of these skipped steps was found; None if not known."""
         self._losses: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
 
     def check(self, loss: float, gradient_norm: float) -> str | None:

@@ -1,6 +1,6 @@
-"""What ends a run before its last step: a signal, its time, a loss that falls no more.
+"""Ends a run before its last step: on a signal, when its time is up, when the loss stops falling.
 
-Each after the step that the run is at, with a checkpoint of it.
+The current step is finished first, and a checkpoint of it saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process."""
+        """Within this, SIGINT, SIGTERM and SIGHUP are noted instead of ending the process."""
         before = {signum: signal.getsignal(signum) for signum in _ASKING}
         self.listen()
         try:
@@ -72,8 +72,8 @@ class StopRequest:
 class StopOnRequest(Callback):
     """Saves and raises `Interrupted` on every rank, once one was asked to end.
 
-    Between steps alone, so that the checkpoint is one from which the run goes on as if nothing had been;
-    and after the validation of a step that has one.
+    Only between steps, and after the validation of a step that has one, so that a resumed run repeats the
+    unbroken one.
     """
 
     def __init__(self, request: StopRequest, keeper: CheckpointKeeper) -> None:
