@@ -101,7 +101,12 @@ ONLY_PLACES = {
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
     "triton": {"moe_ffn/kernels/triton"},
-    "plotly": {"experiments/benchmark", "moe_ffn/report", "moe_ffn/training/monitoring/loggers.py"},
+    "plotly": {
+        "experiments/benchmark",
+        "moe_ffn/report",
+        "moe_ffn/metrics/plotting.py",
+        "moe_ffn/training/monitoring/loggers.py",
+    },
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""

@@ -1,17 +1,17 @@
-"""How figures are drawn by plotly: averaged series, lines, heat maps, and their colours by role."""
+"""How series are drawn by plotly: averaged, as lines, in colours by role."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from moe_ffn.metrics.plotting import LOAD_SCALE, axis_title, figure, label
 from moe_ffn.metrics.table import Metric
 from moe_ffn.runs.rows import Series
 
@@ -23,28 +23,9 @@ SERIES = ("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00", "#3a9bd6", "#5b
 """Colours on a light ground: Okabe and Ito's, told apart without red or green, made darker. Their roles are
 `series-0` and on; report.css has those on a dark ground."""
 
-LOAD_SCALE = {
-    "load-none": (0.0, "#123f8c"),
-    "load-half": (0.125, "#7fb2e5"),
-    "load-even": (0.25, "#f7f7f5"),
-    "load-double": (0.5, "#f2a25c"),
-    "load-most": (1.0, "#8f2d04"),
-}
-"""Role -> its place on the scale of a load, which runs to four times the even share, and its colour."""
-
 LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
 LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
 """Role -> colour on a light ground."""
-
-TITLE_HEIGHT = 44
-"""Of a figure's own title; the page has a heading instead and takes this off again."""
-
-_PALE = {"gridcolor": "#ebf0f8", "linecolor": "#ebf0f8", "zerolinecolor": "#ebf0f8"}
-TEMPLATE = {
-    "layout": {"font": {"color": "#2a3f5f"}, "xaxis": _PALE, "yaxis": _PALE},
-    "data": {"heatmap": [{"colorbar": {"outlinewidth": 0}}]},
-}
-"""What is used of `plotly_white`; the whole of it would take half of the time that a figure does."""
 
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
@@ -175,7 +156,7 @@ def line_figure(
     span = [step for series in found for step in series.steps]
     for name, value in levels.items():
         traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
-    x_options: dict[str, Any] = {"title": _axis_title(x_axis), "hoverformat": ",~r"}
+    x_options: dict[str, Any] = {"title": axis_title(x_axis), "hoverformat": ",~r"}
     if x_axis == STEP:
         x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
     axis, ticks = scale_of(metric)
@@ -186,10 +167,10 @@ def line_figure(
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
         "margin": {"l": 62, "r": 12, "t": 14, "b": 48},
         "xaxis": x_options,
-        "yaxis": {"title": _axis_title(axis), "tickformat": ticks, "automargin": True},
+        "yaxis": {"title": axis_title(axis), "tickformat": ticks, "automargin": True},
     }
     note = f"{note} {describe_points(found, max_points)}".strip()
-    return _figure(traces, layout, title or metric.title, note)
+    return figure(traces, layout, title or metric.title, note)
 
 
 def _line(
@@ -214,104 +195,3 @@ def _line(
         hovertemplate=f"%{{y:{form_of(metric)}}}",
         meta={"colour": role},
     )
-
-
-def heat_figure(
-    x: Sequence[float],
-    y: Sequence[int] | Sequence[str],
-    z: Any,
-    axes: tuple[str, str],
-    *,
-    title: str,
-    note: str,
-    bar: Mapping[str, Any],
-    hover: str,
-    height: int | None = None,
-    **of_trace: Any,
-) -> go.Figure:
-    """A heat map whose rows stand from the top.
-
-    Args:
-        y: the number or the name of each row.
-        bar: options of the colour bar; its title is a text.
-        hover: what is said of a cell, as plotly's `hovertemplate`.
-        height: without the title; None for one by the number of rows.
-        of_trace: more options of `go.Heatmap`.
-    """
-    # Above the plot and as wide as it, so that a phone keeps its width for the plot.
-    wide_bar = {
-        "orientation": "h",
-        "x": 0.5,
-        "y": 1.0,
-        "yanchor": "bottom",
-        "len": 1.0,
-        "thickness": 10,
-        "ypad": 4,
-        **bar,
-        "title": {"text": bar["title"], "side": "top"},
-    }
-    trace = go.Heatmap(
-        x=list(x),
-        y=list(y),
-        z=z,
-        colorbar=wide_bar,
-        hovertemplate=f"{hover}<extra></extra>",
-        **of_trace,
-    )
-    plain = {"showgrid": False, "zeroline": False}
-    x_options = {"title": {"text": axes[0]}, **plain}
-    y_options = {"title": _axis_title(axes[1]), "autorange": "reversed", **plain}
-    names = [row for row in y if isinstance(row, str)]
-    if names:
-        y_options["type"] = "category"
-    else:
-        y_options["dtick"] = _tick_distance(len(y))
-    if x == y:
-        x_options["dtick"] = _tick_distance(len(x))
-    left = 38 + 7 * max(map(len, names)) if names else 52
-    layout = {
-        "height": height or min(max(190 + 14 * len(y), 260), 620),
-        "hovermode": "closest",
-        # Fixed: plotly would leave twice the room that the colour bar takes.
-        "margin": {"l": left, "r": 14, "t": 52, "b": 48, "autoexpand": False},
-        "xaxis": x_options,
-        "yaxis": y_options,
-    }
-    return _figure([trace], layout, title, note)
-
-
-def label(text: str) -> str:
-    """A name for a legend: plotly reads tags in it, and a long one leaves no room for the plot."""
-    return escape(text if len(text) <= 44 else f"{text[:20]}…{text[-23:]}", quote=False)
-
-
-def _figure(traces: Sequence[Any], layout: dict[str, Any], title: str, note: str) -> go.Figure:
-    """`meta` of its layout holds title and note as plain text.
-
-    Checked by plotly once, as a whole: its `update_` methods take a hundred times as long.
-    """
-    margin = {**layout["margin"], "t": layout["margin"]["t"] + TITLE_HEIGHT}
-    own = {
-        "template": TEMPLATE,
-        "height": layout["height"] + TITLE_HEIGHT,
-        "margin": margin,
-        "title": {
-            "text": label(title),
-            "x": 0,
-            "xref": "paper",
-            "y": 1,
-            "yanchor": "top",
-            # plotly moves it up by 24 pixels where a colour bar lies above the plot.
-            "pad": {"t": 28 if isinstance(traces[0], go.Heatmap) else 6},
-        },
-        "meta": {"title": title, "note": note},
-    }
-    return go.Figure(list(traces), {**layout, **own})
-
-
-def _axis_title(text: str) -> dict[str, Any]:
-    return {"text": text, "standoff": 8}
-
-
-def _tick_distance(num_experts: int) -> int:
-    return next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 10**9) if num_experts / step <= 16)

@@ -24,16 +24,15 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.outputs import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
-    LOAD_SCALE,
     STEP,
     Line,
     average,
     describe_points,
     form_of,
-    heat_figure,
     line_figure,
     scale_of,
 )
@@ -160,18 +159,11 @@ def load(run: Run, layer: int | str) -> go.Figure:
         (STEP, "expert"),
         title=f"Load, {_title(name)}",
         note=describe_points(run.loads[name], columns, "column"),
-        bar={
-            "title": "load, times the even share 1/E",
-            "tickvals": [0, 1, 2, 3, 4],
-            "ticktext": ["0", "1 = even", "2", "3", "≥ 4"],
-        },
         hover="step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
         "<b>%{z:.2f}</b> times the even share",
         customdata=shares,
-        zmin=0,
-        zmax=4,
-        colorscale=[[place, colour] for place, colour in LOAD_SCALE.values()],
         meta={"is_packed": True, "stops": {r: place for r, (place, _) in LOAD_SCALE.items()}},
+        **LOAD_OPTIONS,
     )
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS, layer_measures
 from moe_ffn.outputs import short_name
 from moe_ffn.report import figures, tables
-from moe_ffn.report.drawing import STEP, TITLE_HEIGHT
+from moe_ffn.report.drawing import STEP
 from moe_ffn.runs.reader import Run
 
 MAX_PLACES = 6

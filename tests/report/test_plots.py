@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.plotting import label
 from moe_ffn.metrics.table import layer_measures
-from moe_ffn.report.drawing import LIGHT, describe_points, label
+from moe_ffn.report.drawing import LIGHT, describe_points
 from moe_ffn.report.plots import pack_shares
 from moe_ffn.report.tables import constant_measures, moving_measures
 from moe_ffn.runs.reader import read_runs

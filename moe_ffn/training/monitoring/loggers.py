@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
-from plotly.graph_objects import Figure, Heatmap
+from plotly.graph_objects import Figure
 from pydantic import ValidationError
 
 from moe_ffn.errors import explain, first_line
+from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
 from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
 
@@ -47,10 +48,6 @@ MAX_BINS = 512
 
 LOAD_FIGURE = "routing/load_heatmap"
 """The key under which each validation logs it; its panel has a slider over the steps."""
-
-FULL_COLOR = 2.0
-"""Times the even share from which on a colour is the strongest: the same in every picture, so that the
-pictures of a run can be compared."""
 
 
 class MetricsFile(Logger):
@@ -276,11 +273,10 @@ def wandb_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
-    """A heat map, a row for each layer and a column for each expert.
+    """A heat map of load over the even share, a row for each layer and a column for each expert.
 
-    The colour is the load over the even share: blue for experts that starve, white for what balance would
-    give, red for those that are crowded. Layers may differ in their number of experts; a load that is not
-    finite, of a layer that no token reached, is left blank.
+    Layers may differ in their number of experts; a load that is not finite, of a layer that no token
+    reached, is left blank.
 
     Args:
         loads: layer -> share of the layer's pairs that went to each expert, summing to 1.
@@ -292,29 +288,18 @@ def load_heatmap(loads: Mapping[str, Sequence[float]]) -> Figure:
         + [None] * (num_columns - len(load))
         for load in loads.values()
     ]
-    heatmap = Heatmap(
-        x=list(range(num_columns)),
-        y=list(loads),
-        z=ratios,
-        zmin=0.0,
-        zmax=FULL_COLOR,
-        colorscale=[[0.0, "#2166ac"], [0.5, "#f7f7f7"], [1.0, "#b2182b"]],
-        colorbar_title_text="load / even share",
+    return heat_figure(
+        range(num_columns),
+        list(loads),
+        ratios,
+        ("expert", "layer"),
+        title="Load of each expert",
+        note="",
+        hover="%{y}, expert %{x}<br>%{z:.2f} times the even share",
         hoverongaps=False,
-        hovertemplate="%{y}, expert %{x}<br>%{z:.2f} times the even share<extra></extra>",
         xgap=1,
         ygap=1,
-    )
-    # The first layer on top, every one named.
-    layers = {"type": "category", "autorange": "reversed", "automargin": True, "showgrid": False}
-    return Figure(
-        heatmap,
-        layout={
-            "template": {},
-            "title": {"text": "Load of each expert"},
-            "xaxis": {"title": {"text": "expert"}, "tickformat": "d", "showgrid": False},
-            "yaxis": {"title": {"text": "layer", "standoff": 12}, **layers},
-        },
+        **LOAD_OPTIONS,
     )
 
 

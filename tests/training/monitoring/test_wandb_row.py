@@ -82,9 +82,9 @@ def test_axes_and_colours_are_named_and_white_is_even() -> None:
     assert figure["layout"]["xaxis"]["title"]["text"] == "expert"
     assert figure["layout"]["yaxis"]["title"]["text"] == "layer"
     assert figure["layout"]["yaxis"]["autorange"] == "reversed", "the first layer stands on top"
-    assert heatmap["colorbar"]["title"]["text"] == "load / even share"
-    assert (heatmap["zmin"], heatmap["zmax"]) == (0.0, 2.0)
-    assert heatmap["colorscale"][1] == [0.5, "#f7f7f7"]
+    assert heatmap["colorbar"]["title"]["text"] == "load, times the even share 1/E"
+    assert (heatmap["zmin"], heatmap["zmax"]) == (0, 4)
+    assert heatmap["colorscale"][2] == [0.25, "#f7f7f5"]
     assert heatmap["hovertemplate"].startswith("%{y}, expert %{x}<br>%{z:.2f} times the even share")
 
 
