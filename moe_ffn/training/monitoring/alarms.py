@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import ROWS_BEFORE_SPIKES, AlarmsConfig, TrainerConfig
+from moe_ffn.training.monitoring import Checkpointed
 from moe_ffn.training.monitoring.json_lines import JsonLines
 from moe_ffn.training.monitoring.loggers import alert
-from moe_ffn.training.monitoring.routing_window import Checkpointed
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.recovery.guard import SkippedStep

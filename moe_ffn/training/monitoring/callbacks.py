@@ -25,11 +25,11 @@ from moe_ffn.errors import first_line
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
+from moe_ffn.training.monitoring import Checkpointed
 from moe_ffn.training.monitoring.alarms import AlarmBell, AlarmRules
 from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
-    Checkpointed,
     RoutingByLayer,
     RoutingWindow,
     of_every_rank,

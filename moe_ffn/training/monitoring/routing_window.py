@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, distributed
@@ -25,32 +24,10 @@ from moe_ffn.metrics.table import (
 from moe_ffn.outputs import Routing
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.module import LanguageModel
+from moe_ffn.training.monitoring import Checkpointed
 
 ByLayer = dict[str, dict[str, Tensor]]
 """Values by their names, for each sparse layer."""
-
-
-class Checkpointed:
-    """What keeps some of its attributes in checkpoints: numbers, tensors, and objects of this kind."""
-
-    in_checkpoint: ClassVar[tuple[str, ...]]
-    """Their names; in a checkpoint without a leading underscore."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """A collective: every rank has to call it."""
-        found = {name.lstrip("_"): getattr(self, name) for name in self.in_checkpoint}
-        return {
-            name: value.state_dict() if isinstance(value, Checkpointed) else value
-            for name, value in found.items()
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self.in_checkpoint:
-            value, held = state_dict[name.lstrip("_")], getattr(self, name)
-            if isinstance(held, Checkpointed):
-                held.load_state_dict(value)
-            else:
-                setattr(self, name, value)
 
 
 class RoutingByLayer(Checkpointed):
