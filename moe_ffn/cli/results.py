@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM, PreparedData
+from moe_ffn.data.prepare import PreparedData
 from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
+from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
 from moe_ffn.outputs import short_name
 from moe_ffn.report.tables import EXTREMES, Cell, ExpertRow, expert_rows

@@ -24,10 +24,11 @@ from moe_ffn.cli.results import (
     write_summary,
 )
 from moe_ffn.config_files import to_yaml
-from moe_ffn.data.prepare import PreparedData, prepare, unigram_loss
+from moe_ffn.data.prepare import PreparedData, prepare
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import command, first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.metrics import unigram_loss
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder

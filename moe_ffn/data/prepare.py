@@ -23,7 +23,7 @@ from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from moe_ffn.errors import ConfigError, expand_path
 from moe_ffn.files import read_bytes
 
-Report = Callable[[str, int, int | None], None]
+_Report = Callable[[str, int, int | None], None]
 """Called with the stage, the bytes of text done, and the bytes in all or None where not known yet."""
 
 
@@ -104,25 +104,28 @@ class PreparedData:
         return self.documents.corpus_sha256
 
 
-def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
+def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     """Reads, splits and encodes the corpus, or finds that done in `data.cache_dir`.
 
     The corpus is always read, to know that it is the same. Memory does not grow with its size,
     but by some twenty bytes per document. Several processes may prepare the same data at the same time.
 
-    `progress`: True shows it on stderr, False does not; a function is called with (stage, bytes
-    done, bytes in all or None).
+    `progress`: print what is done on stderr, as a bar where that is a terminal.
 
     Raises ConfigError where the corpus cannot be read or is shorter than one sequence, and where
     the cache cannot be written.
     """
-    with _showing(progress) as report:
+    has_bar = progress and sys.stderr.isatty()
+    say = _say if progress and not has_bar else lambda _: None
+    say("reading the corpus")
+    with _bar(has_bar) as report:
         plan = plan_split(
             _watched(config.corpus.documents(), report, "reading"), config.validation_percent
         )
         folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, plan)
         meta = read_meta(folder)
         if meta is None:
+            say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
             _build(config, plan, folder, report)
             meta = read_meta(folder)
         if meta is None:
@@ -130,7 +133,7 @@ def prepare(config: DataConfig, progress: bool | Report = True) -> PreparedData:
                 f"data.cache_dir: '{folder}' does not hold what was just written there; "
                 "name another folder, on a disk that does"
             )
-    if progress is True:
+    if progress:
         for note in meta["notes"]:
             _say(note)
     sizes = {split: SplitSize(**size) for split, size in meta["splits"].items()}
@@ -160,7 +163,7 @@ def _key(config: DataConfig, plan: SplitPlan) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: Report) -> None:
+def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: _Report) -> None:
     """Encodes the corpus into `folder`, which appears whole or not at all."""
 
     def pieces(stage: str) -> Iterator[Piece]:
@@ -222,7 +225,7 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _watched(
-    documents: Iterable[Document], report: Report, stage: str, total: int | None = None
+    documents: Iterable[Document], report: _Report, stage: str, total: int | None = None
 ) -> Iterator[Document]:
     """The same documents, reporting how many bytes of them have been read."""
     done = 0
@@ -238,32 +241,16 @@ def _watched(
         yield replace(document, blocks=counted(document.blocks))
 
 
-@contextlib.contextmanager
-def _showing(progress: bool | Report) -> Iterator[Report]:
-    """Reports to stderr (True), to nowhere (False), or to the caller's own function."""
-    if progress is not True:
-        yield progress or (lambda stage, done, total: None)
-    elif sys.stderr.isatty():
-        with _bar() as report:
-            yield report
-    else:
-        _say("reading the corpus")
-        stages: set[str] = set()
-
-        def report_in_lines(stage: str, done: int, total: int | None) -> None:
-            if total is not None and not stages:
-                _say(f"preparing {total / 1e6:.1f} MB of text")
-                stages.add(stage)
-
-        yield report_in_lines
-
-
 def _say(what: str) -> None:
     print(f"data: {what}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _bar() -> Iterator[Report]:
+def _bar(is_shown: bool) -> Iterator[_Report]:
+    """A bar on stderr; where it is not shown, a function that does nothing."""
+    if not is_shown:
+        yield lambda stage, done, total: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -274,36 +261,3 @@ def _bar() -> Iterator[Report]:
         yield lambda stage, done, total: bar.update(
             task, description=stage, completed=done, total=total
         )
-
-
-# -- the unigram model
-
-
-WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
-"""What is said of a run whose validation loss is above it."""
-
-
-_CHUNK = 1 << 20
-
-
-def unigram_loss(
-    train_tokens: np.ndarray, validation_targets: np.ndarray, vocab_size: int
-) -> float:
-    """Mean nats per token of `validation_targets` under the add-one-smoothed frequencies of
-    `train_tokens`.
-
-    p(v) = (count(v) + 1) / (num_train_tokens + vocab_size). Both arrays are (num_tokens,) of ids
-    below `vocab_size`; `ValidationBatches.targets` are the tokens a validation looks at.
-    """
-    train = _counts(train_tokens, vocab_size)
-    validation = _counts(validation_targets, vocab_size)
-    nats = np.log(len(train_tokens) + vocab_size) - np.log(train + 1)
-    return float(validation @ nats / len(validation_targets))
-
-
-def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each id occurs, (vocab_size,); in chunks, since bincount copies to int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _CHUNK):
-        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
-    return counts

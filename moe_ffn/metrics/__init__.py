@@ -20,6 +20,7 @@ from moe_ffn.metrics.functional import (
     nonfinite_tokens,
     rank_max_violation,
     top1_margin,
+    unigram_loss,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ __all__ = [
     "nonfinite_tokens",
     "rank_max_violation",
     "top1_margin",
+    "unigram_loss",
 ]
 
 

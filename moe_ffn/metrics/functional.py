@@ -1,4 +1,5 @@
-"""What is measured of routing: pure functions of one layer's Routing, or of counts taken from several.
+"""Measures of routing, pure functions of one layer's Routing or of counts taken from several, and the
+unigram baseline of a loss.
 
 T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,3 +180,39 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
     """int64 (E,): for how many steps each expert has had no token, `num_steps` later than before."""
     return torch.where(load_E > 0, 0, before_E + num_steps)
+
+
+# -- of a language
+
+
+WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: too short, or broken"
+"""A remark on a run with a validation loss above `unigram_loss`."""
+
+
+def unigram_loss(
+    train_tokens: np.ndarray, validation_targets: np.ndarray, vocab_size: int
+) -> float:
+    """Cross-entropy, in nats per token, of a model that knows only how often each token occurs.
+
+    Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_train_tokens +
+    vocab_size).
+
+    Args:
+        train_tokens: (num_tokens,) ids below `vocab_size`, which may be memory-mapped.
+        validation_targets: ids to predict, alike; `ValidationBatches.targets`.
+    """
+    train = _counts(train_tokens, vocab_size)
+    validation = _counts(validation_targets, vocab_size)
+    nats = np.log(len(train_tokens) + vocab_size) - np.log(train + 1)
+    return float(validation @ nats / len(validation_targets))
+
+
+_CHUNK = 1 << 20
+
+
+def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """(vocab_size,), how often each id occurs; in chunks, since bincount copies to int64."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
+    return counts

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
 from moe_ffn.files import write_whole
+from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.report.tables import RUN_NUMBERS, run_legend
 from moe_ffn.runs.config import TrainConfig

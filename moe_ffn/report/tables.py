@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from moe_ffn.data.prepare import WORSE_THAN_UNIGRAM
+from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
     Metric,

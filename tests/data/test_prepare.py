@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -10,8 +9,10 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from moe_ffn.data import prepare as prepare_module
 from moe_ffn.data.cache import read_meta
 from moe_ffn.data.corpus import TextConfig
-from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, unigram_loss
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.data.split import changed
 from moe_ffn.data.tokenizer import BPEConfig, BytesConfig, TokenizerConfig
 from moe_ffn.errors import ConfigError
@@ -387,9 +388,16 @@ def test_a_terminal_shows_a_bar(
     assert "110.0 kB" in shown
 
 
-def test_a_function_is_told_each_stage_from_start_to_end(forty_files: DataConfig) -> None:
+def test_the_bar_is_told_each_stage_from_start_to_end(
+    forty_files: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports: list[tuple[str, int, int | None]] = []
-    prepare(forty_files, progress=lambda *report: reports.append(report))
+
+    def bar(is_shown: bool) -> Any:
+        return nullcontext(lambda *report: reports.append(report))
+
+    monkeypatch.setattr(prepare_module, "_bar", bar)
+    prepare(forty_files)
     stages = list(dict.fromkeys(stage for stage, _, _ in reports))
     assert stages == ["reading", "training the tokenizer", "encoding"]
     for stage in stages:
@@ -398,24 +406,3 @@ def test_a_function_is_told_each_stage_from_start_to_end(forty_files: DataConfig
         assert all(before < after for before, after in pairwise(done))
         assert done[-1] == 40 * 1_000 * 3 - 10 * 1_000  # two digits and a line end, one for 0..9
         assert totals == ({None} if stage == "reading" else {done[-1]})
-
-
-def test_the_loss_equals_the_one_worked_by_hand() -> None:
-    train = np.array([0, 0, 0, 1, 1], dtype=np.uint16)
-    targets = np.array([0, 0, 1, 2], dtype=np.uint16)
-    # 5 tokens and 3 ids: p = (3+1)/8, (2+1)/8, (0+1)/8.
-    expected = -(2 * math.log(4 / 8) + math.log(3 / 8) + math.log(1 / 8)) / 4
-    assert unigram_loss(train, targets, vocab_size=3) == pytest.approx(expected, rel=1e-12)
-
-
-def test_nothing_seen_is_uniform() -> None:
-    loss = unigram_loss(np.array([], dtype=np.uint16), np.array([3, 5]), vocab_size=8)
-    assert loss == pytest.approx(math.log(8))
-
-
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(0)
-    train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 100)
-    whole = unigram_loss(train, targets, vocab_size=50)
-    monkeypatch.setattr(prepare_module, "_CHUNK", 7)
-    assert unigram_loss(train, targets, vocab_size=50) == whole

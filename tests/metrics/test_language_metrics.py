@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from moe_ffn.metrics import functional, unigram_loss
 from moe_ffn.metrics.modular import LanguageMetrics
 
 
@@ -45,3 +47,24 @@ def test_bfloat16_nats_are_added_in_full() -> None:
     metrics = LanguageMetrics()
     metrics.update(torch.ones(1000, dtype=torch.bfloat16), torch.ones(1000))
     assert metrics.compute()["loss"].item() == 1
+
+
+def test_the_unigram_loss_equals_the_one_worked_by_hand() -> None:
+    train = np.array([0, 0, 0, 1, 1], dtype=np.uint16)
+    targets = np.array([0, 0, 1, 2], dtype=np.uint16)
+    # 5 tokens and 3 ids: p = (3+1)/8, (2+1)/8, (0+1)/8.
+    expected = -(2 * math.log(4 / 8) + math.log(3 / 8) + math.log(1 / 8)) / 4
+    assert unigram_loss(train, targets, vocab_size=3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_unigram_model_that_saw_nothing_is_uniform() -> None:
+    loss = unigram_loss(np.array([], dtype=np.uint16), np.array([3, 5]), vocab_size=8)
+    assert loss == pytest.approx(math.log(8))
+
+
+def test_counting_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 100)
+    whole = unigram_loss(train, targets, vocab_size=50)
+    monkeypatch.setattr(functional, "_CHUNK", 7)
+    assert unigram_loss(train, targets, vocab_size=50) == whole
