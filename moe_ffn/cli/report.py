@@ -18,7 +18,7 @@ from moe_ffn.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import check_plotly, watch, write_report
 from moe_ffn.runs.reader import read_run
-from moe_ffn.training.monitoring.json_lines import STEP
+from moe_ffn.training.monitoring.json_lines import STEP_KEY
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def write_csv(folders: Sequence[Path], path: Path) -> int:
     """The rows of a run as a table, a row for each optimizer step."""
     if len(folders) > 1:
         raise ConfigError(f"--csv: takes the rows of one run, got {len(folders)} runs")
-    check_output("--csv", path, f"{STEP},")
+    check_output("--csv", path, f"{STEP_KEY},")
     write_output("--csv", path, read_run(folders[0]).rows.csv())
     print(path)
     return 0

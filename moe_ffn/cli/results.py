@@ -47,7 +47,7 @@ def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
         "validation_bits_per_byte": validation.last["bits_per_byte"],
         "unigram_loss": unigram_loss,
         "tokens_per_second": steps.tokens_per_second,
-        "num_alarms": steps.bell.num_alarms,
+        "num_alarms": steps.alarm_log.num_alarms,
         "num_skipped_steps": steps.num_skipped,
         "routing": validation.routing,
     }

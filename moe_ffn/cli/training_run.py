@@ -240,7 +240,7 @@ def write_results(
         return f"{lost}; fix that, then: {command('train')} --resume {folder}"
     if not has_page:
         return f"the page is not written; fix that, then: {command('report')} {folder}"
-    files = [callbacks.steps.bell.file, callbacks.samples.file]
+    files = [callbacks.steps.alarm_log.file, callbacks.samples.file]
     files += [logger.file for logger in loggers if isinstance(logger, MetricsFile)]
     lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:

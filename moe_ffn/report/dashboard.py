@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.training.monitoring.loggers import LOAD_FIGURE
+from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 ANSWER_SECONDS = 6
 """For each answer of wandb's server; without it the library waits for 19 s, more than once."""
@@ -40,9 +40,6 @@ with warnings.catch_warnings():
 DEFAULT_NAME = "Feed-forward blocks"
 DEFAULT_LAYERS = (0, 1, 2, 3)
 """Those of a model of default depth."""
-
-
-STEP = "trainer/global_step"
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
@@ -124,7 +121,7 @@ def _lines(title: str, unit: str, *keys: str, regex: str | None = None) -> repor
     """Metrics over the steps, by their keys, or all whose whole key the expression matches."""
     plot = reports.LinePlot(
         title=title,
-        x=STEP,
+        x=WANDB_STEP,
         y=list(keys),
         title_x="optimizer step",
         title_y=unit,
@@ -184,7 +181,7 @@ def build_workspace(
         "Efficiency": efficiency_panels(),
         "Routing": routing_panels(layers),
     }
-    over_steps: dict[str, Any] = {"x_axis": STEP, "smoothing_type": "none"}
+    over_steps: dict[str, Any] = {"x_axis": WANDB_STEP, "smoothing_type": "none"}
     return ws.Workspace(
         entity=entity,
         project=project,

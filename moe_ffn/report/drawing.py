@@ -15,7 +15,7 @@ from moe_ffn.metrics.plotting import LOAD_SCALE, axis_title, figure, label
 from moe_ffn.metrics.table import Metric
 from moe_ffn.runs.rows import Series
 
-STEP = "optimizer step"
+STEP_AXIS = "optimizer step"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Beside the colour, so that lines are told apart in print and by people who see no red or green."""
 
@@ -136,7 +136,7 @@ def line_figure(
     levels: Mapping[str, float] = MappingProxyType({}),
     title: str = "",
     note: str = "",
-    x_axis: str = STEP,
+    x_axis: str = STEP_AXIS,
 ) -> go.Figure:
     """Lines over a common x; the legend stands above, where it wraps on a phone.
 
@@ -157,7 +157,7 @@ def line_figure(
     for name, value in levels.items():
         traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
     x_options: dict[str, Any] = {"title": axis_title(x_axis), "hoverformat": ",~r"}
-    if x_axis == STEP:
+    if x_axis == STEP_AXIS:
         x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
     axis, ticks = scale_of(metric)
     layout = {

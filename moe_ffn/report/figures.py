@@ -28,7 +28,7 @@ from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
 from moe_ffn.outputs import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
-    STEP,
+    STEP_AXIS,
     Line,
     average,
     describe_points,
@@ -156,7 +156,7 @@ def load(run: Run, layer: int | str) -> go.Figure:
         grid.steps,
         range(num_experts),
         shares * num_experts,
-        (STEP, "expert"),
+        (STEP_AXIS, "expert"),
         title=f"Load, {_title(name)}",
         note=describe_points(run.loads[name], columns, "column"),
         hover="step %{x:,~r}, expert %{y}<br><b>%{customdata:.2%}</b> of the pairs, "
@@ -195,7 +195,7 @@ def measure(run: Run, key: str) -> go.Figure:
         grid.steps,
         [short_name(layer) for layer in found],
         grid.values,
-        (STEP, "layer"),
+        (STEP_AXIS, "layer"),
         title=metric.title,
         note=f"{note} {describe_points(list(found.values()), max_points)}".strip(),
         bar=_bar(metric),
@@ -251,7 +251,7 @@ def _is_square(matrix: Any) -> bool:
 # -- several runs in one figure: a run has one colour and one dash in all of them
 
 
-def overlay(runs: Sequence[Run], key: str, over: str = STEP) -> go.Figure:
+def overlay(runs: Sequence[Run], key: str, over: str = STEP_AXIS) -> go.Figure:
     """A metric of the whole model, a line for each run.
 
     Args:
@@ -295,7 +295,7 @@ def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
 
 
 def _overlay(
-    lines: Sequence[Line], metric: Metric, title: str, note: str = "", x_axis: str = STEP
+    lines: Sequence[Line], metric: Metric, title: str, note: str = "", x_axis: str = STEP_AXIS
 ) -> go.Figure:
     lines = [line for line in lines if line.series]
     if not lines:

@@ -14,7 +14,7 @@ from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS, layer_measures
 from moe_ffn.outputs import short_name
 from moe_ffn.report import figures, tables
-from moe_ffn.report.drawing import STEP
+from moe_ffn.report.drawing import STEP_AXIS
 from moe_ffn.runs.reader import Run
 
 MAX_PLACES = 6
@@ -68,7 +68,7 @@ def plots_of_runs(runs: Sequence[Run]) -> dict[str, list[Plot]]:
         key = f"{row}/{metric.key}"
         if any(run.series(key) for run in runs):
             knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
-            axes = [STEP, figures.FLOPS] if knows_flops else [STEP]
+            axes = [STEP_AXIS, figures.FLOPS] if knows_flops else [STEP_AXIS]
             found: dict[str, Any] = {axis: figures.overlay(runs, key, axis) for axis in axes}
             curves.append(_choice(found, note=found[axes[-1]].layout.meta["note"], choice="over"))
     measures: list[Plot] = []

@@ -36,7 +36,7 @@ from moe_ffn.runs.record import RUN_ID, checkpoint_identity
 from moe_ffn.training.config import resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.alarms import Advice, AlarmBell, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
 from moe_ffn.training.monitoring.callbacks import (
     ProfileReport,
     SampleLog,
@@ -174,7 +174,7 @@ def make_callbacks(
             first_words(data) if config.sample.prompt is None else config.sample.prompt,
             config.seed,
         ),
-        StepLogger(config.logging, rules, AlarmBell(folder / ALARMS_FILE)),
+        StepLogger(config.logging, rules, AlarmLog(folder / ALARMS_FILE)),
         ValidationLogger(),
         kept,
         checkpoints,

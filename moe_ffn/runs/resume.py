@@ -301,7 +301,7 @@ def _cut_logs(folder: Path, step: int, callbacks: Mapping[str, Any]) -> None:
         lost[METRICS_FILE] = f"ends at step {last}, not {expected}"
     if samples is not None and text and text not in [sample.text for sample in samples[-1:]]:
         lost[SAMPLES_FILE] = "does not end with the newest text"
-    expected = steps.get("bell", {}).get("num_alarms", 0)
+    expected = steps.get("alarm_log", {}).get("num_alarms", 0)
     if alarms is not None and len(alarms) < expected:
         lost[ALARMS_FILE] = f"has {len(alarms)} alarms, not {expected}"
     for name, what in lost.items():

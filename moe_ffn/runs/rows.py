@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ffn.files import write_whole
-from moe_ffn.training.monitoring.json_lines import STEP, Cell, Row
+from moe_ffn.training.monitoring.json_lines import STEP_KEY, Cell, Row
 
 if TYPE_CHECKING:
     import pandas
@@ -69,7 +69,7 @@ class Rows:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        rows: dict[int, dict[str, float]] = {step: {STEP: step} for step in self.steps}
+        rows: dict[int, dict[str, float]] = {step: {STEP_KEY: step} for step in self.steps}
         for key, series in self.columns.items():
             for step, value in zip(series.steps, series.values, strict=True):
                 rows[step][key] = value
@@ -78,7 +78,7 @@ class Rows:
     def csv(self) -> str:
         """The table as CSV with a header; a cell without a value is empty."""
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, [STEP, *self.columns], restval="", lineterminator="\n")
+        writer = csv.DictWriter(text, [STEP_KEY, *self.columns], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(self)
         return text.getvalue()
@@ -100,7 +100,7 @@ class Rows:
         import pandas
 
         columns = {key: pandas.Series(s.values, index=s.steps) for key, s in self.columns.items()}
-        return pandas.DataFrame(columns).rename_axis(STEP)
+        return pandas.DataFrame(columns).rename_axis(STEP_KEY)
 
 
 def flat(values: Mapping[str, Cell]) -> dict[str, float | None]:

@@ -25,9 +25,9 @@ from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
+    BalanceUpdater,
     Objective,
     ObjectiveConfig,
-    RouterSteering,
     cross_entropy_of,
     mask_tokens,
     needs_step_totals,
@@ -97,7 +97,7 @@ class LanguageModel(LightningModule):
         self.max_steps = max_steps
         self.seed = seed
         self.register_buffer("byte_lengths", byte_lengths, persistent=False)
-        self.steering = RouterSteering(objective)
+        self.balance_updater = BalanceUpdater(objective)
         self._step_totals: StepTotals | None = None
         self.validation_metrics = LanguageMetrics()
         self.gradient_norm = torch.zeros(())
@@ -128,9 +128,9 @@ class LanguageModel(LightningModule):
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
         if self._num_ranks > 2:  # of two numbers the sum is the same in any order
-            self._settle_order_of_sums()
+            self._fix_ddp_buckets()
 
-    def _settle_order_of_sums(self) -> None:
+    def _fix_ddp_buckets(self) -> None:
         """Run one backward pass, after which DistributedDataParallel keeps the layout of its buckets.
 
         The layout decides in which order ranks add gradients up; without this the first step of a resumed
@@ -156,7 +156,7 @@ class LanguageModel(LightningModule):
         if needs_step_totals(self.objective_config) and not self._counts_ahead:
             self._step_totals = count_step([routings], self._sum_over_ranks, self._num_ranks)
         losses = self._objective(output, target_ids)
-        self.steering.observe(routings, self.decoder.routers())
+        self.balance_updater.observe(routings, self.decoder.routers())
         self._step_batches.append(batch)
         self._step_losses.append(losses.total.detach())
         return TrainStepOutput(
@@ -209,7 +209,7 @@ class LanguageModel(LightningModule):
             )
         self.gradient_norm = norm.detach()
         if self._allows_step():
-            self.steering.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
+            self.balance_updater.step(self.decoder.routers(), self._sum_over_ranks, self._num_ranks)
         else:
             # Without gradients the optimizer moves nothing: no parameter, no moment and no step count.
             self.zero_grad(set_to_none=True)
@@ -266,7 +266,7 @@ class LanguageModel(LightningModule):
         return next((found for found in of_ranks if found is not None), None)
 
     def _forget_step(self) -> None:
-        self.steering.forget()
+        self.balance_updater.forget()
         self._step_batches, self._step_losses = [], []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -301,7 +301,7 @@ class LanguageModel(LightningModule):
             target_ids,
             output.routings,
             self.objective_config,
-            sparsity_weight=self.steering.sparsity_weight,
+            sparsity_weight=self.balance_updater.sparsity_weight,
             step_totals=self._step_totals,
         )
 

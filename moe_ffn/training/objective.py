@@ -96,7 +96,7 @@ def objective(
     Computed are the losses that have a weight, and those that are always shown.
 
     Args:
-        sparsity_weight: of `relu_sparsity`, as `RouterSteering` left it; where it starts when None.
+        sparsity_weight: of `relu_sparsity`, as `BalanceUpdater` left it; where it starts when None.
         step_totals: of the optimizer step; None where this batch is the whole step.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
@@ -161,7 +161,7 @@ Reduce = Callable[[Tensor], Tensor]
 """The sum of a tensor over the ranks."""
 
 
-class RouterSteering(nn.Module):
+class BalanceUpdater(nn.Module):
     """Updates biases of routers and the weight of the sparsity loss, once per optimizer step.
 
     Both follow from counts over all batches and ranks of the step. Checkpoints hold the biases as buffers of
@@ -184,7 +184,7 @@ class RouterSteering(nn.Module):
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
         """Add one batch, routed with the biases that `routers` still have.
 
-        A block of somebody's own may return a routing and name no router: nothing is steered there.
+        A block of somebody's own may return a routing and name no router: nothing is updated there.
         """
         self._num_batches += 1
         for name, routing in routings.items():

@@ -387,7 +387,7 @@ def test_going_back_says_what_is_lost_and_keeps_what_it_cannot_read(
     (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.5}\n')
     (folder / "samples.jsonl").write_bytes(b"\xff\n")
     states = {
-        "StepLogger": {"last_row_step": 4, "bell": {"num_alarms": 3}},
+        "StepLogger": {"last_row_step": 4, "alarm_log": {"num_alarms": 3}},
         "SampleLog": {"last": "a text"},
     }
     start = Start(4, folder / "step_00000004.ckpt", (), states)
@@ -422,7 +422,7 @@ def test_going_back_leaves_what_was_there_when_the_checkpoint_was_made(
     (folder / "summary.json").write_text("{}")
     JsonLines(folder / "resumes.jsonl").add([{"step": 0}])
     states = {
-        "StepLogger": {"last_row_step": 8, "bell": {"num_alarms": 2}},
+        "StepLogger": {"last_row_step": 8, "alarm_log": {"num_alarms": 2}},
         "SampleLog": {"last": "text 4"},
         "ValidationLogger": {"last_step": 4},
     }

@@ -11,7 +11,7 @@ from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.balancing.losses import importance_cv2_loss
 from moe_ffn.metrics.functional import max_violation
 from moe_ffn.metrics.modular import LoadMetrics
-from moe_ffn.training.objective import ObjectiveConfig, RouterSteering, objective
+from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig, objective
 
 VOCAB, NUM_EXPERTS, HEAD_START = 16, 4, 4.0
 NO_RULE: dict[str, Any] = {"load_balance": 0.0, "router_z": 0.0}
@@ -41,7 +41,7 @@ def collapsed_decoder(router: dict[str, Any], num_layers: int = 1) -> Decoder:
 def train(decoder: Decoder, rule: dict[str, Any], steps: int) -> dict[str, dict[str, Any]]:
     """What `LoadMetrics` say of each layer over the last 20 steps."""
     weights = ObjectiveConfig.model_validate({**NO_RULE, **rule})
-    steering = RouterSteering(weights)
+    updater = BalanceUpdater(weights)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     metrics = {name: LoadMetrics(NUM_EXPERTS) for name in decoder.routers()}
     for step in range(steps):
@@ -52,12 +52,12 @@ def train(decoder: Decoder, rule: dict[str, Any], steps: int) -> dict[str, dict[
             tokens[:, 1:],
             output.routings,
             weights,
-            sparsity_weight=steering.sparsity_weight,
+            sparsity_weight=updater.sparsity_weight,
         )
         optimizer.zero_grad()
         losses.total.backward()
-        steering.observe(output.routings, decoder.routers())
-        steering.step(decoder.routers(), reduce=lambda value: value)
+        updater.observe(output.routings, decoder.routers())
+        updater.step(decoder.routers(), reduce=lambda value: value)
         optimizer.step()
         if step >= steps - 20:
             for name, routing in output.routings.items():

@@ -36,7 +36,7 @@ AlarmKind = Literal[
 ]
 
 LASTING: tuple[AlarmKind, ...] = ("collapse", "dropped")
-"""Alarms only after they have lasted: at the start of a run they pass by themselves."""
+"""Kinds that must last `after_steps` steps before they are reported: at the start of a run they pass."""
 
 MIN_COLLAPSE = 0.5
 """MaxVio that is no collapse whatever the share: where most experts take most tokens, the highest possible
@@ -221,8 +221,8 @@ class AlarmRules(Checkpointed):
             yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
 
 
-class AlarmBell(Checkpointed):
-    """Prints each alarm, appends it to the JSON lines at `path`, and counts it for the results."""
+class AlarmLog(Checkpointed):
+    """Where alarms are reported: standard error, wandb, and the JSON lines at `path`."""
 
     in_checkpoint = ("num_alarms",)
 
@@ -230,7 +230,7 @@ class AlarmBell(Checkpointed):
         self.num_alarms = 0
         self.file = JsonLines(path)
 
-    def ring(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
+    def report(self, alarms: Sequence[Alarm], loggers: Sequence[Logger]) -> None:
         """One line for each kind, however many layers it concerns; the file has them all."""
         self.num_alarms += len(alarms)
         in_order = sorted(alarms, key=lambda alarm: alarm.kind)

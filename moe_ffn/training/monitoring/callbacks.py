@@ -26,14 +26,14 @@ from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
 from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
 from moe_ffn.training.monitoring import Checkpointed
-from moe_ffn.training.monitoring.alarms import AlarmBell, AlarmRules
-from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
+from moe_ffn.training.monitoring.alarms import AlarmLog, AlarmRules
+from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
     RoutingByLayer,
     RoutingWindow,
-    of_every_rank,
-    of_this_rank,
+    all_gather_scalar,
+    own_rank,
 )
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
@@ -66,7 +66,7 @@ def log_row(trainer: Trainer, row: Row) -> None:
 
 
 class StepLogger(Checkpointed, Callback):
-    """Hands the loggers one row every few optimizer steps, covering all of them, and rings alarms.
+    """Hands the loggers one row every few optimizer steps, covering all of them, and reports alarms.
 
     In checkpoints is the row that is not full yet, and what later rows are compared with.
     """
@@ -75,16 +75,16 @@ class StepLogger(Checkpointed, Callback):
         "_window",
         "_routing",
         "rules",
-        "bell",
+        "alarm_log",
         "_last_row_step",
         "total_tokens",
         "total_seconds",
     )
 
-    def __init__(self, config: LoggingConfig, rules: AlarmRules, bell: AlarmBell) -> None:
+    def __init__(self, config: LoggingConfig, rules: AlarmRules, alarm_log: AlarmLog) -> None:
         self.config = config
         self.rules = rules
-        self.bell = bell
+        self.alarm_log = alarm_log
         self.last_row: Row = {}
         """The newest row, for the progress display."""
         self.last_routing: ByLayer = {}
@@ -105,7 +105,7 @@ class StepLogger(Checkpointed, Callback):
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def not_judged(self) -> list[str]:
-        """What no alarm could have rung for in the rows so far, a sentence each."""
+        """Sentences about alarms that could not have been raised in so few rows."""
         return self.rules.not_judged(self._last_row_step, is_routed=bool(self.last_routing))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,7 +144,7 @@ class StepLogger(Checkpointed, Callback):
             skipped = pl_module.skipped_step
             self._window.end_step(taken=skipped is None)
             if skipped is not None and trainer.is_global_zero:
-                self.bell.ring(self.rules.skipped(skipped), trainer.loggers)
+                self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
             # Reading the values waits for the device, so it belongs to the time that was worked.
             row = self._values(trainer, pl_module) if ends_row else None
         now = time.perf_counter()
@@ -187,7 +187,7 @@ class StepLogger(Checkpointed, Callback):
             loss = row["train/loss"]
             assert isinstance(loss, float)
             alarms = self.rules.check(step, step - self._last_row_step, loss, self.last_routing)
-            self.bell.ring(alarms, trainer.loggers)
+            self.alarm_log.report(alarms, trainer.loggers)
         self.last_row = row
         self._last_row_step = step
         self._window = _LossWindow()
@@ -237,13 +237,13 @@ class _LossWindow(Checkpointed):
 
     def state_dict(self) -> dict[str, Any]:
         """With the sums of each rank, for the ranks that go on. A collective: every rank has to call it."""
-        sums = {name: of_every_rank(value) for name, value in self.sums.items()}
+        sums = {name: all_gather_scalar(value) for name, value in self.sums.items()}
         return super().state_dict() | {"sums": sums}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         sums = state_dict["sums"]
-        self.sums = {name: of_this_rank(values_R) for name, values_R in sums.items()}
+        self.sums = {name: own_rank(values_R) for name, values_R in sums.items()}
 
 
 class ValidationLogger(Checkpointed, Callback):
@@ -320,7 +320,7 @@ class SampleLog(Checkpointed, Callback):
                 file=sys.stderr,
             )
             return
-        line = {STEP: trainer.global_step, "prompt": self.prompt, "text": self.last}
+        line = {STEP_KEY: trainer.global_step, "prompt": self.prompt, "text": self.last}
         self.file.add([line])
 
 

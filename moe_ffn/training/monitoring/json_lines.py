@@ -19,7 +19,8 @@ from moe_ffn.files import (
     write_whole,
 )
 
-STEP = "step"
+STEP_KEY = "step"
+"""The key of the optimizer step in every line."""
 VALIDATION_LOSS = "validation/loss"
 """A key of the rows of validations alone."""
 

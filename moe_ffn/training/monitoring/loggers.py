@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from moe_ffn.errors import explain, first_line
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, heat_figure
 from moe_ffn.training.config import WandbConfig
-from moe_ffn.training.monitoring.json_lines import STEP, JsonLines
+from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
 
 INIT_TIMEOUT_SECONDS = 8
 """How long the server may take to accept a run; wandb's own 90 make a run without a network hang."""
@@ -45,6 +45,9 @@ _MODES |= {"shared": "online", "run": "online", "dryrun": "offline"}
 
 MAX_BINS = 512
 """Of one of wandb's histograms."""
+
+WANDB_STEP = "trainer/global_step"
+"""The key under which Lightning's logger writes the optimizer step."""
 
 LOAD_FIGURE = "routing/load_heatmap"
 """The key under which each validation logs it; its panel has a slider over the steps."""
@@ -71,7 +74,7 @@ class MetricsFile(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add a row."""
-        self.file.add([{STEP: step, **metrics}])
+        self.file.add([{STEP_KEY: step, **metrics}])
 
     @rank_zero_only
     def save(self) -> None:
@@ -175,8 +178,8 @@ def wandb_logger(
             ),
         )
         # Charts run over optimizer steps; wandb's own step counts rows, and restarts at 0 when offline.
-        run.define_metric("trainer/global_step")
-        run.define_metric("*", step_metric="trainer/global_step")
+        run.define_metric(WANDB_STEP)
+        run.define_metric("*", step_metric=WANDB_STEP)
         return run
 
     why_offline = ""

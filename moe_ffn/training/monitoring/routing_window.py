@@ -102,8 +102,8 @@ def num_ranks() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
-def of_every_rank(value: Tensor) -> Tensor:
-    """(R,), a scalar of each rank. A collective: every rank has to call it."""
+def all_gather_scalar(value: Tensor) -> Tensor:
+    """(R,), the scalar of each rank. A collective: every rank has to call it."""
     if num_ranks() == 1:
         return value.reshape(1)
     values = [torch.empty_like(value) for _ in range(num_ranks())]
@@ -111,8 +111,8 @@ def of_every_rank(value: Tensor) -> Tensor:
     return torch.stack(values)
 
 
-def of_this_rank(values_R: Tensor) -> Tensor:
-    """Take the value of this rank from `of_every_rank`; the mean where the number of ranks has changed.
+def own_rank(values_R: Tensor) -> Tensor:
+    """Scalar, this rank's of `all_gather_scalar`; the mean where the number of ranks has changed.
 
     Each rank continues its own sum, so that a resumed run rounds as the unbroken one does.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.training.config import TrainerConfig
-from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmBell, AlarmRules
+from moe_ffn.training.monitoring.alarms import Advice, Alarm, AlarmLog, AlarmRules
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig
 from tests.helpers.alarm_rules import RATE, make_rules
@@ -75,14 +75,14 @@ SINGLE: dict[str, tuple[dict[str, Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", SINGLE)
-def test_what_need_not_last_rings_at_once(rules: AlarmRules, kind: str) -> None:
+def test_what_need_not_last_is_raised_at_once(rules: AlarmRules, kind: str) -> None:
     row, text = SINGLE[kind]
     (alarm,) = watch(rules, row)
     assert (alarm.kind, alarm.layer, alarm.step) == (kind, "layer_03", 10)
     assert str(alarm) == text
 
 
-def test_collapse_rings_when_it_lasts(rules: AlarmRules) -> None:
+def test_collapse_is_raised_when_it_lasts(rules: AlarmRules) -> None:
     # At worst an expert of four has half of the pairs of k = 2: MaxVio 1; half of that is the limit.
     assert watch(rules, COLLAPSED) == []
     (alarm,) = watch(rules, COLLAPSED, first=20)
@@ -93,7 +93,7 @@ def test_collapse_rings_when_it_lasts(rules: AlarmRules) -> None:
     )
 
 
-def test_dropping_rings_when_it_lasts(rules: AlarmRules) -> None:
+def test_dropping_is_raised_when_it_lasts(rules: AlarmRules) -> None:
     dropping = values(dropped_fraction=0.31)
     (alarm,) = watch(rules, dropping, dropping)
     assert alarm.kind == "dropped"
@@ -137,7 +137,7 @@ def test_a_row_without_a_loss_is_passed_over(rules: AlarmRules) -> None:
     assert len(watch(rules, float("nan"), 4.2)) == 1
 
 
-def test_a_trouble_rings_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
+def test_a_trouble_is_raised_when_it_begins_and_not_while_it_lasts(rules: AlarmRules) -> None:
     broken = values(nonfinite_tokens=1)
     assert len(watch(rules, *[broken] * 50)) == 1
     # It comes and goes: one alarm. It was gone for longer than `after_steps`: another.
@@ -145,10 +145,12 @@ def test_a_trouble_rings_when_it_begins_and_not_while_it_lasts(rules: AlarmRules
     assert len(watch(rules, values(), values(), values(), broken, first=530)) == 1
 
 
-def test_a_trouble_that_lasts_rings_once_however_many_steps_a_row_covers(rules: AlarmRules) -> None:
+def test_a_trouble_that_lasts_is_raised_once_however_many_steps_a_row_covers(
+    rules: AlarmRules,
+) -> None:
     dead = values(dead_experts=1)
-    rung = [rules.check(step, 100, 2.0, {"layer_00": dead}) for step in range(100, 700, 100)]
-    assert [len(alarms) for alarms in rung] == [1, 0, 0, 0, 0, 0]
+    raised = [rules.check(step, 100, 2.0, {"layer_00": dead}) for step in range(100, 700, 100)]
+    assert [len(alarms) for alarms in raised] == [1, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_layers_ring_each_for_itself(rules: AlarmRules) -> None:
     assert [alarm.layer for alarm in alarms] == ["layer_00", "layer_01/inner"]
 
 
-# -- the bell
+# -- the log of alarms
 
 
 @pytest.fixture
@@ -270,17 +272,17 @@ def test_the_bell_prints_keeps_and_tells_wandb(
         "moe_ffn.training.monitoring.alarms.alert",
         lambda loggers, title, text: told.append((loggers, title, text)),
     )
-    bell = AlarmBell(tmp_path / "alarms.jsonl")
+    alarm_log = AlarmLog(tmp_path / "alarms.jsonl")
 
-    bell.ring([], loggers=[])
-    assert not bell.file.path.exists()
-    bell.ring([alarm], loggers=[])
-    bell.ring([alarm], loggers=[])
+    alarm_log.report([], loggers=[])
+    assert not alarm_log.file.path.exists()
+    alarm_log.report([alarm], loggers=[])
+    alarm_log.report([alarm], loggers=[])
 
     text = "step 30: train/loss is nan; lower it"
     assert capsys.readouterr().err == f"alarm: {text}\n" * 2
     assert told == [([], "loss spike", text)] * 2
-    lines = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
+    lines = [json.loads(line) for line in alarm_log.file.path.read_text().splitlines()]
     assert (
         lines[0]
         == lines[1]
@@ -292,7 +294,7 @@ def test_the_bell_prints_keeps_and_tells_wandb(
             "advice": "lower it",
         }
     )
-    assert bell.num_alarms == 2
+    assert alarm_log.num_alarms == 2
 
 
 def test_many_layers_are_one_line_and_one_alert(
@@ -305,15 +307,17 @@ def test_many_layers_are_one_line_and_one_alert(
     )
     layers = [f"layer_0{number}" for number in range(3)]
     alarms = [Alarm(9, "collapse", layer, "too much", "raise it") for layer in layers]
-    bell = AlarmBell(tmp_path / "alarms.jsonl")
+    alarm_log = AlarmLog(tmp_path / "alarms.jsonl")
 
-    bell.ring(alarms, loggers=[])
+    alarm_log.report(alarms, loggers=[])
 
     text = "alarm: step 9: layer_00: too much; raise it (and layer_01, layer_02)\n"
     assert capsys.readouterr().err == text
     assert told == ["collapse, layer_00"]
-    assert [json.loads(line)["layer"] for line in bell.file.path.read_text().splitlines()] == layers
-    assert bell.num_alarms == 3
+    assert [
+        json.loads(line)["layer"] for line in alarm_log.file.path.read_text().splitlines()
+    ] == layers
+    assert alarm_log.num_alarms == 3
 
 
 def test_a_bell_that_cannot_write_still_prints(
@@ -322,7 +326,7 @@ def test_a_bell_that_cannot_write_still_prints(
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "alarms.jsonl"
 
-    AlarmBell(path).ring([alarm], loggers=[])
+    AlarmLog(path).report([alarm], loggers=[])
 
     assert capsys.readouterr().err.splitlines() == [
         "alarm: step 30: train/loss is nan; lower it",

@@ -40,10 +40,10 @@ class Saboteur(Callback):
 
 def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int, Any]]:
     """(kind, step, layer) of what the run's record holds, which is what the console said too."""
-    bell = fitted.watchers.steps.bell
-    kept = [json.loads(line) for line in bell.file.path.read_text().splitlines()]
+    alarm_log = fitted.watchers.steps.alarm_log
+    kept = [json.loads(line) for line in alarm_log.file.path.read_text().splitlines()]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("alarm: ")]
-    assert len(said) == len(kept) == bell.num_alarms
+    assert len(said) == len(kept) == alarm_log.num_alarms
     for alarm in kept:
         place = "" if alarm["layer"] is None else f"{alarm['layer']}: "
         line = f"alarm: step {alarm['step']}: {place}{alarm['message']}; {alarm['advice']}"
@@ -51,13 +51,13 @@ def alarms_of(fitted: Fitted, capsys: pytest.CaptureFixture[str]) -> list[tuple[
     return [(alarm["kind"], alarm["step"], alarm["layer"]) for alarm in kept]
 
 
-def test_a_healthy_run_rings_nothing(fit: Callable[..., Fitted]) -> None:
+def test_a_healthy_run_raises_no_alarm(fit: Callable[..., Fitted]) -> None:
     moe = {"type": "moe", "num_experts": 4}
 
     fitted = fit(model={"ffn": moe}, logging=UNLESS_ALL_GO_ONE_WAY)
 
-    assert fitted.watchers.steps.bell.num_alarms == 0
-    assert not fitted.watchers.steps.bell.file.path.exists()
+    assert fitted.watchers.steps.alarm_log.num_alarms == 0
+    assert not fitted.watchers.steps.alarm_log.file.path.exists()
 
 
 def test_collapse_dead_experts_and_dropping(

@@ -223,7 +223,7 @@ def test_a_resumed_run_goes_on_counting(
     for fitted in (unbroken, resumed, finished):
         steps = fitted.watchers.steps
         assert steps.tokens_per_second == pytest.approx(6 * 64 / (6 + 2 * 0.5))
-        assert (steps.num_skipped, steps.bell.num_alarms) == (1, 1)
+        assert (steps.num_skipped, steps.alarm_log.num_alarms) == (1, 1)
 
 
 def test_what_callbacks_see_holds_no_graph(fit: Callable[..., Fitted]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from moe_ffn.training.monitoring import routing_window as routing_by_layer
-from moe_ffn.training.monitoring.routing_window import RoutingByLayer, of_every_rank, of_this_rank
+from moe_ffn.training.monitoring.routing_window import RoutingByLayer, all_gather_scalar, own_rank
 
 
 def rank_of_two(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -139,11 +139,11 @@ def test_what_was_loaded_is_saved_again_before_any_batch(layers: dict[str, Any])
 def test_a_number_of_every_rank_comes_back_to_the_rank_that_had_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = of_every_rank(torch.tensor(2.0))
-    assert (alone.tolist(), of_this_rank(alone)) == ([2], 2)
+    alone = all_gather_scalar(torch.tensor(2.0))
+    assert (alone.tolist(), own_rank(alone)) == ([2], 2)
     for rank in (0, 1):
         rank_of_two(monkeypatch, rank)
-        values_R = of_every_rank(torch.tensor(2.0 + rank))
+        values_R = all_gather_scalar(torch.tensor(2.0 + rank))
         assert values_R.tolist() == [2, 3]
-        assert of_this_rank(values_R) == values_R[rank]
-        assert of_this_rank(torch.tensor([1.0, 2.0, 6.0])) == 3, "of three ranks before"
+        assert own_rank(values_R) == values_R[rank]
+        assert own_rank(torch.tensor([1.0, 2.0, 6.0])) == 3, "of three ranks before"

@@ -169,7 +169,7 @@ def test_a_loss_too_high_is_skipped_without_looking_for_a_layer(
     fitted = fit(fault, model={"ffn": "dense"}, trainer={"max_steps": 8})
 
     assert fitted.module.guard.num_skipped == fault.num_strikes == 1
-    record = fitted.watchers.steps.bell.file.path.read_text()
+    record = fitted.watchers.steps.alarm_log.file.path.read_text()
     assert "times the median of the steps before" in record
     assert "began" not in record
 
@@ -214,7 +214,7 @@ def test_a_nan_in_float16_is_trouble(fit: Callable[..., Fitted]) -> None:
 
     assert fitted.module.guard.num_skipped == 1
     assert [bool(watcher.moved(step)) for step in (2, 3, 4)] == [True, False, True]
-    assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.bell.file.path.read_text()
+    assert f"began in decoder.{ROUTER}" in fitted.watchers.steps.alarm_log.file.path.read_text()
 
 
 def test_too_many_in_a_row_raise_after_the_last_row(fit: Callable[..., Fitted]) -> None:

@@ -13,7 +13,7 @@ from moe_ffn.balancing.losses import count_step, load_balancing_loss
 from moe_ffn.outputs import Routing
 from moe_ffn.routing import ReLURouterConfig, SigmoidTopKRouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.training.objective import ObjectiveConfig, RouterSteering
+from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig
 
 RATE = 1e-3
 
@@ -28,25 +28,25 @@ def biased_router() -> Router:
 
 def test_a_bias_moves_by_the_sum_of_the_steps_batches(make_routing: Any) -> None:
     routers = {"layer_00": biased_router()}
-    steering = RouterSteering(ObjectiveConfig())
+    updater = BalanceUpdater(ObjectiveConfig())
     # 3 to 1 for expert 0, then 1 to 2 for expert 1: together 4 to 3.
-    steering.observe({"layer_00": make_routing([[0], [0], [0], [1]], 2)}, routers)
-    steering.observe({"layer_00": make_routing([[0], [1], [1]], 2)}, routers)
+    updater.observe({"layer_00": make_routing([[0], [0], [0], [1]], 2)}, routers)
+    updater.observe({"layer_00": make_routing([[0], [1], [1]], 2)}, routers)
     bias = routers["layer_00"].correction_bias_E
     assert bias is not None
     assert bias.tolist() == [0, 0], "not before the step"
-    steering.step(routers, alone)
+    updater.step(routers, alone)
     assert bias.tolist() == pytest.approx([-RATE, RATE])
-    steering.step(routers, alone)
+    updater.step(routers, alone)
     assert bias.tolist() == pytest.approx([-RATE, RATE]), "what a step observed is used once"
 
 
 def test_other_ranks_are_asked_for_their_counts(make_routing: Any) -> None:
     routers = {"layer_00": biased_router()}
-    steering = RouterSteering(ObjectiveConfig())
-    steering.observe({"layer_00": make_routing([[0]], 2)}, routers)
+    updater = BalanceUpdater(ObjectiveConfig())
+    updater.observe({"layer_00": make_routing([[0]], 2)}, routers)
     elsewhere = torch.tensor([0, 5])
-    steering.step(routers, lambda counts: counts + elsewhere, num_ranks=2)
+    updater.step(routers, lambda counts: counts + elsewhere, num_ranks=2)
     bias = routers["layer_00"].correction_bias_E
     assert bias is not None
     assert bias.tolist() == pytest.approx([RATE, -RATE])
@@ -60,10 +60,10 @@ def test_ranks_that_observe_the_same_move_a_quantile_as_one_does(route_logits: A
     biases: list[Tensor] = []
     for num_ranks in (1, 2):
         routers = {"layer_00": SigmoidTopKRouterConfig(k=2).build(4, 4)}
-        steering = RouterSteering(weights)
+        updater = BalanceUpdater(weights)
         for _ in range(3):
-            steering.observe({"layer_00": routing}, routers)
-        steering.step(routers, lambda value, ranks=num_ranks: ranks * value, num_ranks)
+            updater.observe({"layer_00": routing}, routers)
+        updater.step(routers, lambda value, ranks=num_ranks: ranks * value, num_ranks)
         bias = routers["layer_00"].correction_bias_E
         assert bias is not None
         biases.append(bias)
@@ -74,29 +74,29 @@ def test_ranks_that_observe_the_same_move_a_quantile_as_one_does(route_logits: A
 
 def test_a_router_without_a_bias_is_left_alone(make_routing: Any) -> None:
     routers = {"layer_00": TopKRouterConfig(k=1).build(4, 2)}
-    steering = RouterSteering(ObjectiveConfig())
-    steering.observe({"layer_00": make_routing([[0]], 2)}, routers)
-    steering.step(routers, alone)
+    updater = BalanceUpdater(ObjectiveConfig())
+    updater.observe({"layer_00": make_routing([[0]], 2)}, routers)
+    updater.step(routers, alone)
     assert routers["layer_00"].correction_bias_E is None
-    assert steering.sparsity_weight.item() == pytest.approx(1e-8)
+    assert updater.sparsity_weight.item() == pytest.approx(1e-8)
 
 
 def test_a_routing_without_a_named_router_is_left_alone(make_routing: Any) -> None:
-    steering = RouterSteering(ObjectiveConfig())
-    steering.observe({"layer_00": make_routing([[0]], 2)}, {})
-    steering.step({}, alone)
-    assert steering.sparsity_weight.item() == pytest.approx(1e-8)
+    updater = BalanceUpdater(ObjectiveConfig())
+    updater.observe({"layer_00": make_routing([[0]], 2)}, {})
+    updater.step({}, alone)
+    assert updater.sparsity_weight.item() == pytest.approx(1e-8)
 
 
 def test_the_sparsity_weight_rises_while_too_many_experts_are_chosen() -> None:
     router = ReLURouterConfig(k=1).build(4, 4)
-    steering = RouterSteering(ObjectiveConfig())
+    updater = BalanceUpdater(ObjectiveConfig())
 
     def step(*experts_per_token: int) -> float:
         for chosen in experts_per_token:
-            steering.observe({"layer_00": chosen_by_all(chosen)}, {"layer_00": router})
-        steering.step({"layer_00": router}, alone)
-        return steering.sparsity_weight.item()
+            updater.observe({"layer_00": chosen_by_all(chosen)}, {"layer_00": router})
+        updater.step({"layer_00": router}, alone)
+        return updater.sparsity_weight.item()
 
     assert step(3) == pytest.approx(1.2e-8)
     assert step(3, 0) == pytest.approx(1.44e-8)  # 1.5 on average
@@ -141,11 +141,11 @@ def sparsity_weight_after_a_step(
     routings: dict[str, Routing], reduce: Callable[[Tensor], Tensor] = alone
 ) -> float:
     """Over what it was before: 1.2, 1 / 1.2, or 1 on target."""
-    steering = RouterSteering(ObjectiveConfig())
-    before = steering.sparsity_weight.item()
-    steering.observe(routings, {})
-    steering.step({}, reduce)
-    return steering.sparsity_weight.item() / before
+    updater = BalanceUpdater(ObjectiveConfig())
+    before = updater.sparsity_weight.item()
+    updater.observe(routings, {})
+    updater.step({}, reduce)
+    return updater.sparsity_weight.item() / before
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -162,10 +162,10 @@ def test_quantiles_are_averaged_over_the_batches_of_all_ranks(
     assert expected.abs().min() > 0.01
 
     routers = {"layer_00": biased_router()}
-    steering = RouterSteering(config)
+    updater = BalanceUpdater(config)
     for _ in range(num_batches):
-        steering.observe({"layer_00": routing}, routers)
-    steering.step(routers, lambda sums: num_ranks * sums, num_ranks)
+        updater.observe({"layer_00": routing}, routers)
+    updater.step(routers, lambda sums: num_ranks * sums, num_ranks)
     bias = routers["layer_00"].correction_bias_E
     assert bias is not None
     torch.testing.assert_close(bias, expected)
