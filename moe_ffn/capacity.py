@@ -1,4 +1,4 @@
-"""How many pairs an expert takes: pure functions Routing -> Routing.
+"""Limits on the pairs of each expert: pure functions Routing -> Routing.
 
 T tokens, E experts, N (token, expert) pairs, C capacity
 """
@@ -20,7 +20,7 @@ from moe_ffn.sizes import ceil_of_share, share_of
 
 
 class CapacityConfig(Config, frozen=True):
-    """How many (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
+    """The most (token, expert) pairs an expert takes: ceil(factor * pairs / num_experts)."""
 
     factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in training; 1 is what perfect balance needs, and num_experts is enough for any
@@ -28,8 +28,8 @@ class CapacityConfig(Config, frozen=True):
     eval_factor: float | None = Field(default=None, gt=0, le=MAX_COUNT)
     """Capacity factor in evaluation, where dropping makes an output depend on its batch."""
     drop: Literal["position", "probability", "random"] = "position"
-    """Whom a full expert drops: the latest positions, the smallest weights, or, in training, anyone.
-    Only the first is causal."""
+    """The pairs that a full expert drops: those of the latest positions, those of the smallest weights, or,
+    in training, random ones. Only the first is causal."""
     renormalize: bool = False
     """Scale the weights a token keeps up to the sum they had before dropping."""
 
@@ -47,7 +47,7 @@ class CapacityConfig(Config, frozen=True):
         )
 
     def limit(self, routing: Routing, *, training: bool) -> Routing:
-        """`limit` with these options; in evaluation nothing is random."""
+        """Apply `limit` with these options; nothing is random in evaluation."""
         factor = self.factor if training else self.eval_factor
         drop = self.drop if training or self.drop != "random" else "position"
         return limit(routing, factor, DROP_POLICIES[drop], renormalize=self.renormalize)
@@ -70,7 +70,7 @@ def limit(
     Args:
         routing: nothing dropped yet.
         factor: the capacity factor.
-        priority: whom an expert serves first: `by_position`, `by_probability` or `at_random`.
+        priority: the order in which pairs are served: `by_position`, `by_probability` or `at_random`.
         renormalize: scale a token's surviving weights up to the sum they had; without it, what is
             dropped loses its weight.
     """
@@ -117,7 +117,7 @@ DROP_POLICIES: dict[str, Priority] = {
 
 
 def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
-    """int64 (N,): how many real pairs stand before each pair at the same expert."""
+    """int64 (N,): the number of real pairs ahead of each pair in the queue of its expert."""
     # Padding comes last, under an expert of its own, so that it takes nobody's place.
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
     by_priority_N = priority_N.argsort(stable=True)

@@ -1,7 +1,7 @@
 """The base of every configuration: typed, frozen, strict, and open to classes from outside.
 
-A config stands above the module that it builds, in the same file, and answers for it: its size, its cost, and
-why it is refused.
+A config stands above the module that it builds, in the same file, and knows its size, its cost and whether
+it is causal.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, shorten, show
 from moe_ffn.import_path import FileTag, import_class, tag_of
 
 MAX_COUNT = 10**9
-"""No count and no width is larger: what is, is a slip of the keyboard, and would overflow far from here."""
+"""Upper bound of every count and width; a larger one is a typing error, and would overflow far from here."""
 
 
 FAMILY_KEY = "x-family"
-"""Where a schema names a family instead of its members."""
+"""The key under which a schema names a family, in place of its members."""
 
 
 class Config(BaseModel, frozen=True):
@@ -102,7 +102,7 @@ class TaggedConfig(Config, frozen=True):
     """
 
     type: str
-    """Which member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
+    """The member of the family: a known name, or `my_file.py:ClassName` or `module:ClassName` for a class
     of your own."""
 
     members: ClassVar[dict[str, type[TaggedConfig]]]
@@ -194,7 +194,7 @@ def require_count(value: object, name: str) -> None:
 
 
 def describe_options(config: Config, without: Iterable[str] = ()) -> str:
-    """`k=2, scale=1.0`: what is set to something, and not to null, false or 0; for a module's repr."""
+    """`k=2, scale=1.0`: the options that are not null, false or 0, for a module's repr."""
     values = {name: value for name, value in config if value and name not in without}
     return ", ".join(
         f"{name}=({describe_options(value)})" if isinstance(value, Config) else f"{name}={value}"
@@ -203,7 +203,7 @@ def describe_options(config: Config, without: Iterable[str] = ()) -> str:
 
 
 def errors_at(cls: type[Config], messages: Mapping[str, str], data: Any) -> ValidationError:
-    """Mistakes of one's own finding, by the keys of `cls`; validators raise it."""
+    """A ValidationError for validators to raise, with a message for each key of `cls` that is wrong."""
     details = [_mistake(key, message, data) for key, message in messages.items()]
     return ValidationError.from_exception_data(cls.__name__, details)
 

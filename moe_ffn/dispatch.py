@@ -15,7 +15,7 @@ from moe_ffn.outputs import Routing, summarize
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows each expert reads, and with what weight its results are added up.
+    """The rows that each expert reads, and the weights by which its results are added up.
 
     Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
     with weight 0, so that shapes don't depend on data.
@@ -25,7 +25,7 @@ class Plan:
     """int64, the row of `x_TD` each pair reads and adds to."""
 
     weights_N: Tensor
-    """What each result is multiplied by; carries the router's gradient."""
+    """The factor of each result; carries the router's gradient."""
 
     offsets_E: Tensor
     """int32, where each expert's pairs end."""
@@ -44,8 +44,8 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
     """Sort the pairs by expert; a stable sort, so ties keep token order.
 
     Args:
-        num_experts: of those with a network; the experts behind them (`ffn.zero_computation`) are not
-            in the plan. All of them when None.
+        num_experts: the experts in the plan, the first ones; those behind them have no network
+            (`ffn.zero_computation`). All experts when None.
     """
     num_experts = routing.num_experts if num_experts is None else num_experts
     left_out_N = routing.left_out_N

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and never anything else that stands in their place."""
+"""Reading and writing files: a written one is whole or absent, and a link, pipe or device is no file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO, Literal
 from moe_ffn.errors import reason
 
 UNFINISHED = ".unfinished"
-"""How the name of a file ends that is being written, or was when its process died."""
+"""Suffix of a file that is being written, or was when its process died."""
 
 DAMAGED = ".damaged"
-"""How the name of a file ends that keeps what a damaged one was before it was repaired."""
+"""Suffix of the copy that is kept of a damaged file before it is repaired."""
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -35,19 +35,19 @@ _KINDS = {
 _O_NOFOLLOW, _O_NONBLOCK = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
 
 WRITER_SECONDS = 5.0
-"""How long a pipe may be without a writer."""
+"""Seconds to wait for the first writer of a pipe."""
 
 _FSYNC_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP}
-"""What file systems answer that cannot sync a folder."""
+"""Errors of file systems that cannot sync a folder."""
 
 
 def kind_of(path: Path) -> str | None:
-    """What stands at `path`: `a file`, `a folder`, `a symbolic link`, `a pipe`, `a socket` or `a device`.
+    """The kind of thing at `path`, None where there is nothing.
 
-    None where nothing does.
+    `a file`, `a folder`, `a symbolic link`, `a pipe`, `a socket` or `a device`.
 
     Raises:
-        OSError: that cannot be told.
+        OSError: it cannot be determined.
     """
     try:
         return _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "a device")
@@ -56,7 +56,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
-    """Open a file that is one: no link is followed, and no other end of a pipe waited for.
+    """Open a regular file: follows no link, and waits for no other end of a pipe.
 
     Raises:
         OSError: something else stands there, or it cannot be opened.
@@ -74,18 +74,18 @@ def open_file(path: Path, mode: Literal["rb", "ab", "r+b"] = "rb") -> BinaryIO:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What is in a file that is one; see `open_file`."""
+    """The content of a regular file; see `open_file`."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The same as UTF-8, its line ends as they are."""
+    """The content of a regular file, decoded from UTF-8; line ends are kept."""
     return read_bytes(path).decode("utf-8", errors)
 
 
 def read_given(path: Path, max_bytes: int) -> bytes:
-    """The beginning of a file, of what a link leads to, or of a pipe, as `<(command)` makes.
+    """The first bytes of a file, the target of a link, or a pipe such as `<(command)`.
 
     A pipe is read as long as it has a writer, and the first one is waited for a few seconds.
 
@@ -120,7 +120,7 @@ def write_file(folder: Path, name: str, text: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those around it, where there is none.
+    """Make a folder, and its parents, where there is none.
 
     Raises:
         OSError: it cannot be made, or something else stands there, such as a link to a folder.
@@ -130,7 +130,7 @@ def make_folder(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """OSError where this is not a folder itself: a link to one leads out of what is the run's."""
+    """OSError unless this is a folder itself: a link to one leads out of the folder of the run."""
     path.lstat()  # where there is nothing, that is the error
     if (kind := kind_of(path)) != "a folder":
         raise OSError(errno.ENOTDIR, f"no folder, but {kind}", str(path))
@@ -159,20 +159,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Put `content` in the place of `path`; text as UTF-8."""
+    """Write `content` to `path` as `replacing` does; text as UTF-8."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def set_aside(path: Path) -> Path:
-    """Keep what is in a damaged file, which is about to be repaired, beside it; returns where."""
+    """Copy a damaged file before it is repaired; returns the path of the copy, beside it."""
     kept = path.with_name(f"{path.name}{DAMAGED}")
     write_whole(kept, read_bytes(path))
     return kept
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a process that died left half-written."""
+    """Remove the half-written files of processes that died."""
     for path in folder.glob(f".*{UNFINISHED}"):
         with suppress(OSError):
             path.unlink()
@@ -193,7 +193,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _require_file(path: Path, but: Collection[str] = ()) -> None:
-    """OSError where something else stands there than a file, or than `but`."""
+    """OSError where there is something that is neither a file nor a kind in `but`."""
     kind = kind_of(path)
     if kind not in (None, "a file", *but):
         number = errno.EISDIR if kind == "a folder" else errno.EINVAL
@@ -218,11 +218,11 @@ def parse_object(content: bytes | str) -> dict[str, Any] | None:
 
 
 QUIET_SECONDS = 600.0
-"""A disk that fails, recovers and fails again within so long is one trouble, and said once."""
+"""Failures of a disk less than this many seconds apart are reported once."""
 
 
 class WriteFailures:
-    """Says on stderr when a file begins to be impossible to write, and when that is over."""
+    """Reports on stderr when a file can no longer be written, and when it can again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -231,7 +231,7 @@ class WriteFailures:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """An OSError within ends here; the caller keeps what could not be written for the next time."""
+        """Report an OSError and go on; the caller keeps what could not be written for the next time."""
         try:
             yield
         except OSError as error:

@@ -76,7 +76,7 @@ def transforms_at_work() -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether `vmap`, or `is_grads_batched` of a backward pass, gave the tensor an axis that is not shown."""
+    """Whether the tensor has a hidden batch axis, of `vmap` or of a backward pass with `is_grads_batched`."""
     functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
     if functorch.is_legacy_batchedtensor(tensor):
         return True

@@ -41,7 +41,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True)
 class TokenContext:
-    """What some blocks need to know of the tokens beside their vectors."""
+    """Padding mask, token ids and sequence length: what some blocks need besides the vectors."""
 
     mask: Tensor | None = None
     """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
@@ -51,8 +51,8 @@ class TokenContext:
     """Vocabulary ids, integers of the leading shape of `x`; None when unknown."""
 
     sequence_length: int | None = None
-    """S, where `x` comes with its leading axes flattened already (the position of token t is t % S);
-    None: the last of them."""
+    """S, for an `x` whose batch and sequence axes are flattened already (token t has position t % S).
+    None: the last leading axis of `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -80,7 +80,7 @@ class TokenContext:
 
 @dataclass(frozen=True)
 class Routing:
-    """Who goes where: N (token, expert, weight) pairs and the scores they came from.
+    """Where each token goes: N (token, expert, weight) pairs, and the scores they came from.
 
     Pairs stand in token-major order. Only `weights_N`, `logits_TE`, `scores_TE` and
     `selection_probs_TE` carry gradients.
@@ -126,16 +126,15 @@ class Routing:
     whose number of pairs depends on the data lists the most there can be, so that shapes do not."""
 
     capacity_k: float | None = None
-    """Experts per token that a capacity is reckoned with where their number depends on the data: counting
-    the pairs would let a later token's choice lengthen the queue of an earlier one. None: count them."""
+    """Experts per token that the capacity assumes, where their number depends on the data: to count the
+    pairs would leak later tokens to earlier ones. None: the pairs are counted."""
 
     target_k: float | None = None
-    """Experts per token that a rule has to steer the router towards (ReLU routing); None where the
-    router itself keeps to a number."""
+    """Experts per token that the sparsity rule steers the router towards (ReLU routing); None elsewhere."""
 
     selection_probs_TE: Tensor | None = None
-    """How probable it was, over the router's noise, that each expert is among a token's k: the smooth
-    count of noisy top-k routing; None elsewhere."""
+    """Probability, over the router's noise, that each expert is among a token's k (noisy top-k routing);
+    None elsewhere."""
 
     def __repr__(self) -> str:
         """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
@@ -152,7 +151,7 @@ class Routing:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _counted(self) -> list[str]:
-        """What `__repr__` says of the tensors' values; it reads them."""
+        """The counts in `__repr__`; reads the values of the tensors."""
         parts: list[str] = []
         try:
             if self.mask_T is not None:
@@ -184,18 +183,18 @@ class Routing:
 
     @property
     def computed_N(self) -> Tensor:
-        """bool: pairs an expert works on, real and not dropped."""
+        """bool: pairs that an expert computes, real and not dropped."""
         return ~self.left_out_N
 
     @property
     def left_out_N(self) -> Tensor:
-        """bool: pairs that no expert works on: dropped, of padding, or not chosen."""
+        """bool: pairs that no expert computes: dropped, of padding, or not chosen."""
         if self.chosen_N is None and self.mask_T is None:
             return self.dropped_N
         return self.dropped_N | ~self.real_N
 
     def require(self, table: Literal["logits_TE", "scores_TE"], needed_by: str) -> Tensor:
-        """The table of that name.
+        """The table called `table`.
 
         Raises:
             ValueError: the router returns none; the sentence begins with `needed_by`, a loss or a metric.
@@ -209,7 +208,7 @@ class Routing:
         return found
 
     def detach(self) -> Self:
-        """The same values cut from the graph: what metrics may keep."""
+        """A copy whose tensors are cut from the graph, which metrics may keep."""
         tensors = {
             field.name: value.detach()
             for field in fields(self)
@@ -226,12 +225,12 @@ class FFNOutput:
     """The shape and dtype of the block's input."""
 
     routings: dict[str, Routing] = field(default_factory=dict)
-    """Where the tokens went, by name: `routing` for the block's own router, `inner` for that of a sparse
-    block inside a mixture of depths. Empty where nothing was routed."""
+    """The routings by name: `routing` of the block's own router, `inner` of that of a sparse block inside a
+    mixture of depths. Empty for a dense block."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars in [0, 1], under the name of the routing beside which a shared expert stands: of what the block
-    added for a token, the share of the shared expert; see `ffn.shared_expert.share_of_norms`."""
+    """Routing name -> the shared expert's fraction of the norm of the block's output, a scalar in [0, 1]; see
+    `ffn.shared_expert.share_of_norms`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.routings, Routing):
@@ -253,18 +252,18 @@ class FFNOutput:
 Value = TypeVar("Value")
 
 OWN = "routing"
-"""What a block calls the routing of its own router in `FFNOutput.routings`."""
+"""The key of `FFNOutput.routings` for the block's own router."""
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
 
 def layer_name(index: int) -> str:
-    """`layer_03`, the name of what the block of a layer calls `routing`."""
+    """`layer_03`: the name in the model of the routing that the block of a layer calls `routing`."""
     return f"layer_{index:02d}"
 
 
 def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """Values by the names of a block's routings, renamed for what holds the block as `outer`.
+    """The values of an inner block, by routing name, renamed for the module that holds it as `outer`.
 
     `routing`, the block's own, becomes `outer`; `inner` becomes `outer/inner`.
     """
@@ -280,7 +279,7 @@ def layer_number(name: str) -> int:
 
 
 def is_inner(name: str) -> bool:
-    """Whether a routing is of a block inside the block of a layer."""
+    """Whether the name is that of a block inside the block of a layer."""
     return "/" in name
 
 
@@ -296,7 +295,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_routing(function: F) -> F:
-    """A function of a Routing that says so where it is given something else; see `check_routing`."""
+    """Check the first argument of a function of a Routing with `check_routing`."""
 
     @wraps(function)
     def checked(routing: Routing, *args: Any, **kwargs: Any) -> Any:
@@ -307,7 +306,7 @@ def takes_routing(function: F) -> F:
 
 
 def check_routing(value: object, taker: str) -> None:
-    """TypeError where `value` is no Routing: most often it is the None of a dense block."""
+    """TypeError where `value` is no Routing; most often it is None, from a dense block."""
     if isinstance(value, Routing):
         return
     got = f"a value of type {type(value).__name__}"
@@ -319,17 +318,17 @@ def check_routing(value: object, taker: str) -> None:
 
 
 def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
-    """int64 (E,): how many pairs name each expert. No host synchronisation, unlike `bincount`."""
+    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
     ones_N = torch.ones_like(expert_ids_N)
     return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
 
 
 def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
-    """Refuse what no block can transform; every block calls it first. It reads no tensor's values.
+    """Refuse an input that no block can transform; every block calls it first. It reads no tensor's values.
 
     Args:
-        x: what the block was called with.
-        context: the same.
+        x: the input of the block.
+        context: its context.
         d_model: the width that the block was built for.
 
     Raises:

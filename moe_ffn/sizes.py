@@ -12,7 +12,7 @@ from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import ConfigError
 
 LARGEST_SHARE = 10**9
-"""Of what `share_of` returns, and of its denominator: times a number of pairs, both fit into int64."""
+"""Upper bound of `share_of` and of its denominator; times a number of pairs, both fit into int64."""
 
 
 _WIDEST = 10 * MAX_COUNT

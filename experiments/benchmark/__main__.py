@@ -42,10 +42,10 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "profile": suites.profile,
     "gpu": suites.gpu,
 }
-"""By name; the first line of its docstring says what a suite times."""
+"""The suites by name; the first line of the docstring of each says what it times."""
 
 PATIENCE = 30.0
-"""Seconds that a table may take before it makes do with fewer rounds, unless they were asked for."""
+"""Seconds of timed rounds after which a table gets fewer of them, unless `--rounds` is given."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +100,7 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """As the system calls it; `platform.processor` is empty on Linux."""
+    """The name of the processor; `platform.processor` is empty on Linux."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

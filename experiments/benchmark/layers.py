@@ -73,7 +73,7 @@ class Case:
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device, **router: Any) -> Case:
-        """The same weights and tokens in every run; `router` are options of another one."""
+        """Weights and tokens from fixed seeds; `router` are options of a router other than top-k."""
         torch.manual_seed(0)
         source, tokens = moe_layer(shape, "loop", device, **router), Tokens.of(shape, device)
         return cls(shape, source, tokens, outcome(source, tokens))
@@ -181,12 +181,12 @@ def weights_of(block: MoEFFN) -> Weights:
 
 
 class Tolerance(NamedTuple):
-    """How far a layer of the same function may be off by rounding."""
+    """The differences that rounding may make between layers that compute the same function."""
 
     row: float
     """Distance of a token's row, as a part of its length; a wrong function is off by about 1."""
     tokens: float
-    """Share of the tokens whose k-th and next expert score so alike that rounding decides between them.
+    """Share of the tokens whose k-th and next expert score so close that rounding decides between them.
     Our router computes in float32; others compute it in the dtype of the layer."""
     gradient: float
     """Difference in length of the parameters' gradient; a few tokens that go elsewhere change it too."""

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from experiments.benchmark.shapes import Shape
 
 SAME, OTHER, REFERENCE = "same", "other function", "reference"
-"""What a layer computes, compared with our `loop` backend."""
+"""How the function of a layer compares with that of our `loop` backend."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What is loaded into a peer, laid out as in `nn.Linear`, (out, in)."""
+    """The weights to load into a peer, laid out as in `nn.Linear`, (out, in)."""
 
     router_ED: Tensor
     gate_EFD: Tensor
@@ -182,7 +182,7 @@ def build_megablocks(weights: Weights, shape: Shape) -> nn.Module:
 
 
 def build_sonic_moe(weights: Weights, shape: Shape) -> nn.Module:
-    """Its softmax is over the k chosen logits, which is Mixtral's renormalised softmax over all."""
+    """A softmax over the k chosen logits, which equals Mixtral's renormalised softmax over all."""
     with weights.down_EDF.device:
         moe = import_module("sonicmoe").MoE(
             num_experts=shape.num_experts,
@@ -215,7 +215,7 @@ PEERS: dict[str, Peer] = {
     "MegaBlocks": Peer("megablocks", build_megablocks, gpu_only=True),
     "SonicMoE": Peer("sonicmoe", build_sonic_moe, gpu_only=True, distribution="sonic-moe"),
 }
-"""By name, in the order of the tables."""
+"""The peers by name, in the order of the tables."""
 
 TRAINING_PEERS = tuple(name for name in PEERS if name != HF_BATCHED)
 """batched_mm copies every expert's weights for every pair: made for decoding a few tokens."""

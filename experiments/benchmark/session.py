@@ -68,13 +68,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of a candidate: a line of `results.csv`."""
+    """The measurement of a candidate: a line of `results.csv`."""
 
     suite: str
     case: str
     candidate: str
     version: str
-    """Of the library that it comes from."""
+    """The version of the library that it comes from."""
     computes: str
     unit: str
     """`s` of one pass, `token/s`, or `B`."""
@@ -94,7 +94,7 @@ Results = dict[Key, Result]
 
 @dataclass(frozen=True)
 class Promise:
-    """A figure that is promised to stay on one side of a limit."""
+    """A figure with a limit that it is promised to keep."""
 
     suite: str
     case: str
@@ -104,7 +104,7 @@ class Promise:
     """None where it could not be measured."""
     at_most: bool = True
     goal: float | None = None
-    """To be reached in the end, beyond the promise."""
+    """The value to reach in the end, beyond the promise."""
     why_unmeasured: str = ""
 
     @property
@@ -116,7 +116,7 @@ class Promise:
 
     @property
     def cells(self) -> list[str]:
-        """Those of the table of promises."""
+        """Its row in the table of promises."""
         figure = self.why_unmeasured if self.figure is None else f"{self.figure:.3f}"
         limit = f"{'at most' if self.at_most else 'at least'} {self.limit:g}"
         goal = "" if self.goal is None else f"{self.goal:g}"
@@ -127,7 +127,7 @@ class Promise:
 
 FEWEST_ROUNDS = 3
 NOISY = 0.1
-"""Quartiles this far apart, as a part of the median, are worth a remark."""
+"""Distance of the quartiles, as a fraction of the median, from which on a remark is printed."""
 
 
 def interleave(
@@ -137,12 +137,12 @@ def interleave(
     patience: float = math.inf,
     clock: Callable[[], float] = timer,
 ) -> list[tuple[float, ...]]:
-    """Seconds of a call of each candidate, one for each round, in which every candidate runs once.
+    """Seconds of each candidate, one for each round; every candidate runs once a round.
 
-    So a busy machine slows all of them alike. No garbage is collected while the clock runs.
+    A busy machine then slows all of them alike. No garbage is collected while the clock runs.
 
     Args:
-        warmup: rounds before them, thrown away.
+        warmup: rounds beforehand that are not kept.
         patience: seconds of timed rounds after which `FEWEST_ROUNDS` are enough.
         clock: the time in seconds; torch's waits for the GPU before it reads it.
     """
@@ -172,7 +172,7 @@ def interleave(
 
 @dataclass
 class Session:
-    """Passed from suite to suite; prints as it goes."""
+    """One run of suites: its options, and the results, promises and charts so far; prints as it goes."""
 
     backends: Sequence[str]
     device: torch.device
@@ -181,7 +181,7 @@ class Session:
     patience: float = math.inf
     """See `interleave`."""
     suite: str = ""
-    """The one that is running."""
+    """The name of the suite that is running."""
     results: list[Result] = field(default_factory=list)
     promises: list[Promise] = field(default_factory=list)
     charts: list[Figure] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Session:
         self.say(f"\n== {suite} ==\n")
 
     def note(self, text: str) -> None:
-        """A remark, the first time."""
+        """Print a remark, the first time that it is made."""
         if text not in self._notes:
             self._notes.add(text)
             self.say(f"  {text}")
@@ -233,11 +233,11 @@ class Session:
         more: int = 1,
         tokens: int | None = None,
     ) -> Results:
-        """Take turns, and keep the results, compared with the candidate `to` of the same case.
+        """Time candidates in turns; keep the results, compared with the candidate `to` of the same case.
 
         Args:
-            more: times as many rounds, where a ratio has to be known more exactly.
-            tokens: of a run; results are then tokens per second.
+            more: factor of the number of rounds, where a ratio has to be known more exactly.
+            tokens: tokens of a run; results are then tokens per second.
         """
         rounds = more * self.rounds
         measured = interleave(candidates, rounds, self.warmup, self.patience)
@@ -262,7 +262,7 @@ class Session:
         to: str = DENSE,
         unit: str = "s",
     ) -> Results:
-        """Results that were measured, for the CSV too."""
+        """Turn measurements into results, and keep them for the CSV."""
         found = [(candidate, quartiles(values), len(values)) for candidate, values in measured]
         medians = {(candidate.case, candidate.name): m for candidate, (_, m, _), _ in found}
         results: Results = {}
@@ -288,7 +288,7 @@ class Session:
         goal: float | None = None,
         anywhere: bool = False,
     ) -> None:
-        """A promise about the median of one result over that of another, shown and kept for the summary.
+        """Check, show and keep a promise about the median of one result over that of another.
 
         Not measured where one of the two was not timed or computes something else. Limits were set on CPUs
         and are left out elsewhere, except those that hold `anywhere`.
@@ -357,7 +357,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratio(results: Results, of: Key, to: Key) -> float | None:
-    """By medians; None where one of the two was not timed."""
+    """The ratio of two medians; None where one of them was not timed."""
     return results[of].median / results[to].median if of in results and to in results else None
 
 
@@ -390,7 +390,7 @@ def times(value: float | None) -> str:
 # --------------------------------------------------------------------------------------- files
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
-"""Beside the colour, for people who see no red or green."""
+"""Markers, so that lines differ by more than colour."""
 
 
 def chart(
@@ -446,7 +446,7 @@ def write_csv(path: Path, names: Sequence[str], lines: Iterable[Mapping[str, Any
 
 
 def version_of(candidate: str) -> str:
-    """Of the library that a candidate comes from."""
+    """The version of the library that a candidate comes from."""
     if candidate in PEERS:
         return PEERS[candidate].version
     return moe_ffn.__version__ if candidate.startswith("moe_ffn") else torch.__version__

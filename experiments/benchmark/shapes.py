@@ -9,7 +9,7 @@ from moe_ffn.cli.parser import MAX_COUNT, whole_number
 from moe_ffn.errors import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""As typed -> torch's name."""
+"""Name on the command line -> name in torch."""
 
 SEQUENCE = 256
 """Tokens are cut into sequences of this length if it divides their number; some libraries need several."""
@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of the experts' products, forward and backward: three matrices, three products each."""
+        """FLOPs of the experts, forward and backward: three matrices, three products each."""
         return 3 * 3 * 2 * self.num_tokens * self.d_model * self.active_width
 
     @property

@@ -99,10 +99,10 @@ def _time_shape(
 # ------------------------------------ one size grows; all points are timed in the same turns
 
 MAX_GROWTH = 2.0
-"""Time at 256 experts over that at 8, for the same work."""
+"""Largest ratio of the time at 256 experts to that at 8, for the same work."""
 
 MAX_EXPERTS_OF_EAGER = 64
-"""Its backward pass makes a gradient as large as all experts for each of them: 25 seconds at 256."""
+"""Eager's backward pass makes a gradient as large as all experts for each expert: 25 seconds at 256."""
 
 SWEPT = Shape(4096, 256, 256, 8, 2, "fp32")
 
@@ -144,7 +144,7 @@ def _sweep(session: Session, sizes: Mapping[str, Shape], what: str) -> Results:
 
 
 NUM_CALLS = 20
-"""Of decoding, in a row on the clock; one takes a fraction of a millisecond."""
+"""Calls that are timed together when decoding; one takes a fraction of a millisecond."""
 
 
 def decoding(session: Session) -> None:
@@ -186,7 +186,7 @@ SKEWS = {"balanced": 0.0, "half": 0.5, "one hot": 1.0}
 
 
 def skew(session: Session) -> None:
-    """The same tokens spread evenly, half of them on one expert, or all."""
+    """Tokens spread evenly over the experts, or half or all of them on one."""
     session.say(f"{SKEWED}, tokens spread in three ways, forward and backward, median")
     candidates: list[Candidate] = []
     for load, share in SKEWS.items():
@@ -204,7 +204,7 @@ def skew(session: Session) -> None:
 PLAIN = Shape(2048, 256, 1024, 1, 1, "fp32")
 
 MAX_RATIO_TO_PLAIN = 1.03
-"""What the machine's noise leaves of a ratio of 1."""
+"""A ratio of 1, with room for the noise of the machine."""
 
 
 def blocks(session: Session) -> None:
@@ -265,13 +265,13 @@ def gpu(session: Session) -> None:
 WIDE, NARROW = Shape(2048, 512, 512, 8, 2, "fp32"), Shape(4096, 256, 128, 32, 4, "fp32")
 
 MAX_KEPT = 0.5
-"""Of what the more frugal of Hugging Face's two keeps."""
+"""Largest saved bytes, relative to the smaller of Hugging Face's eager and grouped_mm."""
 
 WARMUP, STEPS = 2, 5
-"""Of the profile."""
+"""Steps of the profile, before it and in it."""
 
 NUM_SHOWN = 14
-"""Operators, those of most time."""
+"""Operators that are shown, those that take most time."""
 
 
 def memory(session: Session) -> None:
@@ -292,10 +292,10 @@ def memory(session: Session) -> None:
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
-    """Bytes of the storages that autograd holds for backward once the forward pass is over.
+    """Bytes of the storages that autograd holds for backward after the forward pass.
 
-    Each counts once; parameters and the input are there anyway and do not count. Counted by the hooks that
-    autograd calls on every tensor it saves: what a function keeps by other means is not seen.
+    Each counts once; parameters and the input do not count. Counted by the hooks that autograd calls on every
+    tensor it saves: what a function keeps by other means is not seen.
     """
 
     def address(tensor: Tensor) -> int:
@@ -350,9 +350,9 @@ def profile(session: Session) -> None:
 
 
 def seconds_by_operator(candidate: Candidate) -> dict[str, tuple[float, float]]:
-    """Operator -> its own seconds in one step, without what it calls, and its calls.
+    """Operator -> seconds of its own in one step, without those of operators it calls, and its calls.
 
-    Watching takes time too, most of it where operators are many and short.
+    Profiling takes time too, most of it where operators are many and short.
     """
 
     def run(times: int) -> None:

@@ -26,10 +26,10 @@ CASE = "default model"
 DENSE_MODEL = "dense swiglu"
 
 MIN_RATIO = 0.75
-"""Tokens per second over those of the dense model."""
+"""Smallest promised ratio of tokens per second to those of the dense model."""
 
 VOCAB_SIZE = 257
-"""A byte, or the end of a document: the default tokenizer's vocabulary."""
+"""The vocabulary of the default tokenizer: all bytes, and the end of a document."""
 
 MORE_ROUNDS = 2
 
@@ -98,13 +98,13 @@ def training(session: Session) -> None:
 
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:
-    """The same Transformer with SwiGLU blocks as wide as the experts of one token together."""
+    """The Transformer with dense SwiGLU blocks, as wide as the experts of one token together."""
     ffn, width = moe_of(moe)
     return with_ffn(moe, {"type": "swiglu", "d_ff": round(ffn.experts_per_token * width)})
 
 
 def moe_of(config: DecoderConfig) -> tuple[MoEConfig, int]:
-    """The options of its blocks, and the width of one expert."""
+    """The config of the blocks of a decoder, and the width of one expert."""
     assert isinstance(config.ffn, MoEConfig)
     experts: Any = config.ffn.experts  # of whatever kind; those there are have a width
     return config.ffn, experts.width(config.d_model, config.ffn.experts_per_token)

@@ -15,7 +15,7 @@ from moe_ffn.errors import Refusal
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
-    """What one expert is; all E of a layer are alike.
+    """The kind of network that each of the E experts of a layer is.
 
     By default the `experts_per_token` experts of a token share the width of the dense block, so that
     a layer costs what the dense block costs.

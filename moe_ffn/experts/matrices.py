@@ -34,7 +34,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of zeroing an activated hidden unit, in training."""
     backend: Literal["auto", "loop", "cpu", "grouped_mm", "triton"] = "auto"
-    """How the products are computed; every backend gives the same result."""
+    """Computes the products; every backend gives the same result."""
 
     @abstractmethod
     def width(self, d_model: int, experts_per_token: float) -> int:
@@ -75,7 +75,7 @@ class MatrixExperts(Experts):
 
     @property
     def dropout(self) -> float:
-        """The probability that is in force now."""
+        """The dropout probability of the current mode."""
         return self.config.dropout if self.training else 0.0
 
     def extra_repr(self) -> str:
@@ -134,13 +134,13 @@ class MLPExperts(MatrixExperts):
 
 
 class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
-    """What every kind of gated experts shares; the experts of a token share 8/3 * d_model."""
+    """The options of all gated experts; the experts of one token share a width of 8/3 * d_model."""
 
     num_matrices: ClassVar[int] = 3
 
     @property
     def clamped(self) -> ClampedSwiGLU | None:
-        """Computes the hidden units instead of activation(gate) * up; None for that product."""
+        """Replaces activation(gate) * up where it is given."""
         return None
 
     @property

@@ -19,28 +19,28 @@ from moe_ffn.routing.base import Router, RouterConfig
 
 @dataclass(frozen=True)
 class RouterInfo:
-    """One router of a block, what it chooses from, and the options around it."""
+    """One router of a block, the experts that it chooses from, and the options around it."""
 
     router: RouterConfig
 
     num_experts: int
-    """How many experts it chooses from, those without a network included."""
+    """Experts that it chooses from, including those without a network."""
 
     zero_computation: ZeroComputationConfig = field(default_factory=ZeroComputationConfig)
     """The experts without a network, which are the last of them."""
 
     capacity: CapacityConfig = field(default_factory=CapacityConfig)
-    """How many tokens one of them takes."""
+    """The limit on the tokens of one expert."""
 
     shared_expert: FFNConfig | None = None
-    """The block that every token passes through beside them."""
+    """The block that every token passes through beside its routed experts."""
 
     is_gate: bool = False
-    """True for the router of a mixture of depths: what it does not choose passes by a whole block, whose
-    routings are of the chosen tokens alone."""
+    """True for the router of a mixture of depths: tokens it does not choose skip the whole inner block, whose
+    routings hold the chosen tokens alone."""
 
     path: str = ""
-    """The option that holds the router's block, from the config that was asked: `ffn`; empty for its own."""
+    """Dotted path from the queried config to the block of this router, such as `ffn`; empty for itself."""
 
     @property
     def num_networks(self) -> int:
@@ -48,18 +48,18 @@ class RouterInfo:
         return self.num_experts - self.zero_computation.total
 
     def expert_names(self) -> tuple[str, ...]:
-        """The number of each expert, after a word where it has no network: `7`, `copy8`."""
+        """The number of each expert, with a prefix where it has no network: `7`, `copy8`."""
         words = [""] * self.num_networks + self.zero_computation.words()
         return tuple(f"{word}{number}" for number, word in enumerate(words))
 
     def inside(self, option: str) -> Self:
-        """The same for the config that holds the block as `option`."""
+        """The router as seen from the config that holds its block as `option`."""
         return replace(self, path=f"{option}.{self.path}" if self.path else option)
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The experts of a block, and what they are built with."""
+    """The experts of a block: their config, and the arguments they are built with."""
 
     config: ExpertsConfig
     num_experts: int
@@ -89,7 +89,7 @@ class FFNConfig(TaggedConfig, frozen=True):
         return {}
 
     def inner_blocks(self) -> dict[str, FFNConfig]:
-        """The blocks that this one holds, by the option that holds each."""
+        """The blocks inside this one, by option."""
         return {}
 
     @property

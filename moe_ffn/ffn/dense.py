@@ -45,10 +45,10 @@ class IdentityConfig(FFNConfig, frozen=True):
 
 
 class HiddenWidthConfig(FFNConfig, frozen=True):
-    """The options of blocks that are matrices into a hidden width and one out of it."""
+    """The options of blocks with a hidden width: matrices into it, and one out of it."""
 
     d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Hidden width; by default 4 * d_model, and 8/3 of d_model, rounded, with a gate, which costs as much."""
+    """Hidden width; by default 4 * d_model, or, with a gate, 8/3 * d_model rounded, which costs as much."""
     bias: bool = False
     """Add a bias to all matrices."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -151,7 +151,7 @@ class IdentityFFN(FFNBlock):
 
 
 class HiddenWidthFFN(FFNBlock):
-    """A block with a hidden width; subclasses say what it computes of tokens that fit."""
+    """A block with a hidden width; checks its input and leaves the computation to `transform`."""
 
     def __init__(self, config: HiddenWidthConfig, d_model: int, activation: Activation) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixture-of-depths: some tokens pass through a block, the rest past it.
+"""Mixture of depths: some tokens pass through a block, the rest skip it.
 
 B sequences, S tokens of a sequence, M the most tokens of one sequence that pass, D model width
 """
@@ -22,17 +22,17 @@ from moe_ffn.routing.base import Router
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):
-    """Mixture-of-depths: a router decides which tokens pass through a block at all, k of every one.
+    """Mixture of depths: a router sends a fraction k of the tokens through a block; the rest skip it.
 
-    Raposo et al. 2024 (arXiv:2404.02258). The tokens left out get 0, so that the residual stream
-    carries them past. Expert choice is the paper's router; `relu` is a causal one.
+    Raposo et al. 2024 (arXiv:2404.02258). Skipped tokens get 0, so that the residual stream carries them
+    on unchanged. Expert choice is the paper's router; `relu` is a causal one.
     """
 
     type: Literal["mixture_of_depths"] = "mixture_of_depths"
     ffn: FFNConfig = GatedConfig()
-    """The block that some tokens pass through."""
+    """The block that the chosen tokens pass through."""
     router: RouterConfig = ExpertChoiceRouterConfig(k=0.5, score="sigmoid")
-    """Which tokens, and with what weight; its k is their share."""
+    """Chooses the tokens, and their weights; its k is the fraction chosen."""
 
     is_sparse: ClassVar[bool] = True
 
@@ -54,7 +54,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @property
     def share(self) -> float:
-        """Of the tokens, those that pass through the block."""
+        """The fraction of the tokens that pass through the block."""
         return self.router.experts_per_token(1)
 
     @property

@@ -32,11 +32,11 @@ class MoEConfig(FFNConfig, frozen=True):
     num_experts: int = Field(default=8, ge=1, le=MAX_COUNT)
     """E, the experts the router chooses from."""
     router: RouterConfig = TopKRouterConfig()
-    """Who goes where."""
+    """Chooses the experts of each token, and their weights."""
     experts: ExpertsConfig = GatedExpertsConfig()
-    """What one expert is."""
+    """The kind of network that each expert is."""
     capacity: CapacityConfig = CapacityConfig()
-    """How many tokens an expert takes; dropless by default."""
+    """The limit on the tokens of an expert; dropless by default."""
     zero_computation: ZeroComputationConfig = ZeroComputationConfig()
     """Experts that cost nothing, which the router chooses from too; none by default."""
     shared_expert: FFNConfig | None = None
@@ -74,12 +74,12 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @property
     def num_routable(self) -> int:
-        """What the router chooses from: the experts, and behind them those without computation."""
+        """Experts that the router chooses from: `num_experts`, then those without a network."""
         return self.num_experts + self.zero_computation.total
 
     @property
     def experts_per_token(self) -> float:
-        """Experts with a network that a token passes through, on average, if all are chosen equally often."""
+        """Mean number of experts with a network that a token passes through, in perfect balance."""
         share = self.num_experts / self.num_routable
         return self.router.experts_per_token(self.num_routable) * share
 

@@ -123,7 +123,7 @@ class Residual(Combine):
 
 @torch.no_grad()
 def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tensor:
-    """The share of the output that the shared expert made, a scalar in [0, 1].
+    """The shared expert's fraction of the output, a scalar in [0, 1].
 
     The mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms of both, (..., d_model),
     after they were weighted. 0 where no token is real.

@@ -35,7 +35,7 @@ class SoftMoEConfig(FFNConfig, frozen=True):
     slots_per_expert: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Slots of each expert and sequence; as many slots as tokens cost what top-1 routing does."""
     experts: ExpertsConfig = GatedExpertsConfig()
-    """What one expert is; by default as wide as the dense block."""
+    """The kind of network that each expert is; by default as wide as the dense block."""
 
     @property
     def not_causal_because(self) -> Refusal:
@@ -113,14 +113,14 @@ class SoftMoEFFN(FFNBlock):
         return f"num_experts={self.num_experts}, {slots}, d_model={self.d_model}"
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, P), float32 or wider, as a router's."""
+        """The logits of slots and tokens, (B, S, P), float32 or wider."""
         dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
         with torch.autocast(device_type=x_BSD.device.type, enabled=False):
             slots_PD = self.scale.to(dtype) * F.normalize(self.slots_PD.to(dtype), dim=-1)
             return F.linear(F.normalize(x_BSD.to(dtype), dim=-1), slots_PD)
 
     def run_experts(self, slots_BPD: Tensor) -> Tensor:
-        """Each expert on its slots of every sequence: a plan that is known beforehand."""
+        """Run each expert on its slots of every sequence, (B, P, D), by a plan that needs no router."""
         num_sequences = slots_BPD.shape[0]
         num_slots = num_sequences * self.slots_per_expert
         device = slots_BPD.device

@@ -1,6 +1,6 @@
 """Experts without a network: zero, copy and constant.
 
-T tokens, D model width, N (token, expert) pairs, Z experts without computation, C constant experts
+T tokens, D model width, N (token, expert) pairs, Z experts without a network, C constant experts
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ZeroComputationConfig(Config, frozen=True):
         return self.num_zero + self.num_copy + self.num_constant
 
     def words(self) -> list[str]:
-        """What each expert is called, in the order of their ids."""
+        """The kind of each expert, in the order of their ids."""
         return ["zero"] * self.num_zero + ["copy"] * self.num_copy + ["const"] * self.num_constant
 
     def num_params(self, d_model: int) -> int:
@@ -64,7 +64,7 @@ class ZeroComputationExperts(nn.Module):
             init_linear_(self.mix_C2D)
 
     def forward(self, x_TD: Tensor, routing: Routing, first: int) -> Tensor:
-        """The weighted sum of the chosen ones, (T, D); they are the experts from id `first` on."""
+        """The weighted sum of each token's experts without a network, (T, D); their ids begin at `first`."""
         weights_TZ = weights_of(routing, first)
         copies = weights_TZ[:, self.num_zero : self.num_zero + self.num_copy]
         y_TD = copies.sum(dim=-1, keepdim=True) * x_TD

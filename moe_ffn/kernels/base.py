@@ -86,7 +86,7 @@ def combine(y_ND: Tensor, x_TD: Tensor, token_ids_N: Tensor, weights_N: Tensor) 
 def outside_graphs(backend: Backend) -> Backend:
     """Keep a backend out of the graphs of torch.compile.
 
-    For those whose shapes are the experts' loads: they would be compiled anew at every step.
+    Where shapes are the loads of the experts, it would be compiled again at every step.
     """
 
     @wraps(backend)
@@ -100,7 +100,7 @@ def outside_graphs(backend: Backend) -> Backend:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether anything must be kept for a backward pass."""
+    """Whether a backward pass may follow, for which values must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -108,7 +108,8 @@ NOT_BY_TRANSFORMS = (
     "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
     "do not go through; set experts.backend to 'loop', which they do"
 )
-"""Follows the name of a backend that would leave the experts out of a derivative, or fail far inside."""
+"""The refusal of backends that would leave the experts out of a derivative, or fail far inside torch; their
+name goes before it."""
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
@@ -144,7 +145,9 @@ NATIVE_ON_CPU = {
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of autocast, which covers neither `grouped_mm` nor our own functions; else that of `x`."""
+    """The dtype of products: autocast's, which torch does not apply to `grouped_mm` or to functions of ours;
+    without autocast, that of `x`.
+    """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -1,6 +1,6 @@
 """The backend `cpu`: one autograd function over the whole MLP, in blocks that stay in the cache.
 
-Beside the products, memory is what costs: page faults on fresh buffers, passes over them, and calls. So
+Apart from the products, the time goes into page faults on fresh buffers, passes over memory, and calls. So
 gathers, activations and weights go over one block of rows at a time, in buffers that are reused; the
 results of a token's experts are added up by one `embedding_bag`; and of the forward pass only the first
 product is kept, from which backward computes the rest again. docs/performance.md has the measurements.
@@ -49,7 +49,7 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why it does not take these tokens; None when it does."""
+    """Why `cpu` does not take these tokens; None where it does."""
     if x_TD.device.type == "cpu":
         return NOT_BY_TRANSFORMS if transforms_at_work() else None
     return f"is for tensors on the CPU, but x is on {x_TD.device}; use 'auto'"

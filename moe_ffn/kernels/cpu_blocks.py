@@ -1,4 +1,4 @@
-"""What the backend `cpu` is made of: blocks of rows, products expert by expert, and activations in place.
+"""The parts of the backend `cpu`: blocks of rows, products expert by expert, and activations in place.
 
 T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, O out, I in, H rows of
 the first matrix: F, or 2 F where there is a gate
@@ -26,7 +26,7 @@ from moe_ffn.outputs import count_pairs
 # ---------------------------------------------------------------------------- rows and blocks
 
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 1024, 2048
-"""Smaller blocks pay more calls for gathers and activations, larger ones fall out of the cache."""
+"""Smaller blocks need more calls for gathers and activations; larger ones fall out of the cache."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Piece:
 
     expert: int
     rows: slice
-    """Counted from the start of the block."""
+    """The rows, relative to the start of the block."""
     continues: bool
-    """The expert has rows in the block before, so that gradients of its weights add up."""
+    """The expert has rows in the previous block too, so that gradients of its weights add up."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Block:
 
 
 def cut_blocks(offsets: Sequence[int]) -> list[Block]:
-    """Whole experts together where they are small, one expert over several blocks where it is large.
+    """The blocks of a plan: small experts share one, a large expert is cut into several.
 
     Args:
         offsets: where each expert's rows end.
@@ -86,7 +86,7 @@ def cut_blocks(offsets: Sequence[int]) -> list[Block]:
 
 
 class Rows(NamedTuple):
-    """Row n is the n-th pair of the plan; pairs behind the last offset have none."""
+    """The rows of the computed pairs, in the order of the plan, and the order of their tokens."""
 
     token_ids_N: Tensor
     by_token_N: Tensor
@@ -144,7 +144,7 @@ class Workspace:
 
 
 class Products:
-    """Multiplies in `dtype`; a weight of another dtype is converted while its expert is at work."""
+    """Products in `dtype`; a weight of another dtype is converted one expert at a time."""
 
     def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, dtype: torch.dtype) -> None:
         self.weight_E = weight_EOI.unbind()
@@ -203,17 +203,17 @@ class WeightGradient:
             self.bias_EO[piece.expert] += weighted
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Of the weight and of the bias."""
+        """The gradients of the weight and of the bias."""
         for expert in self._idle:
             self._weight_E[expert].zero_()
         return self.weight_EOI, self.bias_EO
 
 
 LARGE_BYTES = 32 * 2**20
-"""From here on glibc's allocator keeps no freed memory (the limit to which M_MMAP_THRESHOLD grows)."""
+"""glibc keeps no freed memory of this size or more (the largest value that M_MMAP_THRESHOLD grows to)."""
 
 ALIGNMENT = 64
-"""Bytes of a cache line, and of the widest vectors."""
+"""Size in bytes of a cache line, and of the widest vector register."""
 
 _buffers = WeakTensorKeyDictionary()
 _lock = Lock()

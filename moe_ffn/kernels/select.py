@@ -1,4 +1,4 @@
-"""The backends by name, and which one runs: named by the user, or chosen from device, dtype and size."""
+"""The backends by name, and the choice among them: by the user, or from device, dtype and size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FEW_PAIRS = 64
 
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
-    """y_TD of the experts on a plan, by the backend called `backend`, or by the best for `auto`.
+    """Run the experts on a plan, (T, D), with the named backend, or with the best one for `auto`.
 
     Raises:
         ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and

@@ -95,7 +95,7 @@ def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
 
 
 def supported_dtypes() -> tuple[torch.dtype, ...]:
-    """The dtypes that `F.grouped_mm` multiplies; torch.compile knows its shapes for bfloat16 alone."""
+    """The dtypes that `F.grouped_mm` takes; under torch.compile, bfloat16 alone."""
     if torch.compiler.is_compiling():
         return (torch.bfloat16,)
     return (torch.float32, torch.bfloat16, torch.float16)

@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         """Mix each token's values with those of the tokens before it.
 
         Args:
-            positions: rotates queries and keys where that is how the model knows positions.
+            positions: rotates queries and keys, if they are rotary ones.
             mask_BS: True for real tokens; no token attends to padding, but padding to itself.
         """
         query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=self.num_heads)
@@ -91,7 +91,7 @@ class SelfAttention(nn.Module):
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:
-    """Who may attend to whom, bool (B, 1, S, S).
+    """The tokens that each token may attend to, bool (B, 1, S, S).
 
     Every token may attend to itself, so that the row of a padded token is no softmax over nothing.
     """

@@ -88,7 +88,7 @@ class DecoderConfig(Config, frozen=True):
     attention: AttentionConfig = AttentionConfig()
     """Self-attention."""
     positions: PositionsConfig = RotaryConfig()
-    """How the model knows where a token stands."""
+    """How positions enter the model."""
     norm: NormConfig = RMSNormConfig()
     """How activations are normalised."""
     norm_placement: Literal["pre", "post"] = "pre"
@@ -126,7 +126,7 @@ class DecoderConfig(Config, frozen=True):
         return [ffn for _, ffn in self._layers()]
 
     def _layers(self) -> list[tuple[str, FFNConfig]]:
-        """For each layer the option that its block comes from, `ffn` or `ffn_at.1::2`, and the block."""
+        """The block of each layer, after the option that it comes from: `ffn` or `ffn_at.1::2`."""
         layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
             chosen = range(self.num_layers)[_parse_slice(where)]
@@ -232,17 +232,17 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """What the decoder predicts, and where its tokens went."""
+    """The predictions of the decoder, and where its tokens were routed."""
 
     logits: Tensor
     """(B, S, V), scores of the next token at each position; of the token itself, if not causal."""
 
     routings: dict[str, Routing]
-    """Where the tokens went, for each sparse layer: `layer_03`, and `layer_03/inner` for a sparse block
+    """The routing of each sparse layer, by name: `layer_03`, and `layer_03/inner` for a sparse block
     inside a mixture of depths."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
-    """The share of the output that shared experts made, under the same names; see `FFNOutput`."""
+    """The shared experts' fraction of the output, under the same names; see `FFNOutput`."""
 
     def __repr__(self) -> str:
         names = list(self.routings)
@@ -347,7 +347,7 @@ class Decoder(nn.Module):
 
 
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:
-    """Refuse what is no (B, S); of what dtype both are is `TokenContext`'s to check."""
+    """Refuse anything but tensors (B, S); `TokenContext` checks their dtypes."""
     for name, value in (("token_ids", token_ids), ("mask", mask)):
         if value is None and name == "mask":
             continue

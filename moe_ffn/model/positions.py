@@ -17,7 +17,7 @@ from moe_ffn.config import TaggedConfig
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
-    """How the model knows where a token stands."""
+    """How positions enter the model."""
 
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...

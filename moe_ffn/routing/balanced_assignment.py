@@ -22,7 +22,7 @@ from moe_ffn.routing.base import (
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
-    """BASE: in training, the assignment of highest total score in which all experts have equally many.
+    """BASE: in training, the assignment of highest total score that gives all experts equally many tokens.
 
     Lewis et al. 2021, BASE layers (arXiv:2103.16716): one expert per token, weighted by the sigmoid
     of its score; evaluation takes the highest score.
@@ -74,8 +74,8 @@ def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:
     if num_tokens == 0 or num_experts == 1:
         return torch.zeros(num_tokens, dtype=torch.int64, device=values_TE.device)
     places = -(-num_tokens // num_experts)
-    # What is added to all of a token's values changes no choice, and a step added to a large number may
-    # be lost to rounding, so that no bid would ever be higher than another: measured from 0 to 1.
+    # Scaled to [0, 1], which changes no choice: a step added to a large value could be lost to rounding, and
+    # no bid would ever be higher than another.
     values_TE = values_TE.double()
     values_TE = values_TE - values_TE.amin(dim=-1, keepdim=True)
     values_TE = values_TE / values_TE.max().clamp(min=torch.finfo(torch.float64).tiny)

@@ -26,9 +26,9 @@ class RouterConfig(TaggedConfig, frozen=True):
     """Chooses which experts each token goes to, and with what weight."""
 
     has_selection_probs: ClassVar[bool] = False
-    """True where `Routing.selection_probs_TE` is given, which the load loss of noisy top-k needs."""
+    """True where it returns `Routing.selection_probs_TE`, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
-    """False where it is fixed beforehand who goes where, so that neither a loss nor a rule can change it."""
+    """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -48,7 +48,7 @@ class RouterConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def experts_per_token(self, num_experts: int) -> float:
-        """How many experts a token goes to, on average; the most there can be where the data decide."""
+        """Mean number of experts per token; the largest possible one where it depends on the data."""
 
     @abstractmethod
     def num_params(self, d_model: int, num_experts: int) -> int: ...
@@ -78,7 +78,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
 
 
 class FixedKConfig(RouterConfig, frozen=True):
-    """A router that is told how many experts a token goes to."""
+    """A router with an option for the number of experts per token."""
 
     k: float = Field(default=2.0, gt=0)
     """Experts per token."""
@@ -98,7 +98,7 @@ class FixedKConfig(RouterConfig, frozen=True):
 
 
 class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
-    """A linear router that is told how many experts every token goes to, a whole number."""
+    """A linear router that sends every token to the same whole number of experts."""
 
     k: int = Field(default=2, ge=1, le=MAX_COUNT)
     """Experts per token."""
@@ -154,7 +154,7 @@ class LinearRouter(Router):
 
 
 class RouterLinear(nn.Module):
-    """The router's projection, computed in float32 whatever surrounds it.
+    """The router's projection, computed in float32 also under autocast and in narrower models.
 
     `x.float()` alone is not enough: autocast would lower the product again, and in bfloat16 two
     experts' logits often tie (Switch Transformer, section 2.4, "selective precision").
@@ -188,7 +188,7 @@ class RouterLinear(nn.Module):
 
 
 def _as_given(x_TD: Tensor) -> AbstractContextManager[object]:
-    """Products in the dtype of their factors, also where autocast is on."""
+    """Turn autocast off, so that products keep the dtype of their factors."""
     device = x_TD.device.type
     is_on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if is_on else nullcontext()
@@ -233,7 +233,7 @@ def routing_of_pairs(
     target_k: float | None = None,
     selection_probs_TE: Tensor | None = None,
 ) -> Routing:
-    """The Routing of a router in which every token lists K experts: N = T*K pairs, token-major.
+    """The Routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
         logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.

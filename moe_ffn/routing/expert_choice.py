@@ -29,10 +29,10 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     k: float = Field(default=2.0, gt=0)
     """Experts per token, on average; the paper's capacity factor."""
     among: Literal["sequence", "batch"] = "sequence"
-    """The tokens that an expert chooses from: those of one sequence, so that a sequence does not
-    depend on its neighbours, or of the whole batch, as in the paper."""
+    """Tokens that an expert chooses from: one sequence, whose result then depends on no other, or the whole
+    batch, as in the paper."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """How logits become weights: against the other experts, or each by itself."""
+    """Turns logits into weights: softmax over the experts, or a sigmoid of each."""
 
     @property
     def not_causal_because(self) -> Refusal:

@@ -1,4 +1,4 @@
-"""Forced routing: a load that is known beforehand, for benchmarks and tests.
+"""Forced routing: a load chosen beforehand, for benchmarks and tests.
 
 T tokens, D model width, E experts, K experts per token
 """

@@ -1,4 +1,4 @@
-"""ReLU routing: fully differentiable, sparse because a rule makes it so.
+"""ReLU routing: fully differentiable, and kept sparse by a rule.
 
 T tokens, D model width, E experts
 """

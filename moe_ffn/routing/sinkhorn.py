@@ -1,4 +1,4 @@
-"""Sinkhorn routing: scores made balanced before each token chooses.
+"""Sinkhorn routing: scores are balanced over the experts before each token chooses.
 
 T tokens, D model width, E experts, K experts per token
 """
@@ -47,7 +47,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SinkhornRouter(LinearRouter):
-    """In training the k largest of Sinkhorn's balanced scores; in evaluation of the plain ones.
+    """A token's k largest balanced scores choose its experts in training, the plain ones in evaluation.
 
     S-BASE (Clark et al. 2022, arXiv:2202.01169), as in Megatron-LM's router: no gradient flows through
     the balancing, weights are the plain scores of the chosen.

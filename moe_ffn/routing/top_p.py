@@ -1,4 +1,4 @@
-"""Top-p routing: as many experts as a token's doubt asks for.
+"""Top-p routing: more experts for tokens whose probabilities are spread out.
 
 T tokens, D model width, E experts, K experts listed per token
 """
@@ -55,7 +55,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
             )
 
     def experts_per_token(self, num_experts: int) -> float:
-        """The most there can be: how many there are depends on the data."""
+        """The largest possible number, since it depends on the data."""
         return self.max_k or num_experts
 
     def describe(self) -> str:
@@ -79,7 +79,7 @@ class TopPRouter(LinearRouter):
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         weights_TK, expert_ids_TK = scores_TE.topk(self.max_k, dim=-1)
-        # What the more probable ones reach without it; the first one always counts.
+        # The sum of the more probable experts, without this one; the first always counts.
         before_TK = weights_TK.detach().cumsum(dim=-1) - weights_TK.detach()
         chosen_TK = ~(before_TK >= self.config.p)
         weights_TK = torch.where(chosen_TK, weights_TK, 0)

@@ -23,7 +23,7 @@ from moe_ffn.kernels.base import (
 
 INSTALLED = find_spec("triton") is not None
 OLDEST_CAPABILITY = 8
-"""Ampere; before it the tiles do not fit."""
+"""The compute capability of Ampere; the shared memory of older GPUs is too small for the tiles."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,7 +55,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why it does not run here: a GPU, or the interpreter, and three dtypes; None when it does."""
+    """Why `triton` does not take these tokens; it needs a GPU or its interpreter, and one of `DTYPES`."""
     if not INSTALLED:
         return "needs the package triton, which is not installed; use 'auto'"
     if x_TD.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -38,7 +38,7 @@ GROUP = 2 if knobs.runtime.interpret else 8
 
 
 def _configs(*tiles: tuple[int, int, int, int, int]) -> list[triton.Config]:
-    """Of (M, O, K, stages, warps)."""
+    """Triton's configs of tiles (M, O, K, stages, warps)."""
     return [
         triton.Config(
             {"BLOCK_M": m, "BLOCK_O": o, "BLOCK_K": k}, num_stages=stages, num_warps=warps
@@ -53,14 +53,14 @@ PRODUCT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (64, 128, 64, 4, 
 WEIGHT_GRADIENT = _configs((128, 256, 64, 3, 8), (128, 128, 64, 4, 8), (128, 64, 64, 4, 4))
 
 FLOAT32 = _configs((64, 64, 32, 3, 4))
-"""For all kernels: the tiles above take twice the shared memory in float32, and the many multiplications of
-full precision take long to compile."""
+"""The one tile of every kernel in float32: those above would take twice the shared memory, and the many
+multiplications of full precision take long to compile."""
 
 INTERPRETED = _configs((16, 16, 16, 1, 1))
-"""The smallest there are, so that tests of small layers have several tiles."""
+"""The smallest tile, so that tests of small layers have several."""
 
 MIN_BLOCK_O = 16 if knobs.runtime.interpret else 64
-"""No kernel's tiles are narrower."""
+"""The narrowest tile of any kernel."""
 
 
 def tuned(kernel: Any, configs: list[triton.Config], key: list[str], *reset: str) -> Any:
@@ -96,7 +96,7 @@ _bias_gradient_kernel: Any = bias_gradient_kernel
 _combine_kernel: Any = combine_kernel
 
 _FUSED = {"enable_fp_fusion": True}
-"""A multiplication and an addition in one instruction: said, as Triton's default is about to change."""
+"""Multiply and add in one instruction; given, since Triton's default is about to change."""
 
 
 # ------------------------------------------------------------------------------- launches
@@ -109,7 +109,7 @@ class Rows:
     token_ids_N: Tensor
     offsets_E: Tensor
     dtype: torch.dtype
-    """Of everything that has a row per pair."""
+    """The dtype of everything that has a row per pair."""
 
     def __len__(self) -> int:
         return self.token_ids_N.shape[0]
@@ -122,7 +122,7 @@ class Rows:
         return self.offsets_E.new_empty(len(self), width, dtype=self.dtype)
 
     def grid(self, width: int) -> Callable[[dict[str, Any]], tuple[int]]:
-        """As many programs as there can be tiles, whatever the experts' loads are."""
+        """One program for each tile that there can be, whatever the loads of the experts."""
 
         def programs(meta: dict[str, Any]) -> tuple[int]:
             slots = len(self) // meta["BLOCK_M"] + self.num_experts
@@ -137,7 +137,7 @@ class Rows:
 
 
 def _product_options() -> dict[str, Any]:
-    """The precision of products of float32 is what torch's own products are allowed."""
+    """The precision of float32 products, as torch's own products are set."""
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return {"PRECISION": "interpreted" if knobs.runtime.interpret else precision, **_FUSED}
 
@@ -145,7 +145,7 @@ def _product_options() -> dict[str, Any]:
 def _activation(
     name: str, clamp: list[float] | None, up_EHD: Tensor, down_EDF: Tensor
 ) -> dict[str, Any]:
-    """The arguments for what is between the two products; `clamp` is (alpha, limit) of a clamped SwiGLU."""
+    """The arguments of the activation; `clamp` is (alpha, limit) of a clamped SwiGLU."""
     alpha, limit = clamp or (0.0, 0.0)
     return {
         "alpha": alpha,
@@ -201,7 +201,7 @@ def _combine(
 def _weight_gradient(
     rows: Rows, output_grad: Tensor, inputs: Tensor, like_EOI: Tensor, gather: str
 ) -> Tensor:
-    """In the shape and dtype of `like`; `gather` says which of "output" and "input" has T rows."""
+    """The gradient of a weight like `like_EOI`; `gather`, "output" or "input", names the side with T rows."""
     num_experts, width_out, width_in = like_EOI.shape
     gradient_EOI = torch.empty_like(like_EOI, memory_format=torch.contiguous_format)
 
@@ -245,7 +245,7 @@ def _bias_gradient(
 
 
 def _matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """With neighbouring columns beside each other, as kernels read them."""
+    """A tensor whose last axis is contiguous, as the kernels need."""
     x = x.to(dtype)
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous()
 
@@ -379,7 +379,7 @@ def _(dy_TD: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Beside the inputs, the pre-activations: no gathered tokens and no hidden units."""
+    """Keep the inputs and the pre-activations for backward, but no gathered tokens and no hidden units."""
     *tensors, activation, clamp, _, keep = inputs
     pre_NH = output[1]
     assert keep, "the pre-activations of a forward pass that needs gradients are kept"
