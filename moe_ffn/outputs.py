@@ -402,26 +402,6 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
         )
 
 
-def check_dtype(x: Tensor, weight: Tensor | None) -> None:
-    """Refuse an `x` of another dtype than the weights it meets, except under autocast, which converts both.
-
-    One rule for all blocks and backends, some of which would convert by themselves. Weights that are not
-    floating point (quantised ones) have rules of their own.
-
-    Raises:
-        ValueError: the dtypes differ.
-    """
-    if weight is None or x.dtype == weight.dtype or not weight.dtype.is_floating_point:
-        return
-    advice = f"use x.to({weight.dtype})"
-    if torch.float64 not in (x.dtype, weight.dtype):  # autocast leaves float64 as it is
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            return
-        advice += ", or torch.autocast, which converts both"
-    raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
-
-
 def without_padding(x: Tensor, context: TokenContext | None) -> Tensor:
     """`x` (..., d_model), zero where it is padding.
 

@@ -23,7 +23,6 @@ FOUNDATION = {
     "files",
     "outputs",
     "sizes",
-    "functional",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,7 +33,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": set(),
     "sizes": {"config", "errors"},
     "files": {"errors"},
-    "functional": set(),
     "environment": {"errors"},
     "trust": {"errors", "import_path"},
     # Options from YAML files.
@@ -58,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experts": FOUNDATION | {"dispatch", "kernels"},
     "balancing": FOUNDATION,
     # Where the parts meet. It does not know the model around it.
-    "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts"},
+    "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
     # Sees FFNBlock and its configs, not what stands behind them.
     "model": FOUNDATION | {"ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},

@@ -23,7 +23,7 @@ from moe_ffn import TokenContext
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.functional import GATE_ACTIVATIONS
+from moe_ffn.kernels.base import GATE_ACTIVATIONS
 from moe_ffn.kernels.select import BACKENDS
 from tests.helpers.every_router import ROUTERS
 

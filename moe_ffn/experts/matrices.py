@@ -16,8 +16,13 @@ from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
-from moe_ffn.functional import GATE_ACTIVATIONS, Activation, ClampedSwiGLU, GatedType
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import (
+    GATE_ACTIVATIONS,
+    Activation,
+    ClampedSwiGLU,
+    ExpertWeights,
+    GatedType,
+)
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.sizes import gated_width, init_linear_, linear_flops, linear_params, round_width
 

@@ -148,8 +148,8 @@ class FFNBlock(nn.Module, ABC):
             hidden, of the shape and dtype of `x`, and the routings by name, none for a dense block.
 
         Raises:
-            TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` and
-                `check_dtype` in `moe_ffn.outputs`, which a block of one's own may call too.
+            TypeError, ValueError: `x` or `context` does not fit, in one sentence; see `check_input` in
+                `moe_ffn.outputs` and `check_dtype` in `moe_ffn.kernels.base`, which your own block may call.
 
         """
 

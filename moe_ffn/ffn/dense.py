@@ -17,11 +17,16 @@ from torch import Tensor, nn
 from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.errors import Refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.functional import GATE_ACTIVATIONS, Activation, GatedType, activation_function
+from moe_ffn.kernels.base import (
+    ACTIVATIONS,
+    GATE_ACTIVATIONS,
+    Activation,
+    GatedType,
+    check_dtype,
+)
 from moe_ffn.outputs import (
     FFNOutput,
     TokenContext,
-    check_dtype,
     check_input,
     flatten_tokens,
     without_padding,
@@ -158,7 +163,7 @@ class HiddenWidthFFN(FFNBlock):
         self.config = config
         self.d_model = d_model
         self.dropout = nn.Dropout(config.dropout)
-        self.activation = activation_function(activation)
+        self.activation = ACTIVATIONS[activation]
 
     @abstractmethod
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:

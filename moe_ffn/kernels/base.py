@@ -1,4 +1,4 @@
-"""The signature of every backend, the weights it is given, and what backends share.
+"""The signature of every backend, the weights it is given, activations, and what backends share.
 
 T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H rows of the first
 matrix: F, or 2 F where the rows of a gate stand before those of up
@@ -9,15 +9,67 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import Activation, ClampedSwiGLU, activation_function
 from moe_ffn.outputs import summarize
+
+# -- activations
+
+Activation = Literal["relu", "gelu", "silu", "relu_squared", "sigmoid", "identity"]
+"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, not tanh."""
+
+GatedType = Literal["swiglu", "geglu", "reglu", "glu", "bilinear"]
+
+GATE_ACTIVATIONS: dict[GatedType, Activation] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "identity",
+}
+"""The variants of Shazeer 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202)."""
+
+assert set(GATE_ACTIVATIONS) == set(get_args(GatedType))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return x.relu().square()
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
+    "sigmoid": torch.sigmoid,
+    "identity": identity,
+}
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """GPT-OSS's gate: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * gate * (self.alpha * gate).sigmoid()
+
+
+# -- weights and signature
 
 
 @dataclass(frozen=True)
@@ -61,7 +113,7 @@ class ExpertWeights:
 
     def activate(self, up_NH: Tensor) -> Tensor:
         """The hidden units (N, F) from the first product."""
-        act = activation_function(self.activation)
+        act = ACTIVATIONS[self.activation]
         if not self.gated:
             hidden = act(up_NH)
         else:
@@ -99,9 +151,32 @@ def outside_graphs(backend: Backend) -> Backend:
     return run
 
 
+# -- derivatives
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether a backward pass may follow, for which values must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def transforms_at_work() -> bool:
+    """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
+    if torch.compiler.is_compiling():  # which traces through them by itself
+        return False
+    # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether the tensor has a hidden batch axis, of `vmap` or of a backward pass with `is_grads_batched`."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
+    if functorch.is_legacy_batchedtensor(tensor):
+        return True
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 NOT_BY_TRANSFORMS = (
@@ -135,6 +210,29 @@ def dropout_mask(
     kept = 1 - weights.dropout
     mask_NF = torch.empty(num_rows, weights.d_ff, dtype=dtype, device=device)
     return mask_NF.bernoulli_(kept).div_(kept)
+
+
+# -- dtypes
+
+
+def check_dtype(x: Tensor, weight: Tensor | None) -> None:
+    """Refuse an `x` of another dtype than the weights it meets, except under autocast, which converts both.
+
+    One rule for all blocks and backends, some of which would convert by themselves. Weights that are not
+    floating point (quantised ones) have rules of their own.
+
+    Raises:
+        ValueError: the dtypes differ.
+    """
+    if weight is None or x.dtype == weight.dtype or not weight.dtype.is_floating_point:
+        return
+    advice = f"use x.to({weight.dtype})"
+    if torch.float64 not in (x.dtype, weight.dtype):  # autocast leaves float64 as it is
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return
+        advice += ", or torch.autocast, which converts both"
+    raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
 
 
 NATIVE_ON_CPU = {

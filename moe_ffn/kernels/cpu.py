@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import is_batched, transforms_at_work
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
+    is_batched,
     needs_gradient,
     no_second_derivative,
     outside_graphs,
     product_dtype_on_cpu,
+    transforms_at_work,
 )
 from moe_ffn.kernels.cpu_blocks import (
     Block,

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import Activation
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import Activation, ExpertWeights
 from moe_ffn.outputs import count_pairs
 
 # ---------------------------------------------------------------------------- rows and blocks

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import is_batched, transforms_at_work
 from moe_ffn.kernels import cpu
-from moe_ffn.kernels.base import Backend, ExpertWeights
+from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, is_batched, transforms_at_work
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
-from moe_ffn.outputs import check_dtype
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,

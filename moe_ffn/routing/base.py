@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
 from moe_ffn.errors import Refusal
-from moe_ffn.functional import transforms_at_work
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 
@@ -172,8 +171,7 @@ class RouterLinear(nn.Module):
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
         keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
-        by_itself = torch.compiler.is_compiling() or transforms_at_work()  # what is kept is theirs
-        if keeps_copy and not by_itself:
+        if keeps_copy and not torch.compiler.is_compiling():
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
         with _as_given(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
@@ -200,11 +198,18 @@ class _WiderLinear(torch.autograd.Function):
     Autograd would keep the converted copy: in bfloat16 a fifth of all that a layer keeps.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
+    def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
         with _as_given(x_TD):
             return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_TD, weight_ED, _ = inputs
+        ctx.save_for_backward(x_TD, weight_ED)
+        ctx.save_for_forward(x_TD, weight_ED)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -218,6 +223,21 @@ class _WiderLinear(torch.autograd.Function):
                 grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
                 grad_TE.sum(dim=0) if needs_bias else None,
             )
+
+    @staticmethod
+    def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, step_x_TD: Tensor | None, step_ED: Tensor | None, step_E: Tensor | None
+    ) -> Tensor:
+        """The derivative in a direction, for forward-mode differentiation."""
+        x_TD, weight_ED = ctx.saved_tensors
+        dtype = weight_ED.dtype
+        step_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
+        with _as_given(x_TD):
+            if step_x_TD is not None:
+                step_TE = step_TE + F.linear(step_x_TD.to(dtype), weight_ED)
+            if step_ED is not None:
+                step_TE = step_TE + F.linear(x_TD.to(dtype), step_ED)
+        return step_TE if step_E is None else step_TE + step_E
 
 
 def routing_of_pairs(

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
 from moe_ffn.ffn import DenseConfig, GatedConfig, MixtureOfDepthsConfig, MoEConfig
-from moe_ffn.functional import GATE_ACTIVATIONS
+from moe_ffn.kernels.base import GATE_ACTIVATIONS
 
 D_MODEL = 8
 

@@ -15,11 +15,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import functional_call
+from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from moe_ffn import TokenContext
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.select import BACKENDS
+from moe_ffn.routing.base import RouterLinear
 from tests.helpers.any_moe import FEW, SOME, AnyMoE, any_moe
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 3))
@@ -115,3 +116,42 @@ def test_a_second_derivative_through_a_bfloat16_router_is_right(
     for one, other in zip(got, wanted, strict=True):
         error = (one.double() - other).abs().max() / other.abs().max()
         assert error < 5e-2  # 8 bits, rounded some ten times
+
+
+def gradient(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> object:
+    return grad(function, argnums=(0, 1))(x, w)
+
+
+def gradient_per_sequence(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> object:
+    return vmap(grad(function), in_dims=(0, None))(torch.stack([x, 2 * x]), w)
+
+
+def directional_derivative(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> object:
+    return jvp(function, (x, w), (torch.ones_like(x), torch.ones_like(w)))
+
+
+def second_gradient(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> object:
+    return hessian(function)(x, w)
+
+
+# torch's own jvp loads rules that are written with it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "transform", [gradient, gradient_per_sequence, directional_derivative, second_gradient]
+)
+def test_transforms_of_torch_func_go_through_a_router_of_bfloat16_tokens(
+    transform: Callable[..., Any],
+) -> None:
+    torch.manual_seed(0)
+    projection = RouterLinear(d_model=6, num_experts=4, bias=True)
+    x_TD, weight_ED = torch.randn(5, 6).bfloat16(), torch.randn(4, 6)
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        values = {"weight": w, "bias": w[:, 0]}
+        return functional_call(projection, values, (x,)).sin().sum()
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x.float(), w, w[:, 0]).sin().sum()
+
+    got, wanted = (transform(function, x_TD, weight_ED) for function in (ours, plain))
+    torch.testing.assert_close(got, wanted)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import Activation, ClampedSwiGLU
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import cpu_blocks as blocks
-from moe_ffn.kernels.base import ExpertWeights, dropout_mask
+from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.select import best_backend
 from moe_ffn.kernels.torch_products import loop

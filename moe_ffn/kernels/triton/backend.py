@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.functional import transforms_at_work
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
     needs_gradient,
+    transforms_at_work,
 )
 
 INSTALLED = find_spec("triton") is not None
