@@ -44,11 +44,7 @@ class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
 
 
 class BalancedAssignmentRouter(LinearRouter):
-    """One expert per token, at most ceil(tokens / E) tokens per expert in training.
-
-    BASE layers (Lewis et al. 2021, arXiv:2103.16716): the assignment has the highest total logit, the
-    expert's output is weighted by the sigmoid of its logit; evaluation takes the largest logit.
-    """
+    """One expert per token, and in training at most ceil(tokens / E) tokens per expert."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)

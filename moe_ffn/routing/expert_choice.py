@@ -22,7 +22,7 @@ from moe_ffn.sizes import ceil_of_share, share_of
 class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Expert choice: each expert takes its most probable tokens, k * tokens / num_experts of them.
 
-    Zhou et al. 2022 (arXiv:2202.09368). Perfectly balanced; a token may get many experts or none.
+    Zhou et al. 2022 (arXiv:2202.09368). Perfectly balanced; a token may get many experts, or none and 0.
     """
 
     type: Literal["expert_choice"] = "expert_choice"
@@ -51,10 +51,7 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class ExpertChoiceRouter(LinearRouter):
-    """Each expert takes its ceil(k * tokens / E) best tokens, weighted by their score.
-
-    Zhou et al. 2022 (arXiv:2202.09368), section 3.2. A token that no expert takes gets 0.
-    """
+    """Each expert takes its ceil(k * tokens / E) best tokens, weighted by their score (section 3.2)."""
 
     def __init__(self, config: ExpertChoiceRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)

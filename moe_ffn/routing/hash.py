@@ -38,10 +38,7 @@ class HashRouterConfig(FixedKConfig, frozen=True):
 
 
 class HashRouter(Router):
-    """Token ids to experts by a hash, each with weight 1 / k (Roller et al. 2021, arXiv:2106.04426).
-
-    The k experts of a token are neighbours, counted round from the one the hash names, so they differ.
-    """
+    """The k experts of a token are the one that the hash gives and those after it, modulo E."""
 
     def __init__(self, config: HashRouterConfig, num_experts: int) -> None:
         super().__init__()

@@ -60,10 +60,7 @@ class NoisyTopKRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class NoisyTopKRouter(LinearRouter):
-    """h = W x + noise * softplus(W_noise x); softmax over a token's k largest h.
-
-    Shazeer et al. 2017 (arXiv:1701.06538), equations 3 to 5. In evaluation h = W x.
-    """
+    """h = W x + noise * softplus(W_noise x); softmax over a token's k largest h (equations 3 to 5)."""
 
     def __init__(self, config: NoisyTopKRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)

@@ -37,7 +37,7 @@ class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 
 class ReLURouter(LinearRouter):
-    """Every expert with a positive logit, weighted by it (ReMoE, arXiv:2412.14711, equation 5)."""
+    """s = relu(W x); experts with s > 0 are chosen and weighted by it (equation 5)."""
 
     config: ReLURouterConfig
 

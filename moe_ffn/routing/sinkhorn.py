@@ -47,11 +47,7 @@ class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
 
 
 class SinkhornRouter(LinearRouter):
-    """A token's k largest balanced scores choose its experts in training, the plain ones in evaluation.
-
-    S-BASE (Clark et al. 2022, arXiv:2202.01169), as in Megatron-LM's router: no gradient flows through
-    the balancing, weights are the plain scores of the chosen.
-    """
+    """Experts are selected by balanced scores and weighted by plain ones; the balancing has no gradient."""
 
     config: SinkhornRouterConfig
 

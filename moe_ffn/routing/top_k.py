@@ -182,10 +182,7 @@ class TopKRouter(SelectingRouter):
 
 
 class SigmoidTopKRouter(SelectingRouter):
-    """s = sigmoid(W x); the k largest s + bias choose the experts, their s are the weights.
-
-    DeepSeek-V3 (arXiv:2412.19437), equations 12 to 16.
-    """
+    """s = sigmoid(W x); the k largest s + bias choose the experts, weighted by s (equations 12 to 16)."""
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)

@@ -66,10 +66,7 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
 
 
 class TopPRouter(LinearRouter):
-    """The fewest experts whose probabilities add up to p, at most `max_k`; the probabilities weigh.
-
-    Huang et al. 2024 (arXiv:2403.07652), section 3.1.
-    """
+    """The fewest experts whose probabilities add up to p, at most `max_k`, weighted by them (section 3.1)."""
 
     def __init__(self, config: TopPRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
