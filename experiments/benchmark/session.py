@@ -270,8 +270,19 @@ class Session:
             case, name = candidate.case, candidate.name
             base = medians.get((case, to))
             results[case, name] = Result(
-                *(self.suite, case, name, version_of(name), candidate.computes, unit),
-                *(median, lower, upper, rounds, base and median / base, to, candidate.shape),
+                suite=self.suite,
+                case=case,
+                candidate=name,
+                version=version_of(name),
+                computes=candidate.computes,
+                unit=unit,
+                median=median,
+                lower_quartile=lower,
+                upper_quartile=upper,
+                rounds=rounds,
+                ratio=base and median / base,
+                ratio_to=to,
+                shape=candidate.shape,
             )
         self.results += results.values()
         return results

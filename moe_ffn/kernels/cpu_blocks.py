@@ -231,13 +231,14 @@ def empty_gradient(weight: Tensor) -> Tensor:
         if weight not in _buffers:
             _buffers[weight] = []
         buffers: list[bytearray] = _buffers[weight]
-        # A tensor's storage holds a reference to its buffer: without one there are those of the list
-        # and of the call.
-        unused = [i for i in range(len(buffers)) if sys.getrefcount(buffers[i]) == 2]
-        if not unused:
-            unused = [len(buffers)]
+        # The storage of every tensor over a buffer holds a reference to it, and torch has no other way to
+        # tell that the last of them is gone. Two are left then: the list's and the argument's (a loop variable
+        # would be a third).
+        in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
+        if all(in_use):
+            in_use.append(False)
             buffers.append(bytearray(size + ALIGNMENT))
-        bytes_B = torch.frombuffer(buffers[unused[0]], dtype=torch.uint8)
+        bytes_B = torch.frombuffer(buffers[in_use.index(False)], dtype=torch.uint8)
         start = -bytes_B.data_ptr() % ALIGNMENT
         return bytes_B[start : start + size].view(weight.dtype).view(weight.shape)
 
