@@ -5,7 +5,6 @@ T tokens (batch and sequence flattened), E experts, N (token, expert) pairs, S s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -247,19 +246,12 @@ class FFNOutput:
         return f"{type(self).__name__}({lines})"
 
 
-# -- names of routings: `layer_03`, and `layer_03/inner` for a block inside the block of that layer
+# -- names of routings, inside of what holds a block
 
 Value = TypeVar("Value")
 
 OWN = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
-
-_NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
-
-
-def layer_name(index: int) -> str:
-    """`layer_03`: the name in the model of the routing that the block of a layer calls `routing`."""
-    return f"layer_{index:02d}"
 
 
 def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
@@ -268,25 +260,6 @@ def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:
     `routing`, the block's own, becomes `outer`; `inner` becomes `outer/inner`.
     """
     return {outer if name == OWN else f"{outer}/{name}": value for name, value in values.items()}
-
-
-def layer_number(name: str) -> int:
-    """The layer that a routing belongs to."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
-    return int(match[1])
-
-
-def is_inner(name: str) -> bool:
-    """Whether the name is that of a block inside the block of a layer."""
-    return "/" in name
-
-
-def short_name(name: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
-    match = _NAME.fullmatch(name)
-    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 # -- checks of what functions and blocks are given

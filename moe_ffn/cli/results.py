@@ -21,7 +21,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
-from moe_ffn.outputs import short_name
+from moe_ffn.model.decoder import short_name
 from moe_ffn.report.tables import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE

@@ -231,9 +231,8 @@ def empty_gradient(weight: Tensor) -> Tensor:
         if weight not in _buffers:
             _buffers[weight] = []
         buffers: list[bytearray] = _buffers[weight]
-        # The storage of every tensor over a buffer holds a reference to it, and torch has no other way to
-        # tell that the last of them is gone. Two are left then: the list's and the argument's (a loop variable
-        # would be a third).
+        # Every storage over a buffer holds a reference to it, and torch has no other way to tell that the
+        # last of them is gone: then the list's and the argument's are left (a loop variable would be a third).
         in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
         if all(in_use):
             in_use.append(False)

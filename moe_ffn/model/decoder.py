@@ -6,6 +6,7 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
+import re
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
@@ -21,7 +22,7 @@ from moe_ffn.ffn import FFNConfig, MoEConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, layer_name, within
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
 from moe_ffn.routing.base import Router
 from moe_ffn.sizes import linear_flops
 
@@ -184,6 +185,35 @@ class DecoderConfig(Config, frozen=True):
             + self.num_layers * self.attention.num_params(self.d_model)
             + self.num_norm_params()
         )
+
+
+# -- names of routings in a model: `layer_03`, and `layer_03/inner` for a block inside the block of that layer
+
+_NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
+
+
+def layer_name(index: int) -> str:
+    """`layer_03`: the name in the model of the routing that the block of a layer calls `routing`."""
+    return f"layer_{index:02d}"
+
+
+def layer_number(name: str) -> int:
+    """The layer that a routing belongs to."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"a layer is called like 'layer_03' or 'layer_03/inner', got {name!r}")
+    return int(match[1])
+
+
+def is_inner(name: str) -> bool:
+    """Whether the name is that of a block inside the block of a layer."""
+    return "/" in name
+
+
+def short_name(name: str) -> str:
+    """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
+    match = _NAME.fullmatch(name)
+    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 def _parse_slice(text: str) -> slice:

@@ -26,7 +26,7 @@ import plotly.graph_objects as go
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS, Metric
-from moe_ffn.outputs import is_inner, layer_name, short_name
+from moe_ffn.model.decoder import is_inner, layer_name, short_name
 from moe_ffn.report.drawing import (
     STEP_AXIS,
     Line,

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from moe_ffn.files import write_whole
-from moe_ffn.outputs import short_name
+from moe_ffn.model.decoder import short_name
 
 OPENING = "<!doctype html>"
 """How every page begins."""

@@ -12,7 +12,7 @@ import numpy as np
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import RUN_METRICS, layer_measures
-from moe_ffn.outputs import short_name
+from moe_ffn.model.decoder import short_name
 from moe_ffn.report import figures, tables
 from moe_ffn.report.drawing import STEP_AXIS
 from moe_ffn.runs.reader import Run

@@ -21,7 +21,7 @@ from moe_ffn.metrics.table import (
     result_columns,
     summarize_load,
 )
-from moe_ffn.outputs import is_inner, short_name
+from moe_ffn.model.decoder import is_inner, short_name
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run

@@ -17,7 +17,8 @@ from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.outputs import Routing, layer_number, short_name
+from moe_ffn.model.decoder import layer_number, short_name
+from moe_ffn.outputs import Routing
 from moe_ffn.runs.reader import load_model
 
 

@@ -14,8 +14,7 @@ from moe_ffn.config import Config
 from moe_ffn.config_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.errors import ConfigError
-from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.outputs import short_name
+from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig, OptimizerConfig

@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from moe_ffn.metrics.table import LAYER_METRICS, percent_digits, summarize_load
-from moe_ffn.outputs import short_name
+from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import Row, StepLogger, ValidationLogger
 

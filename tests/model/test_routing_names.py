@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ffn.outputs import is_inner, layer_name, layer_number, short_name, within
+from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
+from moe_ffn.outputs import within
 
 
 @pytest.mark.parametrize(
