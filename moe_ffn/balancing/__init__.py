@@ -1,1 +1,1 @@
-"""What pushes routers towards balance: losses, pure functions of a Routing, and rules that move a bias."""
+"""Balancing of routers: losses, pure functions of a Routing, and rules that move a bias."""

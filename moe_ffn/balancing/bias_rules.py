@@ -28,12 +28,12 @@ class BiasRuleConfig(TaggedConfig, frozen=True):
 
     @property
     def advice(self) -> str | None:
-        """Which option to change where routers stay unbalanced, with its value now; None without any."""
+        """The option to change where routers stay unbalanced, with its value now; None where none helps."""
         return None
 
     @abstractmethod
     def observe(self, routing: Routing, bias_E: Tensor) -> Tensor:
-        """(E,), what is to be summed over a step. `bias_E` is what the routing was made with."""
+        """(E,), to be summed over the batches of a step; the routing was made with `bias_E`."""
 
     @abstractmethod
     def update(self, bias_E: Tensor, observed_E: Tensor, num_batches: int) -> Tensor:

@@ -22,7 +22,7 @@ from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
 
 
 class BalancingWeights(Config, frozen=True):
-    """The weight of each loss below, by its name there."""
+    """The weights of the losses in `BALANCING_LOSSES`, by name."""
 
     load_balance: float = Field(default=0.01, ge=0)
     """Weight of the Switch load-balancing loss of each batch and rank, which is 1 at balance."""
@@ -189,7 +189,7 @@ def relu_sparsity_loss(routing: Routing) -> Tensor:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What the batches and ranks of one optimizer step have together."""
+    """Counts over all batches and ranks of one optimizer step."""
 
     pairs_E: dict[str, Tensor]
     """Real pairs per expert of each sparse layer."""
@@ -260,7 +260,7 @@ class BalancingLoss:
     """One term of the objective: its function, the layers that it concerns, and when it is computed."""
 
     function: Callable[..., Tensor]
-    """Of what `scope` says."""
+    """The loss, unweighted; its arguments depend on `scope`."""
 
     scope: Literal["layer", "model", "step"] = "layer"
     """`layer`: a function of one Routing; the mean over the layers, since pooling them would let two
@@ -275,13 +275,13 @@ class BalancingLoss:
     """Computed and logged also where its weight is 0."""
 
     moved_by_rule: bool = False
-    """Its weight is no option: a rule moves it from step to step."""
+    """Whether a rule sets its weight from step to step; otherwise the weight is an option."""
 
     objection: Callable[[Routers], str] = lambda _: ""
     """Why routers cannot have this loss, and what to use instead; empty where they can."""
 
     note: str = ""
-    """How to read its curve, a sentence."""
+    """A sentence on how to read its curve."""
 
     def value(
         self, routings: Mapping[str, Routing], totals: StepTotals | None = None
@@ -359,7 +359,7 @@ def pairs_per_expert(routing: Routing) -> Tensor:
 
 @takes_routing
 def pairs_per_sequence(routing: Routing) -> Tensor:
-    """int64 (B, E): `pairs_per_expert` of each sequence by itself."""
+    """int64 (B, E): `pairs_per_expert` of each sequence."""
     num_experts = routing.num_experts
     length = max(routing.sequence_length, 1)
     num_cells = routing.num_tokens // length * num_experts

@@ -42,7 +42,7 @@ def windows_per_epoch(num_tokens: int, seq_len: int) -> int:
 
 @lru_cache(maxsize=2)  # a batch touches one epoch, or the end of one and the start of the next
 def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the windows of an epoch start, in visiting order: (windows_per_epoch,) int64.
+    """(windows_per_epoch,) int64, the first token of each window of an epoch, in the order of training.
 
     The windows lie side by side from a random offset on; offset and order depend on
     (seed, epoch) alone.
@@ -59,14 +59,14 @@ def epoch_starts(num_tokens: int, seq_len: int, seed: int, epoch: int) -> np.nda
 
 
 def spread_starts(num_tokens: int, seq_len: int, count: int) -> np.ndarray:
-    """Where at most `count` windows start, evenly spread and apart: (num_windows,) int64."""
+    """(num_windows,) int64, the first token of each of at most `count` windows, evenly spread and apart."""
     count = min(count, num_tokens // (seq_len + 1))
     return np.arange(count, dtype=np.int64) * num_tokens // count
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences, and for each of their tokens the one that follows."""
+    """Sequences, and the next token of each of their tokens."""
 
     input_ids: Tensor
     """(B, S) int64."""
@@ -108,12 +108,12 @@ class _Batches:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatches(_Batches):
-    """The endless row of training batches; each depends on the fields and its index alone.
+    """The endless sequence of training batches; each depends on the fields and its index alone.
 
     An epoch visits each of its windows once, in an order and from an offset drawn from (seed, epoch).
     A batch may end one epoch and begin the next.
 
-    Of a batch, rank r of W holds the rows [r*B/W, (r+1)*B/W): together they see what one would.
+    Rank r of W has the sequences [r*B/W, (r+1)*B/W) of each batch.
     """
 
     seed: int
@@ -156,7 +156,7 @@ class ValidationBatches(_Batches):
     """The fixed batches of a validation: windows spread over the split, none overlapping."""
 
     num_tokens: int
-    """How many tokens to predict, rounded to whole sequences, at least one."""
+    """Tokens to predict, rounded down to whole sequences; at least one sequence."""
 
     split: ClassVar[str] = "validation"
 

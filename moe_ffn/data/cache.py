@@ -55,7 +55,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """What `seal` wrote; None where the folder is missing or anything in it has changed since."""
+    """The values that `seal` wrote; None where the folder is missing or anything in it has changed since."""
     meta = read_object(folder / _META)
     try:
         if meta is None or meta.pop(_DIGEST) != _digest(meta):

@@ -29,7 +29,7 @@ class Document:
     """One text of a corpus."""
 
     name: str
-    """What the split between training and validation is drawn from; need not be unique."""
+    """The name by which the document's split is drawn; need not be unique."""
 
     blocks: Iterable[bytes]
     """The text in order; read once."""
@@ -138,7 +138,7 @@ class _File:
 
 
 def _files_of(given: str) -> Iterator[_File]:
-    """What one of the paths names: a file, the files of a folder, or those that match a glob."""
+    """The files that one of the paths names: itself, those in a folder, or those that match a glob."""
     path = expand_path(given, "data.corpus.paths")
     if _is_file(path):
         yield _File(path, path.name, is_given=True)
@@ -196,7 +196,7 @@ def _files_below(folder: Path, skip: Collection[str] = ()) -> Iterator[Path]:
 
 
 def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """As `os.walk`, which enters no links; hidden folders and `skip` are named and not entered."""
+    """`os.walk`, which enters no links, without what is in hidden folders and in `skip`."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -65,14 +65,14 @@ _ENCODED_AT_ONCE = 1 << 20
 
 @dataclass
 class SplitSize:
-    """How much one split holds."""
+    """The size of one split."""
 
     num_documents: int = 0
     """Documents with any of their text in this split."""
 
     num_bytes: int = 0
     num_tokens: int = 0
-    """With one end of document for each document that ends in this split."""
+    """Tokens, including one end of document for each document that ends in this split."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +83,20 @@ class PreparedData:
     """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; read-only."""
 
     validation: np.memmap
-    """As `train`; nothing of it is trained on."""
+    """(num_tokens,) of the same dtype; read-only."""
 
     tokenizer: Tokenizer
     train_size: SplitSize
     validation_size: SplitSize
 
     documents: Documents
-    """What was read; `moe_ffn.data.split.changed` compares it with what another run read."""
+    """The documents that were read; `moe_ffn.data.split.changed` compares them with those of another run."""
 
     notes: tuple[str, ...]
-    """What is unusual about the split, one sentence each."""
+    """Sentences about what is unusual in the split."""
 
     folder: Path
-    """Where all of this is kept."""
+    """The folder in the cache that holds both splits and the tokenizer."""
 
     @property
     def corpus_sha256(self) -> str:
@@ -153,7 +153,7 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
 
 
 def _key(config: DataConfig, plan: SplitPlan) -> str:
-    """What the tokens depend on, digested: content and names, tokenizer, split."""
+    """A digest of everything that the tokens depend on: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
         "corpus": plan.documents.corpus_sha256,
@@ -208,7 +208,7 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict
 
 
 def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """The same pieces in lists of about `_ENCODED_AT_ONCE` bytes."""
+    """The pieces in lists of about `_ENCODED_AT_ONCE` bytes."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -227,7 +227,7 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def _watched(
     documents: Iterable[Document], report: _Report, stage: str, total: int | None = None
 ) -> Iterator[Document]:
-    """The same documents, reporting how many bytes of them have been read."""
+    """The documents; `report` is called with the bytes that have been read of them."""
     done = 0
 
     def counted(blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Which text is trained on and which is only validated on; and whether the corpus is still the same."""
+"""The split of a corpus into training and validation text, and how a corpus differs from an earlier one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REACH_BYTES = 256
 
 @dataclass(frozen=True)
 class Documents:
-    """What a corpus held when it was read."""
+    """The documents of a corpus when it was read."""
 
     corpus_sha256: str
     """Digest of every name, content and given split."""
@@ -54,7 +54,7 @@ class Documents:
 
 
 def changed(before: Documents, now: Documents) -> str | None:
-    """What became of the documents since, in one sentence that names the first; None if nothing.
+    """How the documents changed since, in one sentence that names the first; None where they did not.
 
     `'b.txt' was removed, and 2 other documents differ too`
     """
@@ -83,7 +83,7 @@ def changed(before: Documents, now: Documents) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class SplitPlan:
-    """Where every document of a corpus goes; nine bytes of memory per document beyond 10,000.
+    """The split of every document of a corpus; nine bytes of memory per document beyond 10,000.
 
     A document goes by `sha256(name) % 100 < validation_percent` unless it names its own split. A
     training document with the very content of a validation document is left out, so that nothing
@@ -94,13 +94,13 @@ class SplitPlan:
     """
 
     documents: Documents
-    """What was read; equal for equal corpora, wherever they lie."""
+    """The documents that were read; equal for equal corpora, in whatever folder."""
 
     num_bytes: int
     """Bytes of text in the whole corpus, what is left out included."""
 
     notes: tuple[str, ...]
-    """What a reader of the results should know about this split, one sentence each."""
+    """Sentences that a reader of the results should know about this split."""
 
     places: np.ndarray
     """(num_documents,) uint8: training, validation or left out."""
@@ -109,7 +109,7 @@ class SplitPlan:
     """(num_documents,) uint64: the first bytes of each content's sha256."""
 
     cut: int | None
-    """Where the split is by position, how many bytes come before validation."""
+    """Bytes before the validation text, where the text is split by position; None otherwise."""
 
 
 @dataclass(frozen=True)
@@ -228,14 +228,14 @@ def split_pieces(documents: Iterable[Document], plan: SplitPlan) -> Iterator[Pie
 
 
 def _bytes_before(block: bytes, cut: int) -> int:
-    """How much of `block` is training text where the cut is `cut` bytes from its start."""
+    """Bytes of `block` that are training text, with the cut `cut` bytes from its start."""
     if cut >= len(block):
         return len(block)
     return text_boundary(block, cut, reach=_REACH_BYTES) if cut > 0 else 0
 
 
 def _note_share(sizes: np.ndarray, places: np.ndarray, validation_percent: int) -> Iterator[str]:
-    """Where documents differ in size or are few, their share of the text is not what was asked for."""
+    """A sentence where validation is another share of the text than was asked for."""
     train, validation = (int(sizes[places == place].sum()) for place in (_TRAIN, _VALIDATION))
     percent = 100 * validation / (train + validation)
     if not 1 / _CLEARLY < percent / validation_percent < _CLEARLY:

@@ -1,4 +1,4 @@
-"""What is measured of a routing: pure functions, and torchmetrics over them.
+"""Measures of a routing: pure functions, and torchmetrics over them.
 
     from moe_ffn.metrics import LoadMetrics, max_violation
 

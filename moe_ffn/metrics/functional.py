@@ -118,7 +118,7 @@ def logit_max(routing: Routing) -> Tensor:
 
 @takes_routing
 def nonfinite_tokens(routing: Routing) -> Tensor:
-    """How many real tokens have a logit that is NaN or infinite: something before this layer broke."""
+    """Scalar: the number of real tokens with a logit that is NaN or infinite."""
     # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
     broken_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
@@ -129,7 +129,7 @@ def nonfinite_tokens(routing: Routing) -> Tensor:
 
 @takes_routing
 def chosen_experts(routing: Routing) -> Tensor:
-    """Bool (T, E): whom each real token chose, before dropping."""
+    """Bool (T, E): the experts that each real token chose, before dropping."""
     cells_N = routing.token_ids_N * routing.num_experts + routing.expert_ids_N
     shape = (routing.num_tokens, routing.num_experts)
     chosen_N = routing.real_N.to(torch.uint8)
@@ -164,7 +164,7 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 
     Args:
         before_TE: bool (T, E), `chosen_experts` of the earlier look.
-        after_TE: the same of the later one.
+        after_TE: bool (T, E), `chosen_experts` of the later look.
 
     Raises:
         ValueError: they are of different tokens or experts.
@@ -178,7 +178,7 @@ def churn(before_TE: Tensor, after_TE: Tensor) -> Tensor:
 
 
 def idle_steps(before_E: Tensor, load_E: Tensor, num_steps: int) -> Tensor:
-    """int64 (E,): for how many steps each expert has had no token, `num_steps` later than before."""
+    """int64 (E,): steps since each expert last had a token, `num_steps` after `before_E`."""
     return torch.where(load_E > 0, 0, before_E + num_steps)
 
 

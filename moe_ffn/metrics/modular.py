@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from moe_ffn.config import require_count
-from moe_ffn.metrics.table import Batch, Measured, compute, measured_in, statistics_of
+from moe_ffn.metrics.table import LayerBatch, Measured, compute, measured_in, statistics_of
 from moe_ffn.outputs import Routing, check_routing
 
 
@@ -31,7 +31,7 @@ class _RoutingMetrics(Metric):
             self.add_state(statistic.name, statistic.zeros(num_experts), statistic.reduce)
 
     def update(self, routing: Routing, shared_share: Tensor | None = None) -> None:
-        """Add a batch; `shared_share` is that of `FFNOutput.shared_shares`, None without a shared expert."""
+        """Add a batch; `shared_share` is from `FFNOutput.shared_shares`, None without a shared expert."""
         name = type(self).__name__
         check_routing(routing, f"{name}.update")
         if routing.num_experts != self.num_experts:
@@ -39,7 +39,7 @@ class _RoutingMetrics(Metric):
                 f"{name} was made for num_experts {self.num_experts}, but the routing has "
                 f"{routing.num_experts}"
             )
-        batch = Batch(routing.detach(), shared_share)
+        batch = LayerBatch(routing.detach(), shared_share)
         for statistic in statistics_of(measured_in(self.measured)):
             before = getattr(self, statistic.name)
             setattr(self, statistic.name, statistic.add(before, batch))
@@ -51,7 +51,7 @@ class _RoutingMetrics(Metric):
 
 
 class LoadMetrics(_RoutingMetrics):
-    """What is counted of a routing, from `load` to `nonfinite_tokens`: cheap enough for every batch.
+    """The metrics that are counts of a routing, such as `load`: cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
     batch.
@@ -61,7 +61,7 @@ class LoadMetrics(_RoutingMetrics):
 
 
 class TokenMetrics(_RoutingMetrics):
-    """What is measured token by token and sequence by sequence, from `entropy` to `router_z`.
+    """The metrics that are measured token by token or sequence by sequence, such as `entropy`.
 
     Several times as much work as `LoadMetrics`.
     """
@@ -70,7 +70,7 @@ class TokenMetrics(_RoutingMetrics):
 
 
 class CoactivationMetrics(_RoutingMetrics):
-    """Which experts are chosen together. It grows with E^2 and costs a matrix product."""
+    """How often each two experts are chosen together: an (E, E) state, and a matrix product per batch."""
 
     measured = "validation"
 

@@ -30,14 +30,14 @@ LOAD_OPTIONS: dict[str, Any] = {
 """How `heat_figure` draws loads, as multiples of the even share: alike for all layers, steps and runs."""
 
 TITLE_HEIGHT = 44
-"""Of a figure's own title; the page has a heading instead and takes this off again."""
+"""Pixels of a figure's title; the page has a heading instead, and subtracts them."""
 
 _PALE = {"gridcolor": "#ebf0f8", "linecolor": "#ebf0f8", "zerolinecolor": "#ebf0f8"}
 TEMPLATE = {
     "layout": {"font": {"color": "#2a3f5f"}, "xaxis": _PALE, "yaxis": _PALE},
     "data": {"heatmap": [{"colorbar": {"outlinewidth": 0}}]},
 }
-"""What is used of `plotly_white`; the whole of it would take half of the time that a figure does."""
+"""The used part of `plotly_white`; all of it would take half of the time of making a figure."""
 
 
 def heat_figure(

@@ -44,7 +44,7 @@ from moe_ffn.outputs import Routing
 # -- how a metric is measured
 
 
-class Batch:
+class LayerBatch:
     """The routing of one layer in one batch, and what several statistics need of it, computed once.
 
     Args:
@@ -71,10 +71,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Statistic:
-    """What is added up over batches and ranks."""
+    """A tensor that is added up over batches and ranks, or whose maximum is taken."""
 
     name: str
-    of: Callable[[Batch], Tensor]
+    of: Callable[[LayerBatch], Tensor]
     axes: Literal["", "E", "EE"] = ""
     dtype: torch.dtype = torch.float32
     reduce: Literal["sum", "max"] = "sum"
@@ -83,7 +83,7 @@ class Statistic:
         """Its value before the first batch."""
         return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
 
-    def add(self, before: Tensor, batch: Batch) -> Tensor:
+    def add(self, before: Tensor, batch: LayerBatch) -> Tensor:
         """Its value with one more batch."""
         value = self.of(batch).to(before.dtype)
         return before.maximum(value) if self.reduce == "max" else before + value
@@ -94,14 +94,14 @@ class Measure:
     """A metric as a function of statistics."""
 
     value: Callable[..., Tensor]
-    """Of `statistics`, in their order; nan where a layer has no such value, as the capacity of a dropless
-    one."""
+    """The metric, from the values of `statistics` in their order; nan where a layer has none, such as the
+    capacity of a dropless one."""
     statistics: tuple[Statistic, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowEnd:
-    """What is known of one layer when a row of training ends, beside the statistics of its batches."""
+    """Values of one layer at the end of a row of training that no single batch gives."""
 
     load_E: Tensor
     """Share of the row's (token, expert) pairs."""
@@ -119,7 +119,7 @@ class RowEnd:
 
 
 def _counted(
-    name: str, of: Callable[[Batch], Tensor], axes: Literal["", "E", "EE"] = ""
+    name: str, of: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
 ) -> Statistic:
     return Statistic(name, of, axes, torch.int64)
 
@@ -136,7 +136,7 @@ def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
     return _summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
 
 
-def _summed(name: str, of: Callable[[Batch], Tensor], over: Statistic = TOKENS) -> Measure:
+def _summed(name: str, of: Callable[[LayerBatch], Tensor], over: Statistic = TOKENS) -> Measure:
     """A sum over the batches, divided by the number of tokens or another count."""
     total = Statistic(name, of)
     return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
@@ -146,7 +146,7 @@ def _load(pairs_E: Tensor) -> Tensor:
     return pairs_E / pairs_E.sum().clamp(min=1)
 
 
-def _num_places(batch: Batch) -> Tensor:
+def _num_places(batch: LayerBatch) -> Tensor:
     capacity = batch.routing.capacity
     if capacity is None:
         return torch.zeros_like(batch.num_tokens)
@@ -163,11 +163,11 @@ def _entropy_of_mean(scores_E: Tensor) -> Tensor:
     return token_entropy(scores_E / total)
 
 
-def _shared_shares(batch: Batch) -> Tensor:
+def _shared_shares(batch: LayerBatch) -> Tensor:
     return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
 
 
-def _load_balance(batch: Batch) -> Tensor:
+def _load_balance(batch: LayerBatch) -> Tensor:
     pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
     return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
 
@@ -195,22 +195,22 @@ one that looks at single tokens, several percent of a small model's step, covers
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What every reader of a metric needs to know."""
+    """A metric: its key, how it is shown, what is healthy, and how it is measured."""
 
     key: str
-    """As in rows: `routing/layer_03/KEY` of a sparse layer, `train/KEY` or `validation/KEY` of the model."""
+    """KEY in rows: `routing/layer_03/KEY` of a sparse layer, `train/KEY` or `validation/KEY` of the model."""
     title: str
     quantity: str = ""
-    """What an axis is called before the unit."""
+    """The title of an axis, before the unit."""
     unit: str = ""
-    """Of the logged value; pages show a share as percent."""
+    """The unit of the logged value; pages show a share as percent."""
     formula: str
     """One line of Markdown, E experts, k of them for a token, p its scores divided by their sum."""
     healthy: str
     source: str = ""
     """A link in Markdown."""
     requires: str = ""
-    """What a layer or run needs to have it; empty where all have it."""
+    """What a layer or run must have for it to be measured; empty where all have it."""
     per: Literal["layer", "expert", "pair"] = "layer"
     """One number of a sparse layer, of each of its experts, or of each two of them."""
     measured: Measured = "run"
@@ -218,9 +218,9 @@ class Metric:
     rows: tuple[Literal["train", "validation"], ...] = ()
     """The rows that have a metric of the whole model."""
     measure: Measure | None = None
-    """How routings give it; None of a metric of the whole model, or of a `row_end`."""
+    """Its computation from routings; None for a metric of the whole model or with a `row_end`."""
     row_end: Callable[[RowEnd], Tensor | None] | None = None
-    """How the end of a row gives it, where it outlasts batches; None where the layer has no such value."""
+    """Its computation at the end of a row; the result is None where the layer has no such value."""
     label: str = ""
     """Its short name in a line or table of results."""
 
@@ -491,7 +491,7 @@ LAYER_METRICS = _table(
         ),
     ),
 )
-"""What is measured of each sparse layer, in the order in which pages show it."""
+"""The metrics of each sparse layer, in the order of pages."""
 
 RUN_METRICS = _table(
     Metric(
@@ -556,7 +556,7 @@ RUN_METRICS = _table(
         rows=("train",),
     ),
 )
-"""What is measured of the whole model, beside each balancing loss, `train/NAME` in `BALANCING_LOSSES`."""
+"""The metrics of the whole model; each loss of `BALANCING_LOSSES` is one more, `train/NAME`."""
 
 
 def layer_measures() -> list[Metric]:
@@ -575,7 +575,7 @@ def measured_in(*measured: Measured) -> list[Metric]:
 
 
 def statistics_of(metrics: Iterable[Metric]) -> list[Statistic]:
-    """What has to be added up for these metrics, each statistic once."""
+    """The statistics that these metrics need, each once."""
     measures = [metric.measure for metric in metrics if metric.measure is not None]
     return list(dict.fromkeys(s for measure in measures for s in measure.statistics))
 
@@ -605,9 +605,9 @@ class LoadSummary:
     busiest: int
     """The expert with the largest share; the first of several."""
     highest: float
-    """Its share."""
+    """The largest share."""
     median: float
-    """Of all shares; the higher of the two in the middle."""
+    """The median share; the higher of the two in the middle."""
     lowest: float
     unused: tuple[int, ...]
     """The experts without a token."""

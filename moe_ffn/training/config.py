@@ -35,7 +35,7 @@ class EarlyStoppingConfig(Config, frozen=True):
 
 Precision = Literal["auto", "64-true", "32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 PRECISIONS = tuple(name for name in get_args(Precision) if name != "auto")
-"""What a run may be trained in."""
+"""The precisions in which a run may be trained."""
 
 
 class _LoopConfig(Config, frozen=True):

@@ -52,7 +52,7 @@ class TrainLoader:
 
 
 class ValidationLoader:
-    """The same fixed batches every time; with several ranks, each takes every W-th.
+    """The fixed batches of every validation; rank r of W takes batches r, r + W, r + 2 W and so on.
 
     Ranks wait for each other in every forward pass, so all take part in equally many: where the batches
     run out, a rank gets the first one again as a filler, all its targets ignored.
@@ -119,7 +119,7 @@ class TokenData(LightningDataModule):
 
 
 def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
-    """What every validation looks at, and the unigram baseline too."""
+    """The batches of every validation, and of the unigram baseline."""
     return ValidationBatches(
         data.validation,
         seq_len=config.seq_len,

@@ -43,7 +43,7 @@ from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard,
 
 
 class LoadedBatch(TypedDict):
-    """What the loaders hand over: token ids (B, S), and which batch of the run this is."""
+    """A batch from a loader: token ids (B, S), and the batch's index in the run."""
 
     index: int
     input_ids: Tensor
@@ -51,14 +51,14 @@ class LoadedBatch(TypedDict):
 
 
 class RoutedOutput(TypedDict):
-    """What callbacks see of the routing of a batch, by layer, as in `DecoderOutput`."""
+    """The routing of a batch for callbacks, by layer, as in `DecoderOutput`."""
 
     routings: dict[str, Routing]
     shared_shares: dict[str, Tensor]
 
 
 class TrainStepOutput(RoutedOutput):
-    """What callbacks see of a training step; all but `loss` is detached."""
+    """The result of a training step for callbacks; all but `loss` is detached."""
 
     loss: Tensor
     objective: Objective

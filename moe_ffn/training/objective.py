@@ -1,4 +1,4 @@
-"""What a step minimises, cross-entropy and weighted balancing losses, and what it updates without gradients.
+"""The objective of a step, cross-entropy and weighted balancing losses, and updates without gradients.
 
 B batch, S sequence, V vocabulary, E experts
 """
@@ -52,10 +52,10 @@ class ObjectiveConfig(BalancingWeights, frozen=True):
 
 @dataclass(frozen=True)
 class Objective:
-    """What a step minimises, and its parts."""
+    """The objective of a step and its parts."""
 
     total: Tensor
-    """Scalar, what is differentiated."""
+    """Scalar, the sum that is differentiated."""
 
     cross_entropy: Tensor
     """Scalar, nats per token."""
@@ -64,7 +64,7 @@ class Objective:
     """Balancing losses, unweighted, as a mean over the sparse layers; empty without any."""
 
     def detach(self) -> Objective:
-        """The same values cut from the graph."""
+        """The values, detached from the graph."""
         balancing = {name: value.detach() for name, value in self.balancing.items()}
         return Objective(self.total.detach(), self.cross_entropy.detach(), balancing)
 
@@ -96,8 +96,8 @@ def objective(
     Computed are the losses that have a weight, and those that are always shown.
 
     Args:
-        sparsity_weight: of `relu_sparsity`, as `BalanceUpdater` left it; where it starts when None.
-        step_totals: of the optimizer step; None where this batch is the whole step.
+        sparsity_weight: weight of `relu_sparsity`, from `BalanceUpdater`; its initial value when None.
+        step_totals: counts over the optimizer step; None where this batch is the whole step.
     """
     cross_entropy = cross_entropy_of(logits_BSV, target_ids_BS)
     if sparsity_weight is None:
@@ -184,7 +184,7 @@ class BalanceUpdater(nn.Module):
     def observe(self, routings: Mapping[str, Routing], routers: Mapping[str, Router]) -> None:
         """Add one batch, routed with the biases that `routers` still have.
 
-        A block of somebody's own may return a routing and name no router: nothing is updated there.
+        A custom block may return a routing without naming its router; such layers are not updated.
         """
         self._num_batches += 1
         for name, routing in routings.items():

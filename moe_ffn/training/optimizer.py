@@ -336,7 +336,7 @@ def split_by_decay(
 
 
 LAYERS = "layers."
-"""What the names of a decoder's hidden parameters begin with."""
+"""The prefix of the names of a decoder's hidden parameters."""
 
 FUSED = {"gate_up": 2}
 """Number of concatenated matrices, by the name of the parameter or of its layer."""

@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Texts that the model writes after a prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SampleConfig(Config, frozen=True):
 
 
 PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40
-"""Of the validation split at most so much is the prompt of a run that names none."""
+"""The default prompt is cut from the validation split to at most this much."""
 
 
 def first_words(data: PreparedData) -> str:
@@ -47,7 +47,7 @@ def first_words(data: PreparedData) -> str:
 def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
 ) -> str:
-    """What the model makes of the prompt, without the prompt; the same for the same seed."""
+    """The text that the model writes after the prompt; the same for the same seed."""
     device = next(decoder.parameters()).device
     prompt_ids = tokenizer.encode(prompt.encode())
     token_ids = generate(

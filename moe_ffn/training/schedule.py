@@ -31,7 +31,7 @@ class ScheduleConfig(TaggedConfig, frozen=True):
         return self
 
     def multiplier(self, step: int, max_steps: int) -> float:
-        """What the learning rate is multiplied by at optimizer step `step` (from 0)."""
+        """The factor of the peak learning rate at optimizer step `step`, counted from 0."""
         warmup_steps = self.num_warmup_steps(max_steps)
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)  # no step is made at rate 0
@@ -86,7 +86,7 @@ class _FallingConfig(ScheduleConfig, frozen=True):
 
     @abstractmethod
     def fallen(self, progress: float) -> float:
-        """How much of the fall (0 to 1) is over after `progress` (0 to 1) of the steps after warm-up."""
+        """The part of the fall, 0 to 1, that is over at `progress`, 0 to 1, of the steps after warm-up."""
 
 
 class LinearConfig(_FallingConfig, frozen=True):

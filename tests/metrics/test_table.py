@@ -16,7 +16,7 @@ from moe_ffn.metrics.table import (
     LAYER_METRICS,
     RUN_METRICS,
     WHERE,
-    Batch,
+    LayerBatch,
     Metric,
     compute,
     measured_in,
@@ -110,7 +110,7 @@ def test_statistics_of_one_name_are_one_statistic() -> None:
 def test_shapes_are_those_of_the_axes(make_routing: Any) -> None:
     metrics = measured_in("every batch", "last step", "validation")
     routing = make_routing([[0, 1], [2, 0]], 3)
-    sums = {s.name: s.add(s.zeros(3), Batch(routing)) for s in statistics_of(metrics)}
+    sums = {s.name: s.add(s.zeros(3), LayerBatch(routing)) for s in statistics_of(metrics)}
     for statistic in statistics_of(metrics):
         assert sums[statistic.name].shape == statistic.zeros(3).shape, statistic.name
         assert sums[statistic.name].dtype == statistic.dtype, statistic.name

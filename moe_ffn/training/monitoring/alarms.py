@@ -58,11 +58,11 @@ class Alarm:
     step: int
     kind: AlarmKind
     layer: str | None
-    """As in the keys of metrics; None where it concerns the whole model."""
+    """The layer's name, as in the keys of metrics; None where the whole model is meant."""
     message: str
-    """What is wrong, with the figure and its limit; the place is in `layer`."""
+    """The problem, with the measured value and its limit, without the layer."""
     advice: str
-    """Which options to try, with their values now."""
+    """The options to try, with their values now."""
 
     def __str__(self) -> str:
         place = "" if self.layer is None else f"{self.layer}: "
@@ -71,7 +71,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to try against each kind of alarm, in the names of the YAML."""
+    """The options to try against each kind of alarm, by their paths in the YAML."""
 
     model: DecoderConfig
     objective: ObjectiveConfig
@@ -159,11 +159,11 @@ class AlarmRules(Checkpointed):
         return [Alarm(skipped.step, "skipped_step", None, message, advice)]
 
     def not_judged(self, num_steps: int, *, is_routed: bool) -> list[str]:
-        """As `AlarmsConfig.not_judged`, for the rows that were checked."""
+        """`AlarmsConfig.not_judged` for the rows that were checked."""
         return self.config.not_judged(num_steps, len(self._losses), is_routed=is_routed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What earlier rows were like."""
+        """The losses of earlier rows, and how long and when each problem was seen."""
         return {
             "losses": list(self._losses),
             "lasted": [[*key, steps] for key, steps in self._lasted.items()],

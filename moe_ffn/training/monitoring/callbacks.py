@@ -1,4 +1,4 @@
-"""What watches a run: rows of metrics for the loggers, the last validation's results, and texts of the model.
+"""Callbacks that log: rows of metrics, the results of validations, and texts of the model.
 
 Nothing here calls `self.log`, which costs about 0.3 ms per key and step: tensors are added up and the
 loggers handed one row every `logging.every_n_steps`.
@@ -38,16 +38,16 @@ from moe_ffn.training.monitoring.routing_window import (
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.sampling import SampleConfig, sample_text
 
-Row = dict[str, float | list[float]]
+LoggedRow = dict[str, float | list[float]]
 """Key -> value, or one value per expert; each logger writes such a vector in its own way."""
 
 
-def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> Row:
+def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> LoggedRow:
     """`{"layer_03": {"entropy": 1.2, "load": [...]}}` as `routing/layer_03/entropy`, `.../load`.
 
     Left out are nan, which says that a value does not exist, and matrices.
     """
-    row: Row = {}
+    row: LoggedRow = {}
     for layer, metrics in values.items():
         for name, value in metrics.items():
             key = f"{prefix}routing/{layer}/{name}"
@@ -58,7 +58,7 @@ def routing_row(values: Mapping[str, Mapping[str, Tensor]], prefix: str = "") ->
     return row
 
 
-def log_row(trainer: Trainer, row: Row) -> None:
+def log_row(trainer: Trainer, row: LoggedRow) -> None:
     """Hand one row to every logger, at the optimizer step the run has reached."""
     values: Any = row  # Lightning's type knows no lists
     for logger in trainer.loggers:
@@ -85,7 +85,7 @@ class StepLogger(Checkpointed, Callback):
         self.config = config
         self.rules = rules
         self.alarm_log = alarm_log
-        self.last_row: Row = {}
+        self.last_row: LoggedRow = {}
         """The newest row, for the progress display."""
         self.last_routing: ByLayer = {}
         """For each sparse layer, the values behind the newest row."""
@@ -101,7 +101,7 @@ class StepLogger(Checkpointed, Callback):
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the whole run so far, validations left out."""
+        """Mean over the run so far, validations left out."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def not_judged(self) -> list[str]:
@@ -166,7 +166,7 @@ class StepLogger(Checkpointed, Callback):
         if trainer.global_step > self._last_row_step:  # stopped early, between two rows
             self._write(self._values(trainer, pl_module), trainer)
 
-    def _values(self, trainer: Trainer, module: LanguageModel) -> Row:
+    def _values(self, trainer: Trainer, module: LanguageModel) -> LoggedRow:
         step = trainer.global_step
         num_steps = step - self._last_row_step
         self.last_routing = self._routing.close(step, num_steps, module, trainer.world_size)
@@ -178,7 +178,7 @@ class StepLogger(Checkpointed, Callback):
             **routing_row(self.last_routing),
         }
 
-    def _write(self, row: Row, trainer: Trainer) -> None:
+    def _write(self, row: LoggedRow, trainer: Trainer) -> None:
         if self._window.seconds:
             row["train/tokens_per_second"] = self._window.tokens / self._window.seconds
         log_row(trainer, row)
@@ -227,16 +227,14 @@ class _LossWindow(Checkpointed):
         self.of_step = []
 
     def means(self, trainer: Trainer) -> dict[str, float]:
-        """Over batches and ranks, each of which saw an equal part of every batch; nan where no step was
-        taken.
-        """
+        """Mean losses over the row's batches and ranks; nan where no step was taken."""
         means = torch.stack(list(self.sums.values())) / self.num_batches
         means = trainer.strategy.reduce(means, reduce_op="mean")
         assert isinstance(means, Tensor)
         return {f"train/{key}": value for key, value in zip(self.sums, means.tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """With the sums of each rank, for the ranks that go on. A collective: every rank has to call it."""
+        """The attributes, and the sums of each rank. A collective: every rank has to call it."""
         sums = {name: all_gather_scalar(value) for name, value in self.sums.items()}
         return super().state_dict() | {"sums": sums}
 
@@ -279,12 +277,12 @@ class ValidationLogger(Checkpointed, Callback):
         self.last = {
             name: float(metrics[f"validation/{name}"]) for name in ("loss", "bits_per_byte")
         }
-        row: Row = {f"validation/{name}": value for name, value in self.last.items()}
+        row: LoggedRow = {f"validation/{name}": value for name, value in self.last.items()}
         log_row(trainer, row | routing_row(self.routing, prefix="validation/"))
 
 
 class SampleLog(Checkpointed, Callback):
-    """Continues the prompt at every validation, always with the same seed, and keeps what came of it."""
+    """Continues the prompt at every validation, always with the same seed, and keeps the texts."""
 
     in_checkpoint = ("last",)
 

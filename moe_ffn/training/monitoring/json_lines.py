@@ -26,7 +26,7 @@ VALIDATION_LOSS = "validation/loss"
 
 
 Cell = float | list[float | None] | None
-"""What a row has under a key; a number may be NaN or infinite."""
+"""A value of a row; a number may be NaN or infinite."""
 
 
 class Line(BaseModel):
@@ -53,7 +53,7 @@ class Row(Line):
 
 
 class Sample(Line):
-    """What the model wrote at an optimizer step, after the prompt."""
+    """The text that the model wrote after the prompt at an optimizer step."""
 
     prompt: str = ""
     text: str = ""
@@ -133,7 +133,7 @@ def read_lines(path: Path, kind: type[AnyLine]) -> Iterator[AnyLine]:
 
 
 def num_damaged(path: Path, kind: type[Line]) -> int:
-    """How many whole lines of a log are no such objects."""
+    """The number of whole lines of a log that are no such objects."""
     return sum(value is None for _, value in _read(path, kind))
 
 

@@ -44,7 +44,7 @@ _MODES |= {"shared": "online", "run": "online", "dryrun": "offline"}
 """The values of WANDB_MODE, with their meanings."""
 
 MAX_BINS = 512
-"""Of one of wandb's histograms."""
+"""The most bins that a histogram of wandb may have."""
 
 WANDB_STEP = "trainer/global_step"
 """The key under which Lightning's logger writes the optimizer step."""
@@ -69,7 +69,7 @@ class MetricsFile(Logger):
         return ""
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a run's `config.yaml` has them."""
+        """Does nothing: a run's `config.yaml` has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains and validates: a bar in a terminal, a line now and then elsewhere."""
+"""The progress of training and validation: a bar in a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from moe_ffn.metrics.table import LAYER_METRICS, percent_digits, summarize_load
 from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.monitoring.callbacks import Row, StepLogger, ValidationLogger
+from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -34,7 +34,7 @@ MAX_BARS = 32
 """More experts in a layer than this are summed up in words: a terminal has 80 columns."""
 
 MAX_LOAD_LINES = 4
-"""Where all layers take more lines than this, the least balanced of them are shown."""
+"""The most lines for loads; where all layers need more, the least balanced are shown."""
 
 _LOAD = "load  "
 _SPACE = "\N{NO-BREAK SPACE}"
@@ -66,7 +66,7 @@ class ProgressBar(Callback):
         self._training = self._bars.add_task("training", visible=False)
         self._validating = self._bars.add_task("validating", visible=False)
         self._lines: list[str] = []
-        self._shown: Row | None = None
+        self._shown: LoggedRow | None = None
         self._live = Live()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

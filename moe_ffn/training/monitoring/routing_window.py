@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from moe_ffn.metrics.functional import chosen_experts, idle_steps
 from moe_ffn.metrics.table import (
-    Batch,
+    LayerBatch,
     Measured,
     RowEnd,
     compute,
@@ -57,7 +57,7 @@ class RoutingByLayer(Checkpointed):
                 device = routing.token_ids_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
-                sums, batch = self.sums[layer], Batch(routing, shared_shares.get(layer))
+                sums, batch = self.sums[layer], LayerBatch(routing, shared_shares.get(layer))
                 for statistic in self.statistics:
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
