@@ -5,20 +5,28 @@ gathers, activations and weights go over one block of rows at a time, in buffers
 results of a token's experts are added up by one `embedding_bag`; and of the forward pass only the first
 product is kept, from which backward computes the rest again. docs/performance.md has the measurements.
 
-T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
-matrix: F, or 2 F where there is a gate
+T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, O out,
+I in, H rows of the first matrix: F, or 2 F where there is a gate
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
+    Activation,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
@@ -29,15 +37,7 @@ from moe_ffn.kernels.base import (
     product_dtype_on_cpu,
     transforms_at_work,
 )
-from moe_ffn.kernels.cpu_blocks import (
-    Block,
-    BlockActivation,
-    Products,
-    Rows,
-    WeightGradient,
-    Workspace,
-    cut_blocks,
-)
+from moe_ffn.outputs import count_pairs
 
 
 @outside_graphs
@@ -174,3 +174,297 @@ class _ExpertsOnCPU(torch.autograd.Function):
             grad_weights_N,
             *(grad_up_EHD, grad_down_EDF, grad_up_bias_EH, grad_down_bias_ED),
         )
+
+
+# ---------------------------------------------------------------------------- rows and blocks
+
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 1024, 2048
+"""Smaller blocks need more calls for gathers and activations; larger ones fall out of the cache."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one expert: one matrix product per weight."""
+
+    expert: int
+    rows: slice
+    """The rows, relative to the start of the block."""
+    continues: bool
+    """The expert has rows in the previous block too, so that gradients of its weights add up."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of the plan."""
+
+    rows: slice
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    def split(self, *values_N: Tensor) -> Iterator[tuple[Any, ...]]:
+        """(piece, its rows of each of `values_N`), for every piece."""
+        # As views of one split: a slice at a time would cost as much as the call of a small product.
+        sizes = [piece.rows.stop - piece.rows.start for piece in self.pieces]
+        return zip(
+            self.pieces, *(values.split_with_sizes(sizes) for values in values_N), strict=True
+        )
+
+
+def cut_blocks(offsets: Sequence[int]) -> list[Block]:
+    """The blocks of a plan: small experts share one, a large expert is cut into several.
+
+    Args:
+        offsets: where each expert's rows end.
+    """
+    blocks: list[Block] = []
+    pieces: list[Piece] = []
+    block_start = expert_start = 0
+    for expert, expert_stop in enumerate(offsets):
+        start = expert_start
+        while start < expert_stop:
+            stop = min(expert_stop, block_start + MAX_BLOCK_ROWS)
+            rows = slice(start - block_start, stop - block_start)
+            pieces.append(Piece(expert, rows, continues=start > expert_start))
+            start = stop
+            if stop - block_start >= MIN_BLOCK_ROWS:
+                blocks.append(Block(slice(block_start, stop), tuple(pieces)))
+                pieces, block_start = [], stop
+        expert_start = expert_stop
+    if pieces:
+        blocks.append(Block(slice(block_start, expert_start), tuple(pieces)))
+    return blocks
+
+
+class Rows(NamedTuple):
+    """The rows of the computed pairs, in the order of the plan, and the order of their tokens."""
+
+    token_ids_N: Tensor
+    by_token_N: Tensor
+    """The rows in the order of their tokens."""
+    starts_T: Tensor
+    """Where each token's rows begin in `by_token_N`."""
+
+    @classmethod
+    def of(cls, plan: Plan, num_rows: int, num_tokens: int) -> Rows:
+        token_ids_N = plan.token_ids_N[:num_rows]
+        by_token_N = torch.empty_like(plan.pair_ids_N)
+        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
+        if num_rows < len(by_token_N):
+            by_token_N = by_token_N[by_token_N < num_rows]
+        counts_T = count_pairs(token_ids_N, num_tokens)
+        return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T)
+
+    def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
+        """The block's rows of `x_TD`."""
+        return torch.index_select(x_TD, 0, self.token_ids_N[block.rows], out=out_ND)
+
+    def sum_per_token(self, values_ND: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """(T, D): the weighted sum of each token's rows, in one pass."""
+        if not len(self.by_token_N):
+            return values_ND.new_zeros(len(self.starts_T), values_ND.shape[1])
+        if weights_N is not None:
+            weights_N = weights_N.index_select(0, self.by_token_N).to(values_ND.dtype)
+        return F.embedding_bag(
+            self.by_token_N, values_ND, self.starts_T, mode="sum", per_sample_weights=weights_N
+        )
+
+
+class Workspace:
+    """Scratch buffers by name, each large enough for every block.
+
+    A fresh large buffer costs a page fault per 4 KiB when it is first written, which on a CPU can
+    cost as much as the arithmetic on it.
+    """
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        self.rows = max((block.num_rows for block in blocks), default=0)
+        self.dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+        """The first `rows` rows of the buffer called `name`."""
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = torch.empty(self.rows, width, dtype=self.dtype, device="cpu")
+            self._buffers[name] = buffer
+        return buffer[:rows]
+
+
+# ------------------------------------------------------------------------------------ products
+
+
+class Products:
+    """Products in `dtype`; a weight of another dtype is converted one expert at a time."""
+
+    def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight_E = weight_EOI.unbind()
+        self.bias_E = None if bias_EO is None else bias_EO.to(dtype).unbind()
+        self._expert = -1
+        self._converted_OI = None
+        if weight_EOI.dtype != dtype:
+            self._converted_OI = torch.empty(weight_EOI.shape[1:], dtype=dtype, device="cpu")
+
+    def linear(self, expert: int, input_NI: Tensor, out_NO: Tensor) -> None:
+        weight_IO = self._weight(expert).t()
+        if self.bias_E is None:
+            torch.mm(input_NI, weight_IO, out=out_NO)
+        else:
+            torch.addmm(self.bias_E[expert], input_NI, weight_IO, out=out_NO)
+
+    def input_gradient(self, expert: int, grad_NO: Tensor, out_NI: Tensor) -> None:
+        torch.mm(grad_NO, self._weight(expert), out=out_NI)
+
+    def _weight(self, expert: int) -> Tensor:
+        if self._converted_OI is None:
+            return self.weight_E[expert]
+        if self._expert != expert:
+            self._expert = expert
+            self._converted_OI.copy_(self.weight_E[expert])
+        return self._converted_OI
+
+
+class WeightGradient:
+    """The gradient of a stacked weight and its bias; zero for experts that got no rows."""
+
+    def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None, dtype: torch.dtype) -> None:
+        self.weight_EOI = empty_gradient(weight_EOI)
+        self.bias_EO = None if bias_EO is None else torch.zeros_like(bias_EO)
+        self._weight_E = self.weight_EOI.unbind()
+        self._idle = set(range(len(self._weight_E)))
+        self._sum_OI = None
+        if dtype != weight_EOI.dtype:
+            self._sum_OI = torch.empty(weight_EOI.shape[1:], dtype=dtype, device="cpu")
+
+    def add(
+        self, piece: Piece, grad_NO: Tensor, input_NI: Tensor, factors_N1: Tensor | None = None
+    ) -> None:
+        """Add the rows of a piece; in the gradient of the bias, times `factors_N1`."""
+        weight_OI = self._weight_E[piece.expert]
+        sum_OI = weight_OI if self._sum_OI is None else self._sum_OI
+        if piece.continues:
+            sum_OI.addmm_(grad_NO.t(), input_NI)
+        else:
+            torch.mm(grad_NO.t(), input_NI, out=sum_OI)
+        if self._sum_OI is not None:
+            weight_OI.copy_(self._sum_OI)
+        self._idle.discard(piece.expert)
+        if self.bias_EO is not None:
+            weighted = grad_NO.sum(0) if factors_N1 is None else factors_N1.t().mm(grad_NO)[0]
+            self.bias_EO[piece.expert] += weighted
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the weight and of the bias."""
+        for expert in self._idle:
+            self._weight_E[expert].zero_()
+        return self.weight_EOI, self.bias_EO
+
+
+LARGE_BYTES = 32 * 2**20
+"""glibc keeps no freed memory of this size or more (the largest value that M_MMAP_THRESHOLD grows to)."""
+
+ALIGNMENT = 64
+"""Size in bytes of a cache line, and of the widest vector register."""
+
+_buffers = WeakTensorKeyDictionary()
+_lock = Lock()
+
+
+def empty_gradient(weight: Tensor) -> Tensor:
+    """An uninitialised, contiguous tensor like `weight`.
+
+    A large one reuses the memory of an earlier gradient of the same weight that no tensor uses any more.
+    That memory is freed together with the weight.
+    """
+    size = weight.numel() * weight.itemsize
+    if size < LARGE_BYTES:
+        return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    with _lock:
+        if weight not in _buffers:
+            _buffers[weight] = []
+        buffers: list[bytearray] = _buffers[weight]
+        # Every storage over a buffer holds a reference to it; torch has no other way to tell that the last of
+        # them is gone. Then the list's and the argument's are left; a loop variable would be a third.
+        in_use = [sys.getrefcount(buffers[i]) > 2 for i in range(len(buffers))]
+        if all(in_use):
+            in_use.append(False)
+            buffers.append(bytearray(size + ALIGNMENT))
+        bytes_B = torch.frombuffer(buffers[in_use.index(False)], dtype=torch.uint8)
+        start = -bytes_B.data_ptr() % ALIGNMENT
+        return bytes_B[start : start + size].view(weight.dtype).view(weight.shape)
+
+
+# ---------------------------------------------------------------------------------- activation
+
+
+class BlockActivation:
+    """The hidden units of a block, and once their gradient, in reused buffers.
+
+    `gradient` follows `hidden` of the same block and may overwrite what it returned.
+    """
+
+    def __init__(self, weights: ExpertWeights, workspace: Workspace) -> None:
+        # The backend applies dropout, since it needs the mask again in backward.
+        self.weights = replace(weights, dropout=0.0)
+        self.workspace = workspace
+        self.function, self.derivative = IN_PLACE[weights.activation]
+
+    def hidden(self, up_NH: Tensor) -> Tensor:
+        """(N, F) from the first product."""
+        if self.weights.clamped is not None:  # by autograd
+            with torch.enable_grad():
+                self.up_NH = up_NH.detach().requires_grad_()
+                self.hidden_NF = self.weights.activate(self.up_NH)
+            return self.hidden_NF.detach().clone()
+        if not self.weights.gated:
+            return self.function(up_NH, out=self.workspace("hidden", *up_NH.shape))
+        gate_NF, up_NF = up_NH.chunk(2, dim=-1)
+        self.activated_NF = self.workspace("activated", *gate_NF.shape)
+        self.function(gate_NF, out=self.activated_NF)
+        return torch.mul(self.activated_NF, up_NF, out=self.workspace("hidden", *gate_NF.shape))
+
+    def gradient(self, grad_NF: Tensor, up_NH: Tensor) -> Tensor:
+        """(N, H), the gradient of the first product, from that of the hidden units (overwritten)."""
+        if self.weights.clamped is not None:
+            (grad_up_NH,) = torch.autograd.grad(self.hidden_NF, self.up_NH, grad_NF)
+            return grad_up_NH
+        grad_up_NH = self.workspace("grad_up", *up_NH.shape)
+        if not self.weights.gated:
+            return self.derivative(grad_NF, up_NH, grad_input=grad_up_NH)
+        gate_NF, up_NF = up_NH.chunk(2, dim=-1)
+        grad_of_gate_NF, grad_of_up_NF = grad_up_NH.chunk(2, dim=-1)
+        torch.mul(grad_NF, self.activated_NF, out=grad_of_up_NF)
+        self.derivative(grad_NF.mul_(up_NF), gate_NF, grad_input=grad_of_gate_NF)
+        return grad_up_NH
+
+
+aten: Any = torch.ops.aten
+
+
+def relu_squared(x: Tensor, out: Tensor) -> Tensor:
+    return aten.relu.out(x, out=out).square_()
+
+
+def relu_squared_gradient(grad: Tensor, x: Tensor, grad_input: Tensor) -> Tensor:
+    return aten.relu.out(x, out=grad_input).mul_(grad).mul_(2)
+
+
+def sigmoid_gradient(grad: Tensor, x: Tensor, grad_input: Tensor) -> Tensor:
+    value = torch.sigmoid(x, out=grad_input)
+    return aten.sigmoid_backward.grad_input(grad, value, grad_input=grad_input)
+
+
+IN_PLACE: dict[Activation, tuple[Any, Any]] = {
+    "relu": (aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0)),
+    "gelu": (aten.gelu.out, aten.gelu_backward.grad_input),
+    "silu": (aten.silu.out, aten.silu_backward.grad_input),
+    "relu_squared": (relu_squared, relu_squared_gradient),
+    "sigmoid": (torch.sigmoid, sigmoid_gradient),
+    "identity": (
+        lambda x, out: out.copy_(x),
+        lambda grad, x, grad_input: grad_input.copy_(grad),
+    ),
+}
+"""Name -> (x, out) -> out, and (gradient, x, grad_input) -> grad_input."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
-from moe_ffn.kernels import cpu_blocks as blocks
+from moe_ffn.kernels import cpu as blocks
 from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.select import best_backend
