@@ -100,11 +100,14 @@ def printable(text: str, also: str = "") -> str:
     Spaces of any width, and the characters in `also`, stay as they are.
     """
     return "".join(
-        c
-        if c.isprintable() or c in also or unicodedata.category(c) == "Zs"
-        else c.encode("unicode_escape").decode("ascii")
+        c if c.isprintable() or c in also or unicodedata.category(c) == "Zs" else escaped(c)
         for c in text
     )
+
+
+def escaped(character: str) -> str:
+    r"""The character as Python's code would name it, `\x1b`, in ASCII."""
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def first_line(error: BaseException) -> str:

@@ -260,3 +260,14 @@ def _same_name(typed: str, options: Iterable[Option]) -> list[str]:
             common[option.path] = [*same, False].index(False)
     most = max(common.values(), default=0)
     return sorted((p for p in common if common[p] == most), key=lambda path: path.count("."))
+
+
+def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"model": {"ffn": 1}}` as `{"model.ffn": 1}`; without sections that are empty."""
+    flat: dict[str, Any] = {}
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

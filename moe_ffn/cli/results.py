@@ -22,6 +22,7 @@ from moe_ffn.files import write_whole
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
 from moe_ffn.model.decoder import short_name
+from moe_ffn.report.html import compact
 from moe_ffn.report.tables import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
@@ -159,7 +160,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
         table.add_column(name, justify="right")
 
     def add(part: str, what: str, params: int, active: int, flops: int, count: int = 1) -> None:
-        table.add_row(part, what, *(_short(count * size) for size in (params, active, flops)))
+        table.add_row(part, what, *(compact(count * size) for size in (params, active, flops)))
 
     embeddings = vocab_size * d_model * (1 if model.tie_embeddings else 2)
     embeddings += 0 if model.causal else d_model  # of the mask
@@ -191,7 +192,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
 def describe_data(data: PreparedData) -> str:
     """One line: how much text, cut into how many tokens, and which text it was."""
     sizes = data.train_size, data.validation_size
-    train, validation = (f"{_short(size.num_tokens)} tokens" for size in sizes)
+    train, validation = (f"{compact(size.num_tokens)} tokens" for size in sizes)
     return (
         f"data: {train} to train on, {validation} to validate on, "
         f"vocabulary {data.tokenizer.vocab_size}\ncorpus sha256 {data.corpus_sha256[:12]}"
@@ -246,13 +247,6 @@ def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
     if lines:
         return "\n".join(["experts without a token on the validation split", *lines])
     return "every expert is used on the validation split" if routing else ""
-
-
-def _short(count: float) -> str:
-    for size, suffix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if count >= size:
-            return f"{count / size:.2f}{suffix}"
-    return f"{count:.0f}"
 
 
 def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:

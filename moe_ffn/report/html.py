@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from moe_ffn.errors import printable
 from moe_ffn.files import write_whole
 from moe_ffn.model.decoder import short_name
 
@@ -21,9 +22,6 @@ OPENING = "<!doctype html>"
 
 NONE = "-"
 """Stands where a value is absent."""
-
-CONTROL_PICTURES = 0x2400
-"""The character that shows control character 0; control character n is shown by the n-th after it."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -75,31 +73,21 @@ def compact(count: Any) -> str:
 
 
 def plain(value: object) -> str:
-    """For an attribute: control characters as pictures, without the colour that they have in a text."""
-    return "".join(_picture(c) or c for c in str(value))
+    """For an attribute: control characters escaped, without the colour that they have in a text."""
+    return printable(str(value), also="\n\t")
 
 
 def _shown(value: Any) -> Any:
     """What stands in a page for a value of a template: HTML as it is, all else escaped."""
     if isinstance(value, Markup):
         return value
-    shown = str(value)
-    if shown.isprintable():
-        return escape(shown)
+    text = str(value)
+    if plain(text) == text:
+        return escape(text)
     return Markup().join(
-        Markup('<span class="control">{}</span>').format(picture)
-        if (picture := _picture(c))
-        else escape(c)
-        for c in shown
+        escape(c) if plain(c) == c else Markup('<span class="control">{}</span>').format(plain(c))
+        for c in text
     )
-
-
-def _picture(character: str) -> str:
-    """What is shown for a character that is not seen; empty for one that is."""
-    if character.isprintable() or character in "\n\t":
-        return ""
-    code = ord(character)
-    return chr(CONTROL_PICTURES + code) if code < 0x20 else f"U+{code:04X}"
 
 
 def _script(source: str) -> Markup:

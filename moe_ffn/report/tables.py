@@ -22,6 +22,7 @@ from moe_ffn.metrics.table import (
     summarize_load,
 )
 from moe_ffn.model.decoder import is_inner, short_name
+from moe_ffn.option_tree import flatten
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
@@ -395,17 +396,6 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
         for path in paths
         if len({repr(options.get(path)) for options in flat}) > 1
     }
-
-
-def flatten(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"model": {"ffn": 1}}` as `{"model.ffn": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in options.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _as_yaml(value: Any) -> str:

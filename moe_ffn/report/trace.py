@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 
 from moe_ffn.balancing.losses import normalized_scores
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, escaped
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
 from moe_ffn.model.decoder import layer_number, short_name
@@ -254,12 +254,7 @@ def visible(token: bytes) -> str:
     if not token:
         return END_OF_DOCUMENT
     text = token.replace(b"\\", b"\\\\").decode("utf-8", errors="backslashreplace")
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character == " ":
-        return "␣"
-    if character.isprintable() and not unicodedata.category(character).startswith("M"):
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(
+        c if c.isprintable() and not unicodedata.category(c).startswith("M") else escaped(c)
+        for c in text.replace(" ", "␣")
+    )

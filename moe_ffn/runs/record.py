@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.option_tree import flatten
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
 from moe_ffn.runs.json_files import Facts, Resumption, Saved
@@ -129,9 +130,11 @@ class RunRecord:
         with suppress(OSError):
             for line in read_lines(folder / RESUMES_FILE, Resumption):
                 known += [{key: value} for key, pair in line.changes.items() for value in pair]
-        past = {(key, json.dumps(value)) for values in known for key, value in _leaves(values)}
+        past = {
+            (key, json.dumps(value)) for values in known for key, value in flatten(values).items()
+        }
         is_ours = saved.is_whole and saved.run_id == run_id
-        return cls(run_id, saved if is_ours else None, dict(_leaves(options)), frozenset(past))
+        return cls(run_id, saved if is_ours else None, flatten(options), frozenset(past))
 
     def refusal(self, identity: Mapping[str, Any]) -> str | None:
         """Why a checkpoint with this identity is of another run; None where it is of this one.
@@ -146,19 +149,10 @@ class RunRecord:
             return "does not say of which run it is: an older version wrote it, or another program"
         if self.run_id not in (None, run_id):
             return f"is of another run ({run_id:.16}, this one is {self.run_id:.16})"
-        for key, value in _leaves(made_with):
+        for key, value in flatten(made_with).items():
             if (key, json.dumps(value)) not in self.past_options:
                 return (
                     f"was made with {key} {value!s:.60}, but this run has {self.options.get(key)} in "
                     f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
                 )
         return None
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of all that is no mapping, however deep."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -64,8 +64,8 @@ def test_what_a_template_shows_is_escaped_and_its_control_characters_are_seen() 
     html = Markup("<b>bold</b>")
 
     assert template.render(text='<i>"\x1b\n', html=html) == (
-        '<p title="&lt;i&gt;&#34;\N{SYMBOL FOR ESCAPE}\n">'
-        '&lt;i&gt;&#34;<span class="control">\N{SYMBOL FOR ESCAPE}</span>\n</p><b>bold</b>'
+        '<p title="&lt;i&gt;&#34;\\x1b\n">'
+        '&lt;i&gt;&#34;<span class="control">\\x1b</span>\n</p><b>bold</b>'
     )
 
 

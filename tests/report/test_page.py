@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_ffn.option_tree import flatten
 from moe_ffn.report.page import report_html
-from moe_ffn.report.tables import flatten
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import age, raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
@@ -258,8 +258,9 @@ def test_the_samples_are_in_order_with_the_prompt_in_bold(moe: Path) -> None:
         return f'<span class="control">{shown}</span>'
 
     assert "<pre><b>a&lt;b</b>&lt;script&gt;alert(1)&lt;/script&gt;</pre>" in body
-    escape = control("␛") + "[2J" + control("␀") + control("U+007F") + control("U+202E")
-    assert f"<b>a&lt;b</b>{escape}{control('U+D800')}</pre>" in body
+    escape = control(r"\x1b") + "[2J" + control(r"\x00") + control(r"\x7f") + control(r"\u202e")
+    surrogate = control(r"\ud800")
+    assert f"<b>a&lt;b</b>{escape}{surrogate}</pre>" in body
     assert "<b>a&lt;b</b>plain\n\ttext</pre>" in body
     places = [body.index(f"<summary>step {step}</summary>") for step in (0, 100, 200)]
     assert places == sorted(places)
