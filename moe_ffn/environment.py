@@ -53,7 +53,7 @@ LSF = Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", ("JSM_NAMESP
 LIGHTNING = Launcher("lightning", "LOCAL_RANK", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"))
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Of these Lightning takes the first that is set, whichever launcher it has found."""
+"""Lightning takes the first of these that is set, whichever launcher it has found."""
 VARIABLES = {
     *(name for launcher in (TORCHRUN, SLURM, LSF) for name in launcher.variables),
     *("NODE_RANK", "GROUP_RANK", "STANDALONE_PORT", "TORCHELASTIC_RUN_ID"),
@@ -82,7 +82,7 @@ def check_environment(num_nodes: int) -> None:
     for name, value in os.environ.items():
         if name.startswith(_TRAINER):
             option = f"--trainer.{name.removeprefix(_TRAINER).lower()}"
-            raise _refusal(f"Lightning would train by it unsaid; give {option}", name)
+            raise _refusal(f"Lightning would silently use it; give {option}", name)
         if name in _NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
             raise _refusal("a launcher of processes sets a whole number; set one", name)
     launcher, node = _launcher(), _node_rank()
@@ -169,7 +169,7 @@ def _stray(launcher: Launcher, why: str) -> ConfigError:
 
 
 def _refusal(why: str, *names: str) -> ConfigError:
-    """Of the variables that are set among `names`."""
+    """A ConfigError that shows those of the variables `names` that are set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
     return ConfigError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

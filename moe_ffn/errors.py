@@ -31,7 +31,7 @@ class Refusal:
         return f"{self.reason}; {self.advice}"
 
     def inside(self, option: str) -> Refusal:
-        """The same from the config that holds the refusing one as `option`: `capacity.drop ...`."""
+        """The refusal with `option.` prefixed: `capacity.drop ...`."""
         return replace(self, reason=f"{option}.{self.reason}")
 
 

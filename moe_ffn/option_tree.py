@@ -22,7 +22,7 @@ class Option:
     """Dotted, `model.ffn.router.k`."""
     annotation: Any
     value: Any
-    """As YAML has it; of a section a mapping, or the name of its type."""
+    """The value in YAML; for a section a mapping, or the name of its type."""
     meaning: str
 
     @property
@@ -195,11 +195,11 @@ ALSO_CALLED = {
 """What other programs and papers call an option -> the last part of its path here."""
 
 MAX_NAMED = 3
-"""Of more options than this that might be meant, the first are named."""
+"""If more options than this might be meant, only the first are named."""
 
 
 def explain_unknown(path: str, message: str, tree: Option) -> str:
-    """What is said of a path that is no option of `tree`.
+    """The message about a path that is no option of `tree`.
 
     Args:
         message: what its own section says of it, with or without a name like it.

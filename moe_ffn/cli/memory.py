@@ -42,7 +42,7 @@ def memory_limit() -> int | None:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What could not be had, as a sentence without its full stop; empty for an error of another kind."""
+    """How much memory was lacking, as a sentence without its full stop; empty for any other error."""
     text = str(error)
     is_memory = (
         isinstance(error, MemoryError)

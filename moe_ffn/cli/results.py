@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 MAX_COACTIVATION_EXPERTS = 64
-"""Of more experts than this the summary has no matrix of which are chosen together, to stay small."""
+"""With more experts, the summary leaves out the matrix of which are chosen together, to stay small."""
 
 
 def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
-    """What a run that has come to its end has in `summary.json`; see `runs.json_files.Summary`.
+    """The content of `summary.json` of a finished run; see `runs.json_files.Summary`.
 
     Args:
         unigram_loss: what a model that knows only the frequencies scores, in nats per token.
@@ -112,7 +112,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: null for NaN and infinity; a matrix to four digits, and none of very many experts."""
+    """A value for JSON: null for NaN and infinity; a matrix to four digits, and none of very many experts."""
     if isinstance(value, Mapping):
         return {
             key: _plain(item)

@@ -25,7 +25,7 @@ from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.runs.record import fixed_options
 
 NEWEST = ""
-"""What `--resume` is without a run."""
+"""The value of `--resume` given without a run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,7 +139,7 @@ def _newest(config: TrainConfig) -> Path:
         p for p in runs if not run_folder.is_finished(p) and not run_folder.is_trained_here(p)
     ]
     if not unfinished:
-        what = "has no unfinished run that nobody trains" if runs else "has no run"
+        what = "has no unfinished run (except those training now)" if runs else "has no run"
         raise ConfigError(f"--resume: '{parent}' {what}; name one, as in --resume runs/my-run")
     return max(unfinished, key=_last_written)
 

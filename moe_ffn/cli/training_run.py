@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Trainer
-from lightning.pytorch.loggers import Logger
 from rich.console import Console
 
 from moe_ffn.cli.exit import EXIT_DIVERGED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SIGNAL
@@ -97,7 +95,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             stack.enter_context(run_folder.locked(folder))
         else:
             folder = Path(config.run.output_dir)
-        loggers: list[Logger] = []
+        loggers: list[assemble.Logger] = []
         if is_main:
             loggers, wandb_line = assemble.make_loggers(config, folder, facts)
             code = outside_code.describe_code(files, folder) if resume is None else ()
@@ -139,7 +137,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 def go_on(
     resume: Resume, data: PreparedData, module: LanguageModel, say: Callable[[str], None]
 ) -> Start:
-    """Where the run goes on, which is printed; changes nothing.
+    """Find and print where the run goes on; changes nothing.
 
     Raises:
         ConfigError: it cannot go on.
@@ -167,13 +165,14 @@ def ended_early(config: TrainConfig, step: int) -> str:
 @contextmanager
 def ending_as_documented(
     config: TrainConfig,
-    trainer: Trainer,
+    trainer: assemble.Trainer,
     callbacks: assemble.RunCallbacks,
     say: Callable[[str], None],
 ) -> Iterator[None]:
     """Signals and divergence end the block with a sentence and the exit code of docs/reliability.md.
 
-    Of several ranks the first alone: Lightning kills it, which still has files to close, once another fails.
+    Among several ranks only the first exits with that code: once another fails, Lightning kills the first,
+    which still has files to close.
     """
     folder = callbacks.kept.folder
     is_main = trainer.is_global_zero
@@ -219,7 +218,7 @@ def write_results(
     folder: Path,
     summary: Mapping[str, Any],
     callbacks: assemble.RunCallbacks,
-    loggers: list[Logger],
+    loggers: list[assemble.Logger],
     step: int,
 ) -> str:
     """Write the summary and the page; returns what could not be written, as a sentence, or the empty string.
@@ -245,7 +244,7 @@ def write_results(
     lacking = [str(file.path.relative_to(folder)) for file in files if not file.is_complete]
     if callbacks.checkpoints.lacks_best:
         lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
-    return f"the disk did not take the newest of {', '.join(lacking)}" if lacking else ""
+    return f"could not write the last entries of {', '.join(lacking)}" if lacking else ""
 
 
 def add_report(folder: Path) -> bool:

@@ -114,7 +114,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
 
 
 def write_markdown(results: Sequence[Result], path: Path) -> None:
-    """The same table for a document.
+    """Write the table as Markdown.
 
     Raises:
         OSError: it cannot be written.

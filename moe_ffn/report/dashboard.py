@@ -39,7 +39,7 @@ with warnings.catch_warnings():
 
 DEFAULT_NAME = "Feed-forward blocks"
 DEFAULT_LAYERS = (0, 1, 2, 3)
-"""Those of a model of default depth."""
+"""Layers of a model of default depth."""
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
@@ -140,7 +140,7 @@ COLUMNS = (
     "summary:validation/loss",
     "summary:train/tokens_per_second",
 )
-"""Of the list of runs, beside their names; each can be sorted and filtered by."""
+"""Columns of the list of runs, beside their names; each can be sorted and filtered by."""
 
 GROUP_COLORS = {
     "identity": "#7f7f7f",

@@ -41,10 +41,10 @@ from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
 MAX_POINTS = 500
-"""Of a curve: more than a screen has pixels for."""
+"""Points of a curve: more than a screen has pixels for."""
 
 MAX_LAYER_POINTS = 250
-"""Of a curve where each layer has one."""
+"""Points of a curve where each layer has one."""
 
 MAX_LINES = 6
 """More layers than this become rows of a heat map."""
@@ -126,7 +126,7 @@ def _curves(
     note: str = "",
     levels: Mapping[str, float] = MappingProxyType({}),
 ) -> go.Figure:
-    """Those of the columns that were measured; `keys` is what each is called -> its key."""
+    """The measured columns by their names; `keys` maps a name to its key."""
     lines = [Line(name, run.series(key), n) for n, (name, key) in enumerate(keys.items())]
     lines = [line for line in lines if line.series]
     if not lines:
@@ -319,7 +319,7 @@ def mean_over_layers(run: Run, metric: Metric) -> Series:
 
 
 def flops_per_step(run: Run) -> float | None:
-    """Of one optimizer step, forward and backward; None where the run does not say."""
+    """FLOPs of one optimizer step, forward and backward; None where the run does not say."""
     counts = [
         run.fact("flops_per_token"),
         run.option("data.batch_size"),

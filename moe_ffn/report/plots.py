@@ -35,7 +35,7 @@ class Plot:
     """A place on the page for one figure, or for several behind one choice, such as a heat map per layer."""
 
     figures: Sequence[dict[str, Any]]
-    """As the page's script draws them."""
+    """The figures, as the page's script draws them."""
     choices: Sequence[str]
     """What is chosen, a name for each figure."""
     title: str
@@ -45,7 +45,7 @@ class Plot:
     """What the choices are."""
     is_wide: bool = False
     name: str = ""
-    """Of its element, once all are on the page."""
+    """The id of its element, once all are on the page."""
 
 
 def plots_of_run(run: Run) -> dict[str, list[Plot]]:

@@ -35,7 +35,7 @@ MAX_COLUMNS = 16
 """More experts than this stand in a block of their own under each layer's row."""
 
 MAX_SAMPLES = 40
-"""Of a long run: the first, the last, and evenly between them."""
+"""Samples shown of a long run: the first, the last, and evenly between them."""
 
 IN_SUMMARY = {
     "validation/loss": "validation_loss",
@@ -207,7 +207,7 @@ class ExpertRow:
 
     layer: str
     shares: Sequence[Cell]
-    """Of each expert: percent, with more digits where an even share is small."""
+    """The share of each expert in percent, with more digits where an even share is small."""
     extremes: Sequence[Cell]
     """One for each of `EXTREMES`: how many experts, the shares of three, how many experts have no pair."""
     measures: Sequence[str]
@@ -256,7 +256,7 @@ def _measure(metric: Metric, value: float | None) -> str:
 
 
 def result_headers() -> list[str]:
-    """Of the columns beside the shares of the experts."""
+    """Headers of the columns beside the shares of the experts."""
     return [f"{m.label} (nats)" if m.unit == "nats" else m.label for m in result_columns()]
 
 
@@ -371,7 +371,7 @@ def best_runs(runs: Sequence[Run]) -> list[bool]:
 
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
-    """What the runs do, each so that their losses do not compare."""
+    """The reasons why the losses of the runs do not compare, each a verb phrase."""
     return [
         what
         for fact, what in DOES_NOT_COMPARE.items()

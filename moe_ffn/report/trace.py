@@ -42,7 +42,7 @@ class Visit:
     choices: tuple[Choice, ...]
     """The heaviest first; none where the router chose no expert."""
     entropy: float | None
-    """Of the token's normalised scores, in nats; None with a single expert, and where all scores are 0."""
+    """Entropy of the token's normalised scores, in nats; None for a single expert, or if all are 0."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Prediction:
 class TokenTrace:
     position: int
     token: str
-    """As it can be shown: see `visible`."""
+    """The text that `visible` makes of it."""
     visits: Mapping[str, Visit | None]
-    """By the name of the layer; None where the token did not come to the router: it is padding, or it
-    passed by the mixture of depths that the router is inside of."""
+    """By the name of the layer; None for padding, and for tokens the surrounding mixture of depths
+    skipped."""
     prediction: Prediction | None
     """None in a model that sees both sides."""
 
@@ -107,7 +107,7 @@ class TextTrace:
         return [visit for visit in found if visit is not None]
 
     def mean_entropy(self, layer: Layer) -> float | None:
-        """Of a layer's router over the tokens, in nats; None where no token has an entropy."""
+        """Mean over the tokens at a layer's router, in nats; None where no token has an entropy."""
         found = [visit.entropy for visit in self.visits(layer) if visit.entropy is not None]
         return fmean(found) if found else None
 

@@ -94,7 +94,8 @@ def test_where_there_is_nothing_to_go_on_with_that_is_said(make_run: Callable[..
         find(NEWEST)
     make_run("done", written=1, finished=True)
     with pytest.raises(
-        ConfigError, match=r"^--resume: 'runs' has no unfinished run that nobody trains; name one"
+        ConfigError,
+        match=r"^--resume: 'runs' has no unfinished run \(except those training now\); name one",
     ):
         find(NEWEST)
     with pytest.raises(ConfigError, match=r"^'runs/other' does not exist; give the folder"):
