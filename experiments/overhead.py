@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from pydantic import Field
 
+from experiments.benchmark.training import Training
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
 from moe_ffn.data.batches import TrainBatches
@@ -30,8 +31,6 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import moe
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.config import TrainerConfig, resolve_precision
-from moe_ffn.training.objective import objective
-from moe_ffn.training.optimizer import build_schedule
 
 MIN_RATIO = 0.9
 """Tokens per second of the program over those of the bare loop."""
@@ -91,29 +90,18 @@ def main(argv: Sequence[str]) -> int:
 
 def time_bare_loop(config: OverheadConfig, data: PreparedData, precision: str) -> float:
     """Tokens per second of the loop that one would write by hand."""
-    model = config.model.build(len(data.tokenizer.byte_lengths), config.data.seq_len)
-    optimizer = config.optimizer.build(model)
-    schedule = build_schedule(optimizer, config.optimizer, config.trainer.max_steps)
     batches = TrainBatches(
         data.train,
         seq_len=config.data.seq_len,
         batch_size=config.data.batch_size,
         seed=config.seed,
     )
+    vocab_size, bf16 = len(data.tokenizer.byte_lengths), precision == "bf16-mixed"
+    training = Training(config, vocab_size, batches, torch.device("cpu"), bf16)
     starts: list[float] = []
-    for step in range(config.steps + 2):
+    for _ in range(config.steps + 2):
         starts.append(time.perf_counter())
-        batch = batches[step]
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-            output = model(batch.input_ids)
-            losses = objective(output.logits, batch.target_ids, output.routings, config.objective)
-        losses.total.backward()
-        torch.nn.utils.clip_grad_norm_(
-            model.parameters(), config.trainer.gradient_clip_val or torch.inf
-        )
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        training.step()
     return _tokens_per_second(config, starts)
 
 

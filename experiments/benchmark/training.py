@@ -18,9 +18,10 @@ from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.model.decoder import DecoderConfig
-from moe_ffn.training.config import TrainerConfig, resolve_precision
-from moe_ffn.training.objective import ObjectiveConfig, objective
-from moe_ffn.training.optimizer import AdamWConfig
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.objective import objective
+from moe_ffn.training.optimizer import build_schedule
 
 CASE = "default model"
 DENSE_MODEL = "dense swiglu"
@@ -35,16 +36,22 @@ MORE_ROUNDS = 2
 
 
 class Training:
-    """A model, its optimizer and the number of steps it has trained."""
+    """The loop that one would write by hand: a model, its optimizer and the steps it has trained."""
 
     def __init__(
-        self, config: DecoderConfig, batches: TrainBatches, device: torch.device, bf16: bool
+        self,
+        config: TrainConfig,
+        vocab_size: int,
+        batches: TrainBatches,
+        device: torch.device,
+        bf16: bool,
     ) -> None:
-        torch.manual_seed(0)
-        self.clip = TrainerConfig().gradient_clip_val
-        self.objective = ObjectiveConfig()
-        self.model = config.build(VOCAB_SIZE, batches.seq_len).to(device)
-        self.optimizer = AdamWConfig().build(self.model)
+        torch.manual_seed(config.seed)
+        self.clip = config.trainer.gradient_clip_val or torch.inf
+        self.objective = config.objective
+        self.model = config.model.build(vocab_size, batches.seq_len).to(device)
+        self.optimizer = config.optimizer.build(self.model)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, config.trainer.max_steps)
         self.batches, self.device, self.bf16 = batches, device, bf16
         self.num_steps = 0
 
@@ -58,6 +65,7 @@ class Training:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
+        self.schedule.step()
         self.optimizer.zero_grad()
 
 
@@ -83,7 +91,9 @@ def training(session: Session) -> None:
     batches = TrainBatches(text, seq_len=data.seq_len, batch_size=data.batch_size, seed=0)
     candidates: list[Candidate] = []
     for name, config in models.items():
-        trained = Training(config, batches, session.device, precision == "bf16-mixed")
+        options = TrainConfig(model=config)
+        bf16 = precision == "bf16-mixed"
+        trained = Training(options, VOCAB_SIZE, batches, session.device, bf16)
         try:
             trained.step()
         except ValueError as error:

@@ -57,6 +57,7 @@ from experiments.benchmark.shapes import Shape
 from moe_ffn.data.batches import TrainBatches
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.runs.config import TrainConfig
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 16, 8, 4, 2, "fp32")
@@ -331,8 +332,8 @@ def test_the_dense_model_has_the_active_width_of_the_default() -> None:
 def test_a_training_step_changes_every_parameter() -> None:
     text = torch.arange(2000).remainder(257).numpy()
     batches = TrainBatches(text, seq_len=16, batch_size=4, seed=0)
-    config = DecoderConfig(d_model=16, num_layers=1)
-    model = training.Training(config, batches, CPU, bf16=False)
+    config = TrainConfig(model=DecoderConfig(d_model=16, num_layers=1))
+    model = training.Training(config, 257, batches, CPU, bf16=False)
     before = [parameter.clone() for parameter in model.model.parameters()]
 
     model.step()
