@@ -45,7 +45,7 @@ from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
-from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, step_checkpoints
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted
 from moe_ffn.trust import trust
@@ -184,7 +184,7 @@ def ending_as_documented(
         raise SystemExit(EXIT_SIGNAL + interrupted.signum if is_main else 0) from None
     except Diverged as error:
         if is_main:
-            saved = step_checkpoints(folder / run_folder.CHECKPOINTS_FOLDER)
+            saved = newest_first(folder / run_folder.CHECKPOINTS_FOLDER)
             left = (
                 f"the last good checkpoint is {saved[0]}"
                 if saved

@@ -21,7 +21,7 @@ from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.contract import check_outside_parts, has_outside_parts
+from moe_ffn.runs.contract import check_outside_parts
 from moe_ffn.runs.folder import (
     ALARMS_FILE,
     CHECKPOINTS_FOLDER,
@@ -106,8 +106,7 @@ def check_trainer(config: TrainConfig) -> str:
     precision = resolve_precision(config.trainer.precision, device)
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
-    if has_outside_parts(config):
-        check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
+    check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
     if refusal := config.model.refusal_on(device):
         raise ConfigError(f"model.{refusal}")
     return precision

@@ -45,11 +45,6 @@ _MAX_LENGTH = 512
 """Length of the sequences that show whether a part looks ahead: some look far, or in chunks."""
 
 
-def has_outside_parts(config: TrainConfig) -> bool:
-    """Whether there is anything to try."""
-    return any(is_outside(type(part)) for _, part in tagged_parts(config))
-
-
 def check_outside_parts(config: TrainConfig, device: torch.device, *, warn: bool = True) -> None:
     """Try every part of `config` that is not of this package, or holds such a part.
 

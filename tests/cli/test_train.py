@@ -14,7 +14,7 @@ import yaml
 
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints, step_of
+from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint, step_of
 
 RunTrain = Callable[..., Any]
 ConfigOf = Callable[[list[str]], TrainConfig]
@@ -77,7 +77,7 @@ def test_the_last_checkpoints_are_kept(
     run = run_train(tmp_path, "--trainer.validate_every_n_steps", "2", *options)
 
     assert run.code == 0, run.stderr
-    found = step_checkpoints(run.folder / "checkpoints")
+    found = newest_first(run.folder / "checkpoints")
     assert [step_of(path) for path in reversed(found)] == kept
     assert [read_checkpoint(path)["global_step"] for path in reversed(found)] == kept
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {

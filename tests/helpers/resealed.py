@@ -20,8 +20,8 @@ from moe_ffn.runs.resume import Start, find_start, refusal_to_start
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
+    newest_first,
     read_checkpoint,
-    step_checkpoints,
     step_of,
     write_checkpoint,
 )
@@ -57,7 +57,7 @@ class Scene:
         self.module: LanguageModel = build_module(config, self.data)
         record = RunRecord.read(run, config)
         self._refusal = refusal_to_start(run, config, self.data, self.module, record)
-        self.newest, *older = step_checkpoints(run / CHECKPOINTS_FOLDER)[num_later:]
+        self.newest, *older = newest_first(run / CHECKPOINTS_FOLDER)[num_later:]
         self.older = older[0] if older else self.newest
         self.best = run / CHECKPOINTS_FOLDER / BEST
         self.values = read_checkpoint(self.newest)

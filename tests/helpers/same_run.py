@@ -18,7 +18,7 @@ from moe_ffn.runs.folder import (
     SUMMARY_FILE,
 )
 from moe_ffn.training.monitoring.json_lines import Row, num_damaged, read_lines
-from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, read_checkpoint, step_checkpoints
+from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first, read_checkpoint
 
 OF_ONE_RUN = {
     "train/tokens_per_second", "tokens_per_second", "total_seconds", "seconds", "run_id"
@@ -41,8 +41,8 @@ def differences(one: Path, other: Path) -> list[str]:
     for name in (ALARMS_FILE, SAMPLES_FILE):
         found += differing(_text(one / name), _text(other / name), name)
     ours, theirs = one / CHECKPOINTS_FOLDER, other / CHECKPOINTS_FOLDER
-    newest = step_checkpoints(ours)[0].name
-    found += differing(newest, step_checkpoints(theirs)[0].name, "the newest checkpoint")
+    newest = newest_first(ours)[0].name
+    found += differing(newest, newest_first(theirs)[0].name, "the newest checkpoint")
     if not found:
         for name in (newest, BEST_NAME):
             found += differing(read_checkpoint(ours / name), read_checkpoint(theirs / name), name)

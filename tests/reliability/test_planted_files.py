@@ -41,8 +41,8 @@ from moe_ffn.training.monitoring.json_lines import JsonLines, Line, cut_lines
 from moe_ffn.training.monitoring.loggers import MetricsFile
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
+    newest_first,
     read_checkpoint,
-    step_checkpoints,
     write_checkpoint,
 )
 from moe_ffn.training.recovery.checkpoint_keeper import KeptFiles
@@ -284,7 +284,7 @@ def test_checkpoints_are_looked_for_in_a_folder_alone(folder: Path, mine: Path, 
     _plant(folder / CHECKPOINTS_FOLDER, IN_THE_PLACE_OF_A_FOLDER[what], mine)
 
     with pytest.raises(OSError, match=f"no folder, but {what}"):
-        step_checkpoints(folder / CHECKPOINTS_FOLDER)
+        newest_first(folder / CHECKPOINTS_FOLDER)
 
 
 # -- what is planted while a run trains

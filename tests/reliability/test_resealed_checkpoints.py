@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ffn.errors import ConfigError
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.optimizer import OptimizerConfig
-from moe_ffn.training.recovery.checkpoint_file import read_checkpoint, step_checkpoints
+from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint
 from moe_ffn.training.schedule import ScheduleConfig
 from tests.helpers.cases import cases
 from tests.helpers.resealed import BEST, OPTIONS, Scene, places, put, train, unfinished
@@ -399,7 +399,7 @@ class GrowingConfig(OptimizerConfig, frozen=True):
 
 def require_all_good(run: Path) -> None:
     scene = Scene(run, 0)
-    checkpoints = step_checkpoints(run / "checkpoints")
+    checkpoints = newest_first(run / "checkpoints")
     assert checkpoints
     for path in checkpoints:
         assert scene.refuse(read_checkpoint(path)) is None, path.name

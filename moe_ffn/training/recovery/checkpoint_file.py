@@ -189,19 +189,6 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def step_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints named by a step, the highest first, good or not; none where there is no folder.
-
-    Raises:
-        OSError: it cannot be read, or is a link.
-    """
-    if kind_of(folder) is None:
-        return []
-    require_folder(folder)
-    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
 def likely_step(path: Path) -> int:
     """The step inside, or of a file that cannot be read the one in its name."""
     step = step_inside(path)
@@ -214,7 +201,9 @@ def is_misnamed(path: Path, step: int) -> bool:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints, newest step first, good or not; of two of one step the one named by it is first.
+    """The checkpoints, good or not, newest step first; empty where there is no folder.
+
+    Of two of one step the one that is named by it is first.
 
     Raises:
         OSError: the folder cannot be read, or is a link.
@@ -224,7 +213,11 @@ def newest_first(folder: Path) -> list[Path]:
         step = likely_step(path)
         return step, not is_misnamed(path, step), path.name
 
-    return sorted(step_checkpoints(folder), key=rank, reverse=True)
+    if kind_of(folder) is None:
+        return []
+    require_folder(folder)
+    found = [path for path in folder.iterdir() if _STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=rank, reverse=True)
 
 
 def pass_over(path: Path, name: str | None = None) -> Path:

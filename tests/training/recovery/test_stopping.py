@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.recovery.checkpoint_file import step_checkpoints, step_of
+from moe_ffn.training.recovery.checkpoint_file import newest_first, step_of
 from moe_ffn.training.recovery.stopping import Interrupted, StopOnRequest, StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -142,5 +142,5 @@ def test_the_step_is_finished_and_saved(
         trainer.fit(build_module(config, prepared), datamodule=make_token_data(config, prepared))
 
     assert interrupted.value.step == step
-    assert step_of(step_checkpoints(tmp_path / "checkpoints")[0]) == step
+    assert step_of(newest_first(tmp_path / "checkpoints")[0]) == step
     assert callbacks.validation.last_step == (4 if step == 4 else -1)
