@@ -31,7 +31,7 @@ _MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 100_000, 5_000, 50
 def validate(root: type[RootConfig], options: Mapping[str, Any]) -> RootConfig:
     """The typed config of plain options, or a ConfigError with one line per mistake.
 
-    Says on stderr whose code it runs, before it does, where a `type` names somebody's own class.
+    Where a `type` names a class of the user's own, a line on stderr says whose code runs before it does.
     """
     try:
         with explaining_outside_errors():

@@ -16,13 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from packaging.version import Version
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-)
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -55,7 +49,7 @@ SCALER = "MixedPrecision"
 
 
 def _require_float(value: Any) -> Any:
-    """Python takes a whole number for one, but none was ever measured."""
+    """Refuse a whole number, which Python takes for a float, in a list of measured values."""
     if type(value) is int:
         raise ValueError(f"must be a measured number, got {value:g}")
     return value
@@ -261,11 +255,8 @@ def _require_optimizer(
     for number, of_parameter in state.items():
         if number >= len(shapes):
             raise malformed(f"{path}.state", "is of a parameter that this run does not have")
-        where, shape, kept = (
-            f"{path}.state.{number}",
-            shapes[number],
-            after_one_step.get(number, {}),
-        )
+        where, shape = f"{path}.state.{number}", shapes[number]
+        kept = after_one_step.get(number, {})
         if is_own:
             kept = {n: v for n, v in kept.items() if isinstance(v, Tensor) and v.shape == shape}
         for name, template in kept.items():

@@ -121,15 +121,19 @@ class _Trial:
         return found
 
     def require_routing(self, routing: Any, num_experts: int | None = None) -> None:
-        """A Routing of the right sizes, over experts that there are."""
+        """A Routing of the right sizes, over experts that exist."""
         hint = "; `moe_ffn.routing_of_pairs` makes one"
         routing = self.require(routing, Routing, "forward", hint)
         num_tokens, num_experts = _BATCH * self.length, num_experts or routing.num_experts
         N, TE = (len(routing.expert_ids_N),), (num_tokens, num_experts)
-        for field, shape in {
-            **dict.fromkeys(("token_ids_N", "weights_N", "dropped_N"), N),
-            **dict.fromkeys(("logits_TE", "scores_TE"), TE),
-        }.items():
+        shapes = {
+            "token_ids_N": N,
+            "weights_N": N,
+            "dropped_N": N,
+            "logits_TE": TE,
+            "scores_TE": TE,
+        }
+        for field, shape in shapes.items():
             found = getattr(routing, field)
             # A router of too many experts for a table has none.
             if found is not None and tuple(found.shape) != shape:
@@ -219,7 +223,7 @@ class _Trial:
     def router(self, config: RouterConfig) -> None:
         infos = self.config.model.routers().values()
         num_experts = next((info.num_experts for info in infos if info.router is config), None)
-        if num_experts is None:  # its block does not name it
+        if num_experts is None:  # the block around it does not say that it has a router
             return
         router = self.built(config.build(self.d_model, num_experts), Router)
 
@@ -302,8 +306,7 @@ class _Trial:
                 )
 
     def bias_rule(self, config: BiasRuleConfig) -> None:
-        bias_E = torch.zeros(4)
-        self.require(config.update(bias_E, torch.ones(4), 1), Tensor, "update")
+        self.require(config.update(torch.zeros(4), torch.ones(4), 1), Tensor, "update")
 
     def corpus(self, config: CorpusConfig) -> None:
         for document in config.documents():

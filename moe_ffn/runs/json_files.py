@@ -1,7 +1,7 @@
 """What the JSON files of a run's folder hold, each as one typed model.
 
-A disk or an editor may have damaged any of them. A value of a wrong type is as good as absent, so that the
-rest can still be used; `JsonFile.has` tells null from absent.
+A disk or an editor may have damaged any of them. A value of a wrong type counts as absent, so that the rest
+can still be used; `JsonFile.has` tells null from absent.
 """
 
 from __future__ import annotations

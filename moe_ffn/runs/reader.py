@@ -72,7 +72,7 @@ class SavedModel:
         """The decoder's output for a text as one sequence.
 
         Args:
-            who: how the text is called where it is refused, such as an option's name.
+            who: name of the text in an error, such as that of an option.
 
         Raises:
             ConfigError: it has more tokens than the sequences that the run was trained on.
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The last optimizer step of which something is known."""
+        """The last optimizer step in the log; None where it has no rows."""
         return max((series.steps[-1] for series in self.rows.columns.values()), default=None)
 
     @cached_property
@@ -224,10 +224,10 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
 
 
 def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
-    """A run as of now, of which only trusted code is run.
+    """Read a run as it is now; see `load_run`.
 
     Args:
-        has_ended: it is not trained any more; otherwise its files decide, by when they were written.
+        has_ended: whether training is known to be over; otherwise the times of its files decide.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)

@@ -34,7 +34,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
 )
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
-"""A save that takes so long, and such a part of the time since the last one, is worth a line."""
+"""A line is printed about a save that takes longer than both: seconds, share of the time since the last."""
 
 
 class SealedCheckpointIO(CheckpointIO):
@@ -203,7 +203,7 @@ class CheckpointKeeper(Callback):
         return step % self._every == 0
 
     def _save_weights(self, trainer: Trainer, validation_loss: float, path: Path) -> None:
-        """The weights, and of which run and step they are; nothing that only training needs."""
+        """Save the weights with their run and step, without what only training needs."""
         values = {
             "state_dict": trainer.strategy.lightning_module_state_dict(),
             "hyper_parameters": dict(trainer.lightning_module.hparams),
