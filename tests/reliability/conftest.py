@@ -38,7 +38,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     measured = Counter(
         f"{_name(_file(report))}: {text}"
         for _, report in reports
-        for kind, text in report.user_properties
+        for kind, text in getattr(
+            report, "user_properties", ()
+        )  # a file that cannot be collected has none
         if kind == "measured"
     )
     for text, times in sorted(measured.items()):
