@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
+import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
@@ -22,6 +26,24 @@ def resolve(path: Path) -> TrainConfig:
     return parse_config(["--config", str(path)], TrainConfig, command="train")
 
 
+def build(config: TrainConfig, vocab_size: int) -> LanguageModel:
+    return LanguageModel(
+        config.model,
+        config.optimizer,
+        config.objective,
+        config.trainer.guard,
+        byte_lengths=torch.ones(vocab_size),
+        max_seq_len=SEQ_LEN,
+        max_steps=config.trainer.max_steps,
+        seed=config.seed,
+    )
+
+
+def random_batch(vocab_size: int) -> LoadedBatch:
+    token_ids = torch.randint(vocab_size, (2, SEQ_LEN + 1))
+    return LoadedBatch(index=0, input_ids=token_ids[:, :-1], target_ids=token_ids[:, 1:])
+
+
 def test_there_are_configs() -> None:
     assert {"moe.yaml", "dense.yaml", "swiglu.yaml", "vanilla_2017.yaml"} <= {
         p.name for p in CONFIGS
@@ -34,21 +56,11 @@ def test_config_makes_a_training_step(path: Path) -> None:
     # The tokenizer says how large the vocabulary is; bytes and an end of document where it does not.
     vocab_size = config.data.tokenizer.to_dict().get("vocab_size", 257)
     torch.manual_seed(0)
-    module = LanguageModel(
-        config.model,
-        config.optimizer,
-        config.objective,
-        config.trainer.guard,
-        byte_lengths=torch.ones(vocab_size),
-        max_seq_len=SEQ_LEN,
-        max_steps=config.trainer.max_steps,
-        seed=config.seed,
-    )
+    module = build(config, vocab_size)
     assert sum(p.numel() for p in module.parameters()) == config.model.num_params(
         vocab_size, SEQ_LEN
     )
-    token_ids = torch.randint(vocab_size, (2, SEQ_LEN + 1))
-    batch = LoadedBatch(index=0, input_ids=token_ids[:, :-1], target_ids=token_ids[:, 1:])
+    batch = random_batch(vocab_size)
     configured = module.configure_optimizers()
     assert isinstance(configured, dict)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -80,3 +92,24 @@ def test_moe_yaml_is_the_default_written_out() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_config_starts_with_a_comment_that_says_what_it_is(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_a_batch_passes_through_sixteen_files_to_its_loss() -> None:
+    module, package = build(TrainConfig(), 257), Path(moe_ffn.__file__).parent
+    batch, entered = random_batch(257), set[str]()
+    module.on_train_batch_start(batch, 0)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(package):
+            entered.add(file.relative_to(package).as_posix())
+
+    sys.setprofile(note)
+    try:
+        module.training_step(batch, 0)
+    finally:
+        sys.setprofile(None)
+
+    print(len(entered), *sorted(entered))
+    assert {"routing/top_k.py", "ffn/moe.py", "training/objective.py"} <= entered
+    assert len(entered) <= 16
