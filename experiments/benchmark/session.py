@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from plotly.graph_objects import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
@@ -33,6 +32,9 @@ from experiments.benchmark.layers import (
 from experiments.benchmark.peers import PEERS, REFERENCE, SAME
 from experiments.benchmark.shapes import Shape
 from moe_ffn.files import write_whole
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Key = tuple[str, str]
 """The case and the name of a candidate."""
@@ -413,6 +415,8 @@ def chart(
         series: name -> case -> y.
         joined: whether a line connects the cases.
     """
+    from plotly.graph_objects import Figure  # late: `overhead` needs no plots
+
     figure = Figure()
     for number, (name, line) in enumerate(series.items()):
         figure.add_scatter(

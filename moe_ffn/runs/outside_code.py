@@ -6,14 +6,14 @@ goes on, or is generated from or traced, runs the code it began with.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import count
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from pydantic import BaseModel
 from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError
-from moe_ffn.import_path import Code, imported_code
+from moe_ffn.import_path import Code, file_of_module, imported_code
 from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.runs.json_files import CodeEntries, CodeEntry
 
-_OURS = ["moe_ffn", "experiments"]
+_OURS = {"moe_ffn", "experiments"}
 _MAX_BYTES = 10_000_000
 """No source file is longer."""
 
@@ -134,23 +134,46 @@ def _helpers(codes: list[Code]) -> dict[str, Path]:
 
     Those that are imported under a name made up at run time stay unknown.
     """
+    found: dict[str, Path] = {}
+    seen = {code.path.resolve() for code in codes if code.path is not None}
+    waiting = [(code.content, "" if code.is_file else code.where) for code in codes]
+    while waiting:
+        source, module = waiting.pop()
+        for name in _imported_names(source, module):
+            path = None if name.partition(".")[0] in _OURS else file_of_module(name)
+            if (
+                path is None
+                or path.resolve() in seen
+                or path.suffix != ".py"
+                or _is_installed(path)
+            ):
+                continue
+            seen.add(path.resolve())
+            found[name] = path
+            waiting.append((path.read_bytes(), name))
+    return found
+
+
+def _imported_names(source: bytes, module: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), module)
+            except ImportError:
+                continue
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _is_installed(path: Path) -> bool:
     homes = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    places = [p for p in sys.path if not any(Path(p).resolve().is_relative_to(h) for h in homes)]
-    finder = ModuleFinder(places, excludes=_OURS)
-    for code in codes:
-        with suppress(ImportError, SyntaxError, OSError):
-            if code.is_file:
-                finder.run_script(code.where)
-            else:
-                finder.import_hook(code.where)
-    own = {code.path.resolve() for code in codes if code.path is not None}
-    found = {name: getattr(module, "__file__", None) for name, module in finder.modules.items()}
-    files = {name: Path(file) for name, file in found.items() if file}
-    return {
-        name: path
-        for name, path in files.items()
-        if path.suffix == ".py" and path.resolve() not in own
-    }
+    return any(path.resolve().is_relative_to(home) for home in homes)
 
 
 KeyPath = tuple[str | int, ...]

@@ -112,7 +112,7 @@ def test_a_phone_shows_the_losses_first_and_keeps_the_names_of_the_runs(overlay:
     table = overlay.page.locator("table.runs")
     table.scroll_into_view_if_needed()
     heads = table.locator("thead th").all_text_contents()
-    assert heads[:2] == ["run", "validation loss (nats)"]
+    assert heads[:2] == ["run", "loss"]
     assert table.evaluate(IN_SIGHT) == [[True, True]] * 4
     table.evaluate("table => { table.parentElement.scrollLeft = 300 }")
     assert table.evaluate(IN_SIGHT) == [[True, False]] * 4

@@ -43,7 +43,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     page = Written(*folders)
 
     loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
-    cells = ["finished", "600 of 600", "swiglu", f"{loss:.4f}"]
+    cells = [f"{loss:.4f}", "finished", "600 of 600", "swiglu"]
     assert row_of(page.text, ["dense", *cells])
     assert " - - - 2.45 0.87 1.74 " in page.text
     assert row_of(page.text, ["optimizer.learning_rate", "0.003", "0.001", "0.003"])
