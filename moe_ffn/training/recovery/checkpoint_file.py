@@ -32,7 +32,7 @@ _ADVICE = re.compile(r"^Weights only load failed|weights_only")
 _ARCHIVE = b"PK\3\4"
 """The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
 
-_STEP = re.compile(rb"step:([ 0-9]{9}[0-9]) ")
+_STEP = re.compile(rb"step:( *[0-9]+)(?<=step:.{10}) ")
 _STEP_BYTES = len(b"step:0123456789 ")
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2

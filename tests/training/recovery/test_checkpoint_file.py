@@ -202,6 +202,20 @@ def test_the_step_beside_the_checksum_has_to_be_that_of_the_values(path: Path) -
         read_checkpoint(path)
 
 
+def test_a_step_with_any_bit_flipped_is_read_as_a_number_or_as_none(path: Path) -> None:
+    write_checkpoint({"global_step": 1007}, path)
+    good = path.read_bytes()
+    start = good.rindex(b"step:      1007 ")
+    for place in range(start, start + len(b"step:      1007 ")):
+        for bit in range(8):
+            damaged = bytearray(good)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+
+            found = step_inside(path)
+            assert found is None or found == int(damaged[start + 5 : start + 15])
+
+
 def test_a_disk_with_too_little_room_leaves_the_one_before(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
