@@ -262,7 +262,7 @@ def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> 
 def flow(parts: Sequence[str], width: int) -> list[str]:
     """The parts, two spaces between them, on lines of `width`; no line break within a part."""
     text = "  ".join(part.replace(" ", _SPACE) for part in parts)
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return [line.replace(_SPACE, " ") for line in lines]
 
 

@@ -98,6 +98,7 @@ def test_parts_are_broken_nowhere() -> None:
         "9 tokens/s",
     ]
     assert flow([], 80) == []
+    assert flow(["a b", "c"], -3) == ["a b", "c"], "a terminal of a few columns"
 
 
 def test_the_status_is_of_the_newest_row(fit: Callable[..., Fitted]) -> None:
