@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import unicodedata
 from collections.abc import Sequence
 from urllib.parse import parse_qs, urlsplit
 
@@ -53,6 +54,18 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(
                 f"--{name} ({given!r}) is no name as in https://wandb.ai/ENTITY/PROJECT, which is not empty "
                 f"and has no space at its ends and none of {' '.join(_NOT_IN_NAMES)}"
+            )
+    if hasattr(options, "name"):
+        # Otherwise it is pydantic that refuses symbols, with a traceback.
+        symbols = [c for c in options.name if unicodedata.category(c)[0] in "SC"]
+        if symbols or not options.name.strip():
+            raise ConfigError(
+                f"--name ({options.name!r}) "
+                + (
+                    f"must not hold {symbols[0]!r}: wandb takes no symbols"
+                    if symbols
+                    else "is empty"
+                )
             )
     if hasattr(options, "layers"):
         layers = {text: whole_number(text) for text in options.layers}

@@ -118,6 +118,15 @@ NO_NAME = (
         (["--entity", "e", "--project", "e/p"], f"--project ('e/p') {NO_NAME}"),
         (["--entity", "e\n", "--project", "p"], f"--entity ('e\\n') {NO_NAME}"),
         (["--entity", "e ", "--project", "p"], f"--entity ('e ') {NO_NAME}"),
+        ([*WHERE, "--name", " "], "--name (' ') is empty"),
+        (
+            [*WHERE, "--name", "a + b"],
+            "--name ('a + b') must not hold '+': wandb takes no symbols",
+        ),
+        (
+            [*WHERE, "--name", "\N{GRINNING FACE}"],
+            "--name ('\N{GRINNING FACE}') must not hold '\N{GRINNING FACE}': wandb takes no symbols",
+        ),
         ([*WHERE, "--layers", "-1"], "--layers '-1' is not the number of a layer, such as 0"),
         (
             [*WHERE, "--layers", "layer_03"],
