@@ -28,24 +28,34 @@ def building(folder: Path) -> Iterator[Path]:
     """A temporary folder beside `folder` that takes its place when the block ends without an error.
 
     The block closes the folder with `seal`. Where another process was faster, its folder stays
-    if it is whole. What others left half-built and abandoned is removed. An OSError, of a full disk or a
-    missing permission, becomes a ConfigError that names the option.
+    if it is whole. What others left half-built and abandoned is removed.
+
+    Raises:
+        ConfigError: the place cannot be written. What the block writes, it puts inside `writing`.
     """
-    cache_dir = folder.parent
     built = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(cache_dir)
-        built.mkdir()
+        with writing(built):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder.parent)
+            built.mkdir()
         yield built
-        _publish(built, folder)
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_dir: '{cache_dir}' cannot be written ({reason(error)}); "
-            "make room, or name another folder"
-        ) from error
+        with writing(built):
+            _publish(built, folder)
     finally:
         shutil.rmtree(built, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(built: Path) -> Iterator[None]:
+    """Make an OSError, of a full disk or a missing permission, a ConfigError that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: '{built.parent}' cannot be written ({reason(error)}); "
+            "make room, or name another folder"
+        ) from error
 
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.batches import require_window
-from moe_ffn.data.cache import building, read_meta, seal, write_json
+from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
 from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig
 from moe_ffn.data.split import Documents, Piece, SplitPlan, plan_split, split_pieces
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
@@ -175,14 +175,15 @@ def _build(config: DataConfig, plan: SplitPlan, folder: Path, report: _Report) -
     tokenizer = config.tokenizer.build(islice(train, 0, None, every_nth))
     with building(folder) as built:
         sizes = _encode(pieces("encoding"), tokenizer, built)
-        write_json(built / "tokenizer.json", tokenizer.to_dict())
         meta = {
             "corpus_sha256": plan.documents.corpus_sha256,
             "dtype": tokenizer.dtype.name,
             "notes": plan.notes,
             "splits": {split: asdict(size) for split, size in sizes.items()},
         }
-        seal(built, meta)
+        with writing(built):
+            write_json(built / "tokenizer.json", tokenizer.to_dict())
+            seal(built, meta)
 
 
 def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict[Split, SplitSize]:
@@ -190,12 +191,13 @@ def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, folder: Path) -> dict
     sizes: dict[Split, SplitSize] = {"train": SplitSize(), "validation": SplitSize()}
     within_document = dict.fromkeys(sizes, False)
     end_of_document = np.array([tokenizer.end_of_document], dtype=tokenizer.dtype)
-    with contextlib.ExitStack() as stack:
-        files = {
-            split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in sizes
-        }
-        for batch in _batched(pieces):
-            encoded = tokenizer.encode_batch([piece.text for piece in batch])
+    for batch in _batched(pieces):
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
+        # Nothing is left to be written while the corpus is read, whose errors are not of the cache.
+        with writing(folder), contextlib.ExitStack() as stack:
+            files = {
+                split: stack.enter_context((folder / f"{split}.bin").open("ab")) for split in sizes
+            }
             for piece, text_ids in zip(batch, encoded, strict=True):
                 ids = end_of_document if piece.ends_document else text_ids
                 files[piece.split].write(ids.tobytes())

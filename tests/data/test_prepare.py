@@ -223,6 +223,20 @@ class TestCache:
             prepared()
         assert list((tmp_path / "cache").iterdir()) == []
 
+    def test_is_not_blamed_for_a_corpus_that_fails_while_it_is_encoded(
+        self, prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pieces = prepare_module.split_pieces
+
+        def failing(*given: Any) -> Any:
+            yield from list(pieces(*given))[:9]
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+        monkeypatch.setattr(prepare_module, "split_pieces", failing)
+        with pytest.raises(ConnectionResetError):
+            prepared()
+        assert list((tmp_path / "cache").iterdir()) == []
+
     def test_what_a_killed_process_left_is_removed_a_day_later(
         self, prepared: Prepare, tmp_path: Path
     ) -> None:
