@@ -61,7 +61,8 @@ def changed(before: Documents, now: Documents) -> str | None:
     if before.corpus_sha256 == now.corpus_sha256:
         return None
     if before.digests is None or now.digests is None:
-        return f"the corpus changed: it has {now.count:,} documents and had {before.count:,}"
+        had = f" and had {before.count:,}" if now.count != before.count else ", as many as before"
+        return f"the corpus changed: it has {now.count:,} documents{had}"
     contents: list[dict[str, list[str]]] = []
     for digests in (before.digests, now.digests):
         contents.append(by_name := defaultdict(list))  # a name need not be unique
