@@ -112,8 +112,8 @@ def parse_config(
         options = merge(options, read_yaml(Path(path), where=f"--config {path}"))
     overrides = parse_overrides(rest)
     known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
-    for key in overrides.keys() - root.model_fields.keys():
-        if hint := did_you_mean(f"--{key}", known, cutoff=0.8):
+    for key in overrides:
+        if key not in root.model_fields and (hint := did_you_mean(f"--{key}", known, cutoff=0.8)):
             raise ConfigError(f"--{key}: unknown{hint}")
     options = merge(options, overrides)
     if flags.help is not None:

@@ -407,6 +407,11 @@ def test_a_flag_that_looks_like_another(refuse: Callable[..., str], flag: str, m
     assert refuse(flag, "3") == f"{flag}: unknown; did you mean '{meant}'?"
 
 
+def test_the_first_of_two_such_flags_is_named(refuse: Callable[..., str]) -> None:
+    for flags in (("--resum", "--confg"), ("--confg", "--resum")):
+        assert refuse(flags[0], "3", flags[1], "3").startswith(f"{flags[0]}: unknown")
+
+
 @pytest.mark.parametrize(
     ("flag", "meant"),
     [
