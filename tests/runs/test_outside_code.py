@@ -174,13 +174,17 @@ def test_what_a_file_imports_and_a_module_that_is_named_are_recorded_without_a_c
     (tmp_path / "helper_of_own.py").write_text("import json\nimport further_help")
     (tmp_path / "further_help.py").write_text("")
     (tmp_path / "named_module.py").write_text(OWN % "# a module")
-    own.write_text(OWN % "import helper_of_own, torch, os.path")
+    (tmp_path / "plain_folder").mkdir()  # no __init__.py in it
+    (tmp_path / "plain_folder" / "inner.py").write_text("")
+    own.write_text(OWN % "import helper_of_own, torch, os.path, plain_folder.inner")
 
     config = parse("--model.ffn", "own.py:Own", "--model.ffn_at", "{0: 'named_module:Own'}")
     entries = json.loads(code_files(config)["code.json"])
 
-    assert list(entries) == ["code/own.py", "named_module", "helper_of_own", "further_help"]
-    assert [entry["copied"] for entry in entries.values()] == [True, False, False, False]
+    named, helpers = list(entries)[:2], set(entries) - {"code/own.py", "named_module"}
+    assert named == ["code/own.py", "named_module"]
+    assert helpers == {"helper_of_own", "further_help", "plain_folder.inner"}
+    assert [entry["copied"] for entry in entries.values()] == [True, False, False, False, False]
     assert portable_options(config)["model"]["ffn_at"]["0"]["type"] == "named_module:Own"
 
 
