@@ -144,7 +144,7 @@ def require_training(
     taken = None if SCALER in values else step - num_skipped  # it leaves steps out, uncounted
     is_own = is_outside(type(config))
     _require_optimizer(values["optimizer_states"][0], optimizer, taken, is_own=is_own)
-    _require_callbacks(values["callbacks"], callbacks)
+    _require_callbacks(values["callbacks"], callbacks, step)
     _require_layers(values["callbacks"], module)
 
 
@@ -169,7 +169,7 @@ def _require_loops(found: Any, step: int, accumulated: int) -> None:
     require_count(found[name]["total"]["ready"], f"{path}.{name}.total.ready", batches, batches)
 
 
-def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback], step: int) -> None:
     for callback in callbacks:
         name, state = callback.state_key, callback.state_dict()
         if state:  # others are in no checkpoint
@@ -182,6 +182,8 @@ def _require_callbacks(found: Mapping[str, Any], callbacks: Iterable[Callback]) 
         for key in [key for key in found if key.startswith(name)]:
             require_same_kind(found[key], expected, f"callbacks.{name}")
     steps, seen = found["StepLogger"], found["ValidationLogger"]
+    require_count(steps["last_row_step"], "callbacks.StepLogger.last_row_step", most=step)
+    require_count(seen["last_step"], "callbacks.ValidationLogger.last_step", -1, step)
     last_row, last_look = steps["last_row_step"], steps["routing"]["last_look"]
     if (last_look > 0) != (last_row > 0) or last_look > last_row:
         problem = f"is {last_look}, but the last row is of step {last_row}"

@@ -236,8 +236,11 @@ def _problem(found: Tensor) -> str:
         return "must be a plain tensor, got a sparse, nested or quantized one"
     if found.device.type != "cpu":
         return "must hold values, got a tensor without any"
-    if any(size > 1 and not step for size, step in zip(found.shape, found.stride(), strict=True)):
-        return "has several numbers in one place"  # and may claim to be more than any memory holds
+    least = 1  # numbers between two of the next dimension, so that each has a place of its own
+    for stride, size in sorted(zip(found.stride(), found.shape, strict=True)):
+        if size > 1 and stride < least:
+            return "has several numbers in one place"  # and may claim more than any memory holds
+        least = max(least, stride * size)
     return "" if found.dtype in _NUMBERS else f"must hold ordinary numbers, got {_dtype(found)}"
 
 

@@ -39,6 +39,9 @@ STEPS = "callbacks/StepLogger"
 SEEN = "callbacks/ValidationLogger"
 KEEPER = "callbacks/CheckpointKeeper"
 
+OVERLAPPING = torch.zeros(2 * 10**6, dtype=torch.int64).as_strided((10**6, 10**6), (1, 1))
+"""A small file, and a tensor of 8,000 GB if somebody took its shape at its word."""
+
 
 def deep(levels: int, innermost: Any = None) -> Any:
     nested: Any = innermost
@@ -126,6 +129,7 @@ TRAINING: list[Case] = [
     (MOMENT, filled(NAN), "holds NaN in 'optimizer_states.0.state.0.exp_avg'"),
     (MOMENT, lambda t: t.long(), "must hold floating-point numbers, got int64"),
     (MOMENT, lambda t: t[:1].expand(16, 16), "has several numbers in one place"),
+    (MOMENT, lambda t: t.as_strided((16, 16), (1, 1)), "has several numbers in one place"),
     (MOMENT, Tensor.to_sparse, "must be a plain tensor, got a sparse"),
     (MOMENT, lambda t: t.to("meta"), "must hold values"),
     ("a shared moment", shared, "shares its place with another tensor"),
@@ -166,6 +170,13 @@ TRAINING: list[Case] = [
     (f"{STEPS}/routing/probe/layer_00", torch.ones(3), "probe.layer_00: must"),
     (f"{STEPS}/routing/last_look", 10**6, "routing.last_look: is 1000000, but"),
     (f"{STEPS}/rules/lasted", [["x", None, 1]], "rules.lasted.0.0: must be one of"),
+    (f"{STEPS}/last_row_step", 10, "last_row_step: must be a whole number from 0 to 7"),
+    (f"{STEPS}/last_row_step", 10**6, "last_row_step: must be a whole number from 0 to 7, got 1"),
+    (f"{STEPS}/routing/idle_steps", {"x": OVERLAPPING}, "idle_steps.x: has several numbers in one place"),
+    (f"{STEPS}/routing/probe", {"x": OVERLAPPING}, "probe.x: has several numbers in one place"),
+    (f"{SEEN}/last_step", 10, "last_step: must be a whole number from -1 to 7, got 10"),
+    (f"{SEEN}/last_step", 10**6, "last_step: must be a whole number from -1 to 7, got 1000000"),
+    (f"{SEEN}/last_step", -2, "last_step: must be at least -1, got -2"),
     (f"{SEEN}/last", {}, "ValidationLogger.last: has 0 values"),
     (f"{SEEN}/routing/layer_00/load", torch.ones(7), "load: must be a tensor (8,), got a tensor (7,)"),
     (f"{SEEN}/routing/layer_00", {"load": torch.ones(8)}, "routing.layer_00: lacks 'max_violation'"),
