@@ -146,15 +146,17 @@ def find_nan_source(
     if name := nonfinite_value(model.state_dict()):
         return f"the parameter {name}"
     for forward in batches:
-        found: list[str] = []
+        began, reached = list[str](), dict[str, str]()
 
         def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if not _is_finite((args, kwargs)):
-                found.append(f"the input of {name}")  # noqa: B023 - called in this round alone
+                reached[name] = f"the input of {name}"  # noqa: B023 - called in this round alone
 
         def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not _is_finite(output):
-                found.append(name)  # noqa: B023
+            if _is_finite(output):
+                reached.pop(name, None)  # noqa: B023 - a mask of infinities, which did no harm
+            elif _is_finite((args, kwargs)):
+                began.append(name)  # noqa: B023
 
         with ExitStack() as hooks:
             for name, module in model.named_modules():
@@ -164,8 +166,8 @@ def find_nan_source(
                 ):
                     hooks.enter_context(register(partial(hook, name), with_kwargs=True))
             losses = forward()
-        if found:
-            return found[0]
+        for name in (*began, *reached.values()):
+            return name
         if not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
             return f"the objective's {nonfinite_value(parts) or 'total'}"

@@ -80,6 +80,37 @@ def test_the_input(model: nn.Module) -> None:
     assert find_nan_source(model, [batch(model, x)]) == "the input of 0"
 
 
+class Masked(nn.Module):
+    """Hands a mask of -inf inward, as attention does; all that comes out is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Softmax()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, torch.tensor([0.0, -torch.inf]))
+
+
+class Softmax(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x + mask).softmax(-1)
+
+
+def test_a_mask_of_infinities_is_not_blamed_for_a_later_module(model: nn.Module) -> None:
+    masked = nn.Sequential(Masked(), *model.children())
+    masked.get_submodule("2.inner").register_forward_hook(break_output)
+    assert find_nan_source(masked, [batch(masked)]) == "2.inner"
+
+
+def test_nor_for_the_loss_or_a_gradient(model: nn.Module) -> None:
+    masked = nn.Sequential(Masked(), *model.children())
+    assert find_nan_source(masked, [batch(masked)]) is None
+    broken = batch(masked, loss=lambda y: y.mean() * torch.nan)
+    assert find_nan_source(masked, [broken]) == "the objective's total"
+    masked.get_parameter("2.inner.weight").register_hook(lambda g: g * torch.nan)
+    assert find_nan_source(masked, [batch(masked)]) == "the gradient of 2.inner.weight"
+
+
 def test_the_second_batch(model: nn.Module) -> None:
     broken = batch(model, torch.full((1, 2), torch.inf))
     assert find_nan_source(model, [batch(model), broken]) == "the input of 0"
