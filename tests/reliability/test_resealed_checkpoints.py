@@ -247,6 +247,12 @@ def test_it_is_passed_over_for_the_older_one(
     assert len(said) < 400, said
 
 
+def test_the_reason_that_the_documentation_quotes_is_given(scene: Scene) -> None:
+    reason = scene.refuse(changed(scene, "guard/num_skipped", -1))
+    text = Path(__file__).parents[2].joinpath("docs", "reliability.md").read_text()
+    assert f"`{reason}`" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(("path", "value", "reason"), cases(named(WEIGHTS), quick=15))
 def test_no_model_is_read_from_it(
     scene: Scene,
