@@ -194,6 +194,21 @@ ALSO_CALLED = {
 }
 """What other programs and papers call an option -> the last part of its path here."""
 
+NOT_OF_THE_TRAINER = {
+    "barebones": "the loggers and checkpoints of a run are its result",
+    "callbacks": "they are objects; write a program with moe_ffn.runs.assemble",
+    "enable_checkpointing": "the best and the last weights are always kept",
+    "enable_model_summary": "the model table stands for it",
+    "enable_progress_bar": "the progress display stands for it",
+    "logger": "use logging",
+    "num_sanity_val_steps": "the first validation comes soon enough",
+    "overfit_batches": "give data.corpus a small text",
+    "plugins": "they are objects; write a program with moe_ffn.runs.assemble",
+    "sync_batchnorm": "no block has a BatchNorm; one of yours may hold torch.nn.SyncBatchNorm",
+    "use_distributed_sampler": "every rank takes its part of each batch already",
+}
+"""Arguments of `lightning.Trainer` that have no option here, and why."""
+
 MAX_NAMED = 3
 """If more options than this might be meant, only the first are named."""
 
@@ -206,6 +221,8 @@ def explain_unknown(path: str, message: str, tree: Option) -> str:
     """
     if found := _same_name(path, tree.everything()):
         return f"unknown{_did_you_mean(found)}"
+    if why := NOT_OF_THE_TRAINER.get(path.removeprefix("trainer.")):
+        return f"is set by the program itself; {why}"
     if "did you mean" in message:
         return message
     if of_another_type := _of_another_type(path, tree):

@@ -64,6 +64,16 @@ REFUSED = {
         "--trainer.val_check_interval 3",
         "trainer.val_check_interval: unknown; did you mean 'trainer.validate_every_n_steps'?",
     ),
+    "Lightning argument with a name like an option's": (
+        "--trainer.enable_checkpointing false",
+        "trainer.enable_checkpointing: is set by the program itself; the best and the last weights are "
+        "always kept",
+    ),
+    "Lightning argument that is an object": (
+        "--trainer.callbacks []",
+        "trainer.callbacks: is set by the program itself; they are objects; write a program with "
+        "moe_ffn.runs.assemble",
+    ),
     # -- types
     "unknown block": (
         "--model.ffn.type swiglo",
