@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,23 @@ def parse_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str], bo
         usage=f"{command('compare')} FILE ... [--name NAME]\n       [--SECTION.OPTION VALUE ...]",
         description=__doc__,
     )
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="config files")
     parser.add_argument("--name", help="folder of the comparison in run.output_dir")
     parser.add_argument(FLAG, action="store_true", help=HELP)
-    given, overrides = parser.parse_known_args(argv)
-    if argv[0].startswith("-"):
+    # As a positional of argparse they would take the value of an option that is not its own.
+    given, rest = parser.parse_known_args(argv)
+    files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
+    if not files:
         raise ConfigError(
             f"give the config files first: {command('compare')} configs/routers/*.yaml"
         )
     if given.name is not None and (problem := not_a_folder_name(given.name)):
         raise ConfigError(f"--name: {problem}")
-    stems = [file.stem for file in given.files]
+    stems = [file.stem for file in files]
     for stem in stems:
         if stems.count(stem) > 1:
             raise ConfigError(f"two config files are called '{stem}'; a run is named by its file")
     name = given.name or f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
-    return given.files, name, overrides, given.trust_code
+    return files, name, rest[len(files) :], given.trust_code
 
 
 def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:

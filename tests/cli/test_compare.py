@@ -125,6 +125,14 @@ def test_mistakes_are_told_in_a_sentence(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+@pytest.mark.parametrize("before", [["--trust-code"], ["--name", "all"], []])
+def test_flags_of_its_own_may_stand_before_the_files(before: list[str]) -> None:
+    files, _, overrides, trust_code = compare.parse_arguments([*before, "a.yaml", "--seed", "1"])
+
+    assert (files, overrides) == ([Path("a.yaml")], ["--seed", "1"])
+    assert trust_code == ("--trust-code" in before)
+
+
 def test_a_misspelt_option_stops_before_anything_is_trained(
     run_compare: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
