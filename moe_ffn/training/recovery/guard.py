@@ -146,27 +146,8 @@ def find_nan_source(
     if name := nonfinite_value(model.state_dict()):
         return f"the parameter {name}"
     for forward in batches:
-        began, reached = list[str](), dict[str, str]()
-
-        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not _is_finite((args, kwargs)):
-                reached[name] = f"the input of {name}"  # noqa: B023 - called in this round alone
-
-        def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if _is_finite(output):
-                reached.pop(name, None)  # noqa: B023 - a mask of infinities, which did no harm
-            elif _is_finite((args, kwargs)):
-                began.append(name)  # noqa: B023
-
-        with ExitStack() as hooks:
-            for name, module in model.named_modules():
-                for register, hook in (
-                    (module.register_forward_pre_hook, before),
-                    (module.register_forward_hook, after),
-                ):
-                    hooks.enter_context(register(partial(hook, name), with_kwargs=True))
-            losses = forward()
-        for name in (*began, *reached.values()):
+        losses, name = _forward_and_source(model, forward)
+        if name is not None:
             return name
         if not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
@@ -179,6 +160,37 @@ def find_nan_source(
 def nonfinite_value(state: Mapping[str, Any]) -> str | None:
     """The name of the first tensor in `state` with NaN or infinity; None without any."""
     return next((name for name, value in state.items() if not _is_finite(value)), None)
+
+
+def _forward_and_source(
+    model: nn.Module, forward: Callable[[], Objective]
+) -> tuple[Objective, str | None]:
+    """The losses of a forward pass, and the first module that makes NaN or infinity in it.
+
+    Where none does, the first that is handed some, unless its output is finite: a mask of infinities does no
+    harm.
+    """
+    makers, handed = list[str](), dict[str, str]()
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not _is_finite((args, kwargs)):
+            handed[name] = f"the input of {name}"
+
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if _is_finite(output):
+            handed.pop(name, None)
+        elif _is_finite((args, kwargs)):
+            makers.append(name)
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            for register, hook in (
+                (module.register_forward_pre_hook, before),
+                (module.register_forward_hook, after),
+            ):
+                hooks.enter_context(register(partial(hook, name), with_kwargs=True))
+        losses = forward()
+    return losses, next(iter((*makers, *handed.values())), None)
 
 
 def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
