@@ -1,9 +1,30 @@
-"""Programs are run where they may write."""
+"""A synthetic run and its page; programs are run where they may write."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from tests.helpers.synthetic_run import write_run
+from tests.helpers.written_page import Written
 
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(stay_in_tmp_path: None) -> None: ...
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "runs" / "moe")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that no test changes, beside its page."""
+    return write_run(tmp_path_factory.mktemp("runs") / "moe")
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Written:
+    return Written(folder)

@@ -22,22 +22,6 @@ from tests.helpers.written_page import Written, row_of, without_plots
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def moe(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "runs" / "moe")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody changes, beside its page."""
-    return write_run(tmp_path_factory.mktemp("runs") / "moe")
-
-
-@pytest.fixture(scope="module")
-def page(folder: Path) -> Written:
-    return Written(folder)
-
-
 def test_the_head_of_a_page(folder: Path, page: Written) -> None:
     summary = json.loads((folder / "summary.json").read_text())
 

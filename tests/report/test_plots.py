@@ -26,22 +26,6 @@ from tests.helpers.synthetic_run import write_metrics, write_run
 from tests.helpers.written_page import Written
 
 
-@pytest.fixture
-def moe(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "runs" / "moe")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody changes, beside its page."""
-    return write_run(tmp_path_factory.mktemp("runs") / "moe")
-
-
-@pytest.fixture(scope="module")
-def page(folder: Path) -> Written:
-    return Written(folder)
-
-
 def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
     page: Written,
 ) -> None:
