@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, require_count
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig
-from moe_ffn.ffn.base import RouterInfo
+from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
@@ -232,6 +232,18 @@ def _parse_slice(text: str) -> slice:
     return slice(*numbers)
 
 
+def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
+    """The block, its weights drawn from a seed of their own.
+
+    However many numbers it draws, the rest of the model begins with the same weights: two models of one
+    seed that differ in their feed-forward blocks differ in nothing else.
+    """
+    seed = int(torch.randint(2**63 - 1, ()))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return ffn.build(d_model)
+
+
 class Block(nn.Module):
     """A layer: attention and a feed-forward block, each added to the residual stream.
 
@@ -244,7 +256,7 @@ class Block(nn.Module):
         self.pre_norm = config.norm_placement == "pre"
         self.attention = SelfAttention(config.attention, config.d_model, config.causal)
         self.attention_norm = config.norm.build(config.d_model)
-        self.ffn = ffn.build(config.d_model)
+        self.ffn = _build_apart(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -466,3 +466,27 @@ def test_state_dict_restores_the_model() -> None:
 def test_the_same_seed_builds_the_same_model() -> None:
     first, second = build(seed=3).state_dict(), build(seed=3).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        "identity",
+        "swiglu",
+        {"type": "dense", "d_ff": 40},
+        {"type": "moe", "num_experts": 3},
+        "conv",
+    ],
+)
+def test_models_of_one_seed_differ_in_their_ffn_alone(ffn: Any) -> None:
+    one = build(ffn="dense")
+    other = build(ffn=ffn).state_dict()
+    beside = {name: value for name, value in one.state_dict().items() if ".ffn." not in name}
+    assert len(beside) > 10
+    for name, value in beside.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_blocks_of_different_layers_begin_with_different_weights() -> None:
+    first, second = (layer.ffn.up.weight for layer in build(ffn="dense", num_layers=2).layers)
+    assert not torch.equal(first, second)
