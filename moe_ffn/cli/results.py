@@ -36,6 +36,10 @@ MAX_COACTIVATION_EXPERTS = 64
 """With more experts, the summary leaves out the matrix of which are chosen together, to stay small."""
 
 
+MAX_WINDOWS = 1024
+"""Of which a summary keeps the loss; a bootstrap needs no more."""
+
+
 def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
     """The content of `summary.json` of a finished run; see `runs.json_files.Summary`.
 
@@ -48,10 +52,21 @@ def summary_of(callbacks: RunCallbacks, unigram_loss: float) -> dict[str, Any]:
         "validation_bits_per_byte": validation.last["bits_per_byte"],
         "unigram_loss": unigram_loss,
         "tokens_per_second": steps.tokens_per_second,
+        "num_tokens": steps.total_tokens,
+        "train_seconds": steps.total_seconds,
+        "wall_seconds": steps.total_seconds + steps.validation_seconds,
+        "peak_memory_bytes": steps.peak_memory_bytes,
+        "window_losses": window_losses(validation.window_losses),
         "num_alarms": steps.alarm_log.num_alarms,
         "num_skipped_steps": steps.num_skipped,
         "routing": validation.routing,
     }
+
+
+def window_losses(losses_N: Tensor) -> list[float]:
+    """The mean loss of each of N windows to 5 digits; of equally many neighbours where they are too many."""
+    size = -(-len(losses_N) // MAX_WINDOWS) or 1
+    return [round(part.mean().item(), 5) for part in losses_N.split(size)]
 
 
 def print_results(

@@ -5,6 +5,7 @@ B sequences in a batch, S tokens in a sequence. A window is a sequence and its n
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -173,6 +174,12 @@ class ValidationBatches(_Batches):
     def _starts(self) -> np.ndarray:
         wanted = max(1, self.num_tokens // self.seq_len)
         return spread_starts(len(self.tokens), self.seq_len, wanted)
+
+    @property
+    def sha256(self) -> str:
+        """Of every window in order, and of their length: equal where validations read the same."""
+        windows = np.ascontiguousarray(self._windows(self._starts), dtype="<u4")
+        return hashlib.sha256(f"{windows.shape} ".encode() + windows.tobytes()).hexdigest()
 
     @property
     def targets(self) -> np.ndarray:

@@ -32,9 +32,9 @@ from moe_ffn.runs.folder import (
 )
 from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.outside_code import portable_options
-from moe_ffn.runs.record import RUN_ID, checkpoint_identity
+from moe_ffn.runs.record import RUN_ID, checkpoint_identity, tokenizer_sha256
 from moe_ffn.training.config import resolve_precision
-from moe_ffn.training.data_module import TokenData
+from moe_ffn.training.data_module import TokenData, validation_batches
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
 from moe_ffn.training.monitoring.callbacks import (
@@ -43,6 +43,7 @@ from moe_ffn.training.monitoring.callbacks import (
     StepLogger,
     ValidationLogger,
 )
+from moe_ffn.training.monitoring.hardware import describe_hardware
 from moe_ffn.training.monitoring.loggers import MetricsFile, wandb_logger
 from moe_ffn.training.monitoring.progress import progress_display
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper, KeptFiles
@@ -252,17 +253,24 @@ def run_facts(
 ) -> dict[str, Any]:
     """What a run is filtered by later: its options, its code, its corpus and its size."""
     vocab_size, seq_len = data.tokenizer.vocab_size, config.data.seq_len
+    d_model, ffns = config.model.d_model, config.model.layer_ffns()
     return {
         **portable_options(config),
         "ffn_type": "+".join(ffn_types(config)),
         RUN_ID: run_id,
         "git_revision": git_revision(),
         "corpus_sha256": data.corpus_sha256,
+        "tokenizer_sha256": tokenizer_sha256(data.tokenizer.to_dict()),
+        "validation_sha256": validation_batches(config.data, data).sha256,
         "precision": precision,
         "num_threads": torch.get_num_threads(),
         "num_params": config.model.num_params(vocab_size, seq_len),
         "num_active_params": config.model.num_active_params(vocab_size, seq_len),
         "flops_per_token": config.model.flops_per_token(vocab_size, seq_len),
+        "ffn_params": sum(ffn.num_params(d_model) for ffn in ffns),
+        "ffn_active_params": sum(ffn.num_active_params(d_model) for ffn in ffns),
+        "ffn_flops_per_token": sum(ffn.flops_per_token(d_model, seq_len) for ffn in ffns),
+        "hardware": describe_hardware(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
 

@@ -74,6 +74,7 @@ _FILLED_LATER: Mapping[str, TypeAdapter[Any]] = {
         "guard.losses": Annotated[_Losses, Field(max_length=STEPS_OF_MEDIAN)],
         "callbacks": dict[str, Any],
         "callbacks.StepLogger.window.sums": _Tensors,
+        "callbacks.StepLogger.window.step_seconds": list[_Seconds],
         "callbacks.StepLogger.routing.load": dict[str, _Tensors],
         "callbacks.StepLogger.routing.idle_steps": _Tensors,
         "callbacks.StepLogger.routing.probe": _Tensors,
@@ -84,6 +85,9 @@ _FILLED_LATER: Mapping[str, TypeAdapter[Any]] = {
         "callbacks.ValidationLogger.last": dict[Literal["loss", "bits_per_byte"], float],
         "callbacks.ValidationLogger.last_step": Annotated[int, Field(ge=-1)],
         "callbacks.ValidationLogger.routing": dict[str, _Tensors],
+        "callbacks.ValidationLogger.window_losses": Annotated[
+            Tensor, AfterValidator(require_ordinary)
+        ],
         "callbacks.CheckpointKeeper.best_loss": _Loss,
         "callbacks.CheckpointKeeper.missed_loss": _Loss,
         "callbacks.EarlyStoppingByOptions.stopping_reason": Annotated[int, Field(ge=0, le=3)],

@@ -88,9 +88,21 @@ class Facts(JsonFile):
     """The number format it is trained in."""
     git_revision: str | None = None
     corpus_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    validation_sha256: str | None = None
+    """Of the windows of every validation."""
     num_params: Count | None = None
     num_active_params: Count | None = None
     flops_per_token: Count | None = None
+    ffn_params: Count | None = None
+    """Of all feed-forward blocks together, as the next two."""
+    ffn_active_params: Count | None = None
+    ffn_flops_per_token: Count | None = None
+    num_threads: Count | None = None
+    versions: dict[str, str] = {}
+    """Of Python and torch."""
+    hardware: dict[str, str | int | None] = {}
+    """Processor, cores, GPU."""
 
     @property
     def is_whole(self) -> bool:
@@ -117,6 +129,17 @@ class Summary(JsonFile):
     unigram_loss: float | None = None
     """What a model that knows only the frequencies scores, in nats per token."""
     tokens_per_second: float | None = None
+    num_tokens: Count | None = None
+    """Tokens trained on, of all ranks, those of a resumed run counted once."""
+    train_seconds: float | None = None
+    """Of training steps alone."""
+    wall_seconds: float | None = None
+    """From the first step to the end, validations and checkpoints included, over all processes of the run."""
+    peak_memory_bytes: Count | None = None
+    """On a GPU of tensors, else of the process; the most of all processes of a resumed run, on rank 0."""
+    window_losses: list[float | None] = []
+    """Mean loss of each window of the last validation, in nats per token, of neighbours together where
+    there are very many."""
     num_alarms: Count | None = None
     num_skipped_steps: Count | None = None
     routing: dict[str, LayerSummary] = {}

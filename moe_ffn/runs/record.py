@@ -90,8 +90,16 @@ def identity_of_weights(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, 
 
 
 def _hash(tokenizer: Tokenizer) -> dict[str, str]:
-    values = json.dumps(tokenizer.to_dict(), sort_keys=True)
-    return {"sha256": hashlib.sha256(values.encode()).hexdigest()}
+    return {"sha256": tokenizer_sha256(tokenizer.to_dict())}
+
+
+def tokenizer_sha256(values: Mapping[str, Any]) -> str:
+    """By which tokenizers are told apart.
+
+    Args:
+        values: its `to_dict`, as `tokenizer.json` holds it.
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_identity(

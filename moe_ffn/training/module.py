@@ -57,6 +57,13 @@ class RoutedOutput(TypedDict):
     shared_shares: dict[str, Tensor]
 
 
+class ValidationOutput(RoutedOutput):
+    """The result of a validation step for callbacks."""
+
+    window_losses: Tensor
+    """(B,), the mean cross-entropy of each sequence, in nats per token."""
+
+
 class TrainStepOutput(RoutedOutput):
     """The result of a training step for callbacks; all but `loss` is detached."""
 
@@ -171,7 +178,7 @@ class LanguageModel(LightningModule):
         if self.skipped_step is not None:
             self.guard.require_progress(self.skipped_step)
 
-    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> RoutedOutput:
+    def validation_step(self, batch: LoadedBatch, batch_idx: int) -> ValidationOutput:
         # The same tokens are masked in every validation and on any number of ranks.
         generator = torch.Generator(self.device).manual_seed(max(batch["index"], 0))
         input_ids, target_ids = self._inputs_and_targets(batch, generator)
@@ -179,7 +186,13 @@ class LanguageModel(LightningModule):
         nats, targets = cross_entropy_of(output.logits, target_ids, "none"), target_ids.flatten()
         counted = targets != IGNORED_TARGET
         self.validation_metrics.update(nats[counted], self.byte_lengths[targets[counted]])
-        return RoutedOutput(routings=output.routings, shared_shares=output.shared_shares)
+        counted_BS = counted.view_as(target_ids)
+        nats_BS = nats.view_as(target_ids).where(counted_BS, 0.0)
+        return ValidationOutput(
+            routings=output.routings,
+            shared_shares=output.shared_shares,
+            window_losses=nats_BS.sum(1) / counted_BS.sum(1).clamp(min=1),
+        )
 
     def on_validation_epoch_end(self) -> None:
         values = self.validation_metrics.compute()

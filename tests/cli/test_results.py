@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from moe_ffn.cli import results
-from moe_ffn.cli.results import print_results
+from moe_ffn.cli.results import print_results, window_losses
 from moe_ffn.runs.json_files import Summary
 
 
@@ -24,6 +24,11 @@ def shown(tmp_path: Path, not_judged: Sequence[str] = (), **replaced: Any) -> st
         "validation_bits_per_byte": 3.6,
         "unigram_loss": 3.0,
         "tokens_per_second": 1000.0,
+        "num_tokens": 4000,
+        "train_seconds": 4.0,
+        "wall_seconds": 5.0,
+        "peak_memory_bytes": 10**8,
+        "window_losses": [],
         "num_alarms": 0,
         "num_skipped_steps": 0,
         "routing": {},
@@ -82,3 +87,11 @@ def test_every_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
 
     assert len(lines) > len(results._FILES)
     assert max(map(len, [line for line in lines if str(tmp_path) not in line])) <= 80
+
+
+def test_neighbouring_windows_are_one_where_there_are_very_many() -> None:
+    assert window_losses(torch.tensor([0.5, 1.25, 2.0])) == [0.5, 1.25, 2.0]
+    found = window_losses(torch.arange(2500.0))
+    assert len(found) == 834
+    assert found[:2] == [1.0, 4.0]
+    assert found[-1] == 2499.0

@@ -118,7 +118,7 @@ def test_metrics_jsonl_has_the_promised_columns(moe_run: Any) -> None:
         "step",
         *("train/loss", "train/objective", "train/load_balance", "train/router_z"),
         *("train/tokens_per_second", "train/learning_rate", "train/gradient_norm"),
-        "train/skipped_steps",
+        *("train/skipped_steps", "train/seconds", "train/step_seconds"),
         *("validation/loss", "validation/bits_per_byte"),
         *(
             f"{split}routing/layer_{layer:02d}/{name}"

@@ -21,7 +21,9 @@ from moe_ffn.training.monitoring.json_lines import Row, num_damaged, read_lines
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first, read_checkpoint
 
 OF_ONE_RUN = {
-    "train/tokens_per_second", "tokens_per_second", "total_seconds", "seconds", "run_id"
+    "train/tokens_per_second", "tokens_per_second", "total_seconds", "seconds", "run_id",
+    "train/seconds", "train/step_seconds", "step_seconds", "train_seconds", "validation_seconds",
+    "wall_seconds", "peak_memory_bytes",
 }  # fmt: skip
 """Keys of what no two runs have alike."""
 MISSING = object()

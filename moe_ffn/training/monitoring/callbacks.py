@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,15 +25,22 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import first_line
 from moe_ffn.training.config import LoggingConfig
 from moe_ffn.training.data_module import FILLER
-from moe_ffn.training.module import LanguageModel, LoadedBatch, RoutedOutput, TrainStepOutput
+from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput, ValidationOutput
 from moe_ffn.training.monitoring import Checkpointed
 from moe_ffn.training.monitoring.alarms import AlarmLog, AlarmRules
-from moe_ffn.training.monitoring.json_lines import STEP_KEY, JsonLines
+from moe_ffn.training.monitoring.hardware import peak_memory
+from moe_ffn.training.monitoring.json_lines import (
+    STEP_KEY,
+    STEP_SECONDS,
+    TRAIN_SECONDS,
+    JsonLines,
+)
 from moe_ffn.training.monitoring.routing_window import (
     ByLayer,
     RoutingByLayer,
     RoutingWindow,
     all_gather_scalar,
+    gather_by_index,
     own_rank,
 )
 from moe_ffn.training.recovery.guard import Diverged
@@ -79,6 +87,8 @@ class StepLogger(Checkpointed, Callback):
         "_last_row_step",
         "total_tokens",
         "total_seconds",
+        "validation_seconds",
+        "peak_memory_bytes",
     )
 
     def __init__(self, config: LoggingConfig, rules: AlarmRules, alarm_log: AlarmLog) -> None:
@@ -93,6 +103,11 @@ class StepLogger(Checkpointed, Callback):
         """Optimizer steps of the whole run that were not taken."""
         self.total_tokens = 0
         self.total_seconds = 0.0
+        """Of training steps alone."""
+        self.validation_seconds = 0.0
+        """Of validations, their texts, and the checkpoints written between them and the step before."""
+        self.peak_memory_bytes = 0
+        """See `peak_memory`; of a resumed run the most of all its processes."""
         self._routing = RoutingWindow(config)
         self._window = _LossWindow()
         self._clock = 0.0
@@ -116,7 +131,13 @@ class StepLogger(Checkpointed, Callback):
         self._clock = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = time.perf_counter()
+        self.validation_seconds += self._lap()
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak_memory(pl_module.device))
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._clock = self._clock, time.perf_counter()
+        return self._clock - before
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -147,9 +168,10 @@ class StepLogger(Checkpointed, Callback):
                 self.alarm_log.report(self.rules.skipped(skipped), trainer.loggers)
             # Reading the values waits for the device, so it belongs to the time that was worked.
             row = self._values(trainer, pl_module) if ends_row else None
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        seconds = self._lap()
         self._window.seconds += seconds
+        if trainer.global_step == step:
+            self._window.end_clock_of_step()
         self.total_seconds += seconds
         self.total_tokens += tokens
         if row is not None:
@@ -181,6 +203,12 @@ class StepLogger(Checkpointed, Callback):
     def _write(self, row: LoggedRow, trainer: Trainer) -> None:
         if self._window.seconds:
             row["train/tokens_per_second"] = self._window.tokens / self._window.seconds
+        row[TRAIN_SECONDS] = self.total_seconds
+        if self._window.step_seconds:
+            row[STEP_SECONDS] = median(self._window.step_seconds)
+        self.peak_memory_bytes = max(
+            self.peak_memory_bytes, peak_memory(trainer.lightning_module.device)
+        )
         log_row(trainer, row)
         step = trainer.global_step
         if trainer.is_global_zero:
@@ -197,7 +225,7 @@ class StepLogger(Checkpointed, Callback):
 class _LossWindow(Checkpointed):
     """Sums since the last row, over the steps that were taken."""
 
-    in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds")
+    in_checkpoint = ("num_batches", "num_skipped", "tokens", "seconds", "step_seconds")
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_batches: int = 0
@@ -205,6 +233,8 @@ class _LossWindow(Checkpointed):
     """Steps that were not taken."""
     tokens: int = 0
     seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    """Of each step, taken or not."""
     of_step: list[dict[str, Tensor]] = field(default_factory=list)
     """The batches of the step that has not ended."""
 
@@ -225,6 +255,9 @@ class _LossWindow(Checkpointed):
         self.num_batches += len(self.of_step) * taken
         self.num_skipped += not taken
         self.of_step = []
+
+    def end_clock_of_step(self) -> None:
+        self.step_seconds.append(self.seconds - sum(self.step_seconds))
 
     def means(self, trainer: Trainer) -> dict[str, float]:
         """Mean losses over the row's batches and ranks; nan where no step was taken."""
@@ -247,7 +280,7 @@ class _LossWindow(Checkpointed):
 class ValidationLogger(Checkpointed, Callback):
     """Adds each validation to the loggers, and keeps the last one."""
 
-    in_checkpoint = ("last", "last_step", "routing")
+    in_checkpoint = ("last", "last_step", "routing", "window_losses")
 
     def __init__(self) -> None:
         self.last: dict[str, float] = {}
@@ -256,22 +289,29 @@ class ValidationLogger(Checkpointed, Callback):
         """The optimizer step it was made at; -1 before the first."""
         self.routing: ByLayer = {}
         """For each sparse layer, what was measured of it over the newest validation."""
+        self.window_losses = torch.zeros(0)
+        """(num_windows,), the mean loss of each sequence of the newest validation, in their order."""
         self._routing = RoutingByLayer("every batch", "last step", "validation")
+        self._of_batches: dict[int, Tensor] = {}
 
     def on_validation_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: RoutedOutput,
+        outputs: ValidationOutput,
         batch: LoadedBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         counted = batch["index"] != FILLER
         self._routing.update(outputs["routings"], counted, outputs["shared_shares"])
+        if counted:
+            self._of_batches[batch["index"]] = outputs["window_losses"]
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.routing = self._routing.close()
+        self.window_losses = gather_by_index(self._of_batches)
+        self._of_batches = {}
         self.last_step = trainer.global_step
         metrics = trainer.callback_metrics
         self.last = {

@@ -23,6 +23,10 @@ STEP_KEY = "step"
 """The key of the optimizer step in every line."""
 VALIDATION_LOSS = "validation/loss"
 """A key of the rows of validations alone."""
+TRAIN_SECONDS = "train/seconds"
+"""The key of the seconds that training has taken so far, validations left out, in rows of training."""
+STEP_SECONDS = "train/step_seconds"
+"""The key of the median seconds of the row's optimizer steps, which a pause of the machine does not move."""
 
 
 Cell = float | list[float | None] | None

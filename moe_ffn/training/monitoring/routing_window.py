@@ -121,6 +121,18 @@ def own_rank(values_R: Tensor) -> Tensor:
     return values_R[distributed.get_rank() if distributed.is_initialized() else 0]
 
 
+def gather_by_index(of_batches: Mapping[int, Tensor]) -> Tensor:
+    """The values of the batches of all ranks in the order of their index, on the CPU. A collective."""
+    of_ranks: list[Mapping[int, list[float]]] = [{}] * num_ranks()
+    own = {index: values.tolist() for index, values in of_batches.items()}
+    if num_ranks() == 1:
+        of_ranks = [own]
+    else:
+        distributed.all_gather_object(of_ranks, own)
+    found = {index: values for of_rank in of_ranks for index, values in of_rank.items()}
+    return torch.tensor([value for index in sorted(found) for value in found[index]])
+
+
 PART_OF_BATCH = 1 / 4
 """A look at a quarter of a batch costs about a twelfth of a training step on all of it."""
 

@@ -132,6 +132,43 @@ def test_tokens_per_second_leaves_validations_and_their_texts_out(
     assert fitted.watchers.steps.tokens_per_second == pytest.approx(256 / 4.5)
 
 
+def test_rows_say_how_long_training_took_so_far_and_a_step_of_theirs(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    pauses = iter([0, 0, 7, 0, 0, 0])
+    begin = clock.on_train_batch_start
+
+    def on_train_batch_start(*args: Any) -> None:
+        begin()
+        clock.now += next(pauses)
+
+    monkeypatch.setattr(clock, "on_train_batch_start", on_train_batch_start)
+
+    fitted = fit(clock, logging={"every_n_steps": 3})
+
+    rows = [row for _, row in fitted.logger.named("train")]
+    assert [row["train/seconds"] for row in rows] == pytest.approx([10.5, 14])
+    # The third step had the pause, the last of each row its reading.
+    assert [row["train/step_seconds"] for row in rows] == pytest.approx([1, 1])
+    steps = fitted.watchers.steps
+    validations = len(fitted.logger.named("validation"))
+    batches = len(validation_batches(fitted.config.data, fitted.data))
+    assert steps.validation_seconds == pytest.approx(validations * (1e3 * batches + 1e4))
+    assert steps.peak_memory_bytes > 50e6, "torch alone takes more"
+
+
+def test_the_seconds_of_a_step_are_those_of_all_its_batches(
+    fit: Callable[..., Fitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted = fit(
+        Clock(monkeypatch), logging={"every_n_steps": 3}, trainer={"accumulate_grad_batches": 2}
+    )
+
+    rows = [row for _, row in fitted.logger.named("train")]
+    assert [row["train/step_seconds"] for row in rows] == pytest.approx([2, 2])
+
+
 def test_tokens_are_those_of_all_ranks(
     make_config: Callable[..., TrainConfig], prepared: PreparedData, tmp_path: Path
 ) -> None:
@@ -306,6 +343,24 @@ def test_validation_is_the_model_s_loss_and_load_on_every_batch(
     found = fitted.watchers.validation
     assert found.last["loss"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
     torch.testing.assert_close(found.routing["layer_01"]["load"], pairs / pairs.sum())
+
+
+def test_the_loss_of_each_window_is_kept_in_their_order(fit: Callable[..., Fitted]) -> None:
+    fitted = fit(model=MOE)
+    model = fitted.module.decoder.eval()
+    with torch.no_grad():
+        expected = torch.cat(
+            [
+                torch.nn.functional.cross_entropy(
+                    model(batch.input_ids).logits.mT, batch.target_ids, reduction="none"
+                ).mean(1)
+                for batch in validation_batches(fitted.config.data, fitted.data)
+            ]
+        )
+
+    found = fitted.watchers.validation
+    torch.testing.assert_close(found.window_losses, expected, rtol=1e-5, atol=1e-6)
+    assert found.window_losses.mean().item() == pytest.approx(found.last["loss"], rel=1e-5)
 
 
 def test_a_validation_does_not_see_the_one_before(fit: Callable[..., Fitted]) -> None:
