@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,6 +62,20 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             swapped = "type" in old and new.get("type", old["type"]) != old["type"]
             merged[key] = new if swapped else merge(old, new)
     return merged
+
+
+def nest(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """(dotted key, value) as nested mappings, later ones winning.
+
+    What is set inside a mapping wins over the mapping, in whichever order they are given:
+    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
+    """
+    result: dict[str, Any] = {}
+    for path, value in sorted(options, key=lambda option: option[0].count(".")):
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        result = merge(result, value)
+    return result
 
 
 def _as_options(value: Any) -> Mapping[str, Any] | None:

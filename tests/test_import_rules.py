@@ -75,7 +75,8 @@ for _room, _below in {
         "config_files",
         "import_path",
     },
-    "report": {"runs"},
+    "studies": {"runs", "option_tree"},
+    "report": {"studies"},
     "cli": {"report", "option_tree"},
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))

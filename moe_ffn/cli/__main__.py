@@ -16,6 +16,7 @@ PROGRAMS = {
     "generate": "continue a prompt with a run's best weights",
     "report": "write the page of a run, or of several runs in the same plots",
     "compare": "train several configs, one after the other, and print their results side by side",
+    "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "dashboard": "make a workspace in wandb that shows the runs",
 }

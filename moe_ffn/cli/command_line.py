@@ -18,7 +18,7 @@ from rich.text import Text
 
 from moe_ffn.cli.parser import Parser, wrap
 from moe_ffn.config import json_schema
-from moe_ffn.config_files import RootConfig, merge, parse_value, read_yaml, to_yaml, validate
+from moe_ffn.config_files import RootConfig, merge, nest, parse_value, read_yaml, to_yaml, validate
 from moe_ffn.errors import ConfigError, did_you_mean
 from moe_ffn.option_tree import (
     Option,
@@ -127,12 +127,8 @@ def parse_config(
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML.
-
-    What is set inside a mapping wins over the mapping, in whichever order they are typed:
-    `--model.ffn.d_ff 64 --model.ffn swiglu` loses neither.
-    """
-    overrides: list[tuple[list[str], Any]] = []
+    """`["--model.ffn.num_experts", "16"]` as nested mappings; values are read as YAML."""
+    overrides: list[tuple[str, Any]] = []
     remaining = list(arguments)
     while remaining:
         flag = remaining.pop(0)
@@ -147,13 +143,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{path}: needs a value, as in --{path} VALUE")
             value = remaining.pop(0)
-        overrides.append((path.split("."), parse_value(value, where=f"--{path}")))
-    options: dict[str, Any] = {}
-    for keys, override in sorted(overrides, key=lambda item: len(item[0])):
-        for key in reversed(keys):
-            override = {key: override}
-        options = merge(options, override)
-    return options
+        overrides.append((path, parse_value(value, where=f"--{path}")))
+    return nest(overrides)
 
 
 # -- the pages of --help

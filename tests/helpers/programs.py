@@ -4,6 +4,7 @@ PROGRAMS = (
     "train",
     "generate",
     "compare",
+    "sweep",
     "overhead",
     "report",
     "trace",

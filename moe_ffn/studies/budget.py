@@ -1,0 +1,62 @@
+"""What a run costs, from its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_ffn.runs.config import TrainConfig
+
+TRAINING_FLOPS = 3
+"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Size and cost of a part of the model."""
+
+    params: int
+    active_params: int
+    """Parameters that one token passes through, on average."""
+    flops_per_token: int
+    """Forward FLOPs of the matrix products."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of a run: the model, its feed-forward blocks alone, and what training it takes."""
+
+    model: Cost
+    ffn: Cost
+    tokens: int
+    """Tokens that it is trained on."""
+
+    @property
+    def training_flops(self) -> int:
+        return TRAINING_FLOPS * self.model.flops_per_token * self.tokens
+
+    @classmethod
+    def of(cls, config: TrainConfig, vocab_size: int | None = None) -> Budget:
+        """The budget of a run that comes to its last step.
+
+        Args:
+            vocab_size: None takes the most that the tokenizer may have.
+        """
+        model, data, trainer = config.model, config.data, config.trainer
+        vocab_size = vocab_size or data.tokenizer.max_vocab_size
+        ffns = model.layer_ffns()
+        return cls(
+            model=Cost(
+                model.num_params(vocab_size, data.seq_len),
+                model.num_active_params(vocab_size, data.seq_len),
+                model.flops_per_token(vocab_size, data.seq_len),
+            ),
+            ffn=Cost(
+                sum(ffn.num_params(model.d_model) for ffn in ffns),
+                sum(ffn.num_active_params(model.d_model) for ffn in ffns),
+                sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns),
+            ),
+            tokens=trainer.max_steps
+            * trainer.accumulate_grad_batches
+            * data.batch_size
+            * data.seq_len,
+        )

@@ -1,0 +1,301 @@
+"""A study file: arms x grid x seeds, and the runs that it plans."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from moe_ffn.config import Config
+from moe_ffn.config_files import merge, nest, read_yaml, validate
+from moe_ffn.errors import ConfigError, did_you_mean, show
+from moe_ffn.import_path import FileTag
+from moe_ffn.runs.config import TrainConfig, not_a_folder_name
+from moe_ffn.runs.folder import named_run_folder, output_dir
+
+STUDY_FILE = "study.yaml"
+"""The study as it was planned, in the folder of its runs."""
+
+Options = dict[str, Any]
+"""Options of a run, nested or by dotted keys."""
+
+
+def _null_is_empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _null_arms_are_empty(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _null_is_empty(options) for name, options in value.items()}
+
+
+def _unique_seeds(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        if seeds.count(seed) > 1:
+            raise ValueError(f"{seed} is given twice")
+
+
+Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
+Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
+
+
+class TuningConfig(Config, frozen=True):
+    """Further runs of every arm, such as at other learning rates, which the comparison does not mix in."""
+
+    grid: Grid = Field(min_length=1)
+    """Dotted option -> its values; all combinations are run."""
+    seeds: Seeds
+    """Seeds of these runs."""
+
+    @field_validator("seeds")
+    @classmethod
+    def _check_seeds(cls, seeds: list[int]) -> list[int]:
+        _unique_seeds(seeds)
+        return seeds
+
+
+class StudyConfig(Config, frozen=True):
+    """A question, and the runs that answer it: arms x grid x seeds.
+
+    Within a seed all arms read the same data in the same order, and begin with the same weights outside
+    their feed-forward blocks.
+    """
+
+    name: str = "study"
+    """Folder of the runs in run.output_dir; the stem of the study's file unless given."""
+    question: str = ""
+    """What the study is to find out."""
+    config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
+    """Options of all runs, over the defaults; nested, or by dotted keys."""
+    seeds: Seeds = Field(default=[0])
+    """Each arm is run once with each."""
+    arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
+    """Name -> options, over those of `config`; an arm may differ in several."""
+    grid: Grid = Field(default={})
+    """Dotted option -> its values; every combination of them makes an arm of each arm."""
+    baseline: str | None = None
+    """The arm that the others are compared with."""
+    tuning: TuningConfig | None = None
+    """Further runs that are not mixed with the others."""
+    overrides: Options = Field(default={})
+    """Options given on the command line, over everything else."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_one_folder(cls, name: str) -> str:
+        if problem := not_a_folder_name(name):
+            raise ValueError(problem)
+        return name
+
+    @field_validator("seeds")
+    @classmethod
+    def _check_seeds(cls, seeds: list[int]) -> list[int]:
+        _unique_seeds(seeds)
+        return seeds
+
+    @model_validator(mode="after")
+    def _check_arms(self) -> StudyConfig:
+        if not self.arms and not self.grid:
+            raise ValueError("an empty study: give arms, a grid, or both")
+        arms = [arm.name for arm in self._arms()]
+        if self.baseline is not None and self.baseline not in arms:
+            hint = did_you_mean(self.baseline, arms) or f"; the arms are {', '.join(arms)}"
+            raise ValueError(f"baseline: there is no arm {show(self.baseline)}{hint}")
+        if self.tuning is not None:
+            for key in self.tuning.grid:
+                if key in self.grid:
+                    raise ValueError(f"tuning.grid.{key}: is in grid too; give it in one of them")
+        return self
+
+    def _arms(self) -> Iterator[_Arm]:
+        for name, options in (self.arms or {"": {}}).items():
+            for values in _combinations(self.grid):
+                layers = {f"arms.{name}.": options, "grid.": values}
+                yield _Arm(self._name(name, values), layers)
+
+    def _name(self, arm: str, values: Mapping[str, Any]) -> str:
+        """`swiglu,d_ff=256`: an arm and its values; keys that end alike are given in full."""
+        keys = [*self.grid, *(self.tuning.grid if self.tuning else ())]
+        ends = [key.rpartition(".")[2] for key in keys]
+        parts = [arm] if arm else []
+        for key, value in values.items():
+            end = key.rpartition(".")[2]
+            parts.append(f"{end if ends.count(end) == 1 else key}={_in_a_name(value)}")
+        return ",".join(parts)
+
+    def planned_runs(self) -> list[PlannedRun]:
+        """Every run, seed by seed, the runs of tuning last.
+
+        A run of tuning that equals one of the others is that one, and is not listed again.
+
+        Raises:
+            ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.
+        """
+        runs: dict[str, PlannedRun] = {}
+        for seed in self.seeds:
+            for arm in self._arms():
+                run = self._planned(arm, seed, {})
+                other = runs.setdefault(run.identity, run)
+                if other is not run:
+                    raise ConfigError(
+                        f"arms: '{other.arm}' and '{arm.name}' are the same; their options do not differ"
+                    )
+        if self.tuning is None:
+            return list(runs.values())
+        for seed in self.tuning.seeds:
+            for arm in self._arms():
+                for tuned in _combinations(self.tuning.grid):
+                    run = self._planned(arm, seed, tuned)
+                    runs.setdefault(run.identity, run)
+        return list(runs.values())
+
+    def _planned(self, arm: _Arm, seed: int, tuning: Options) -> PlannedRun:
+        layers = {"config.": self.config, **arm.layers}
+        layers |= {"tuning.grid.": tuning, "--": self.overrides}
+        given = {where: _nested(layer) for where, layer in layers.items()}
+        options = TrainConfig().to_dict()
+        for where, layer in given.items():
+            if "seed" in layer:
+                raise ConfigError(
+                    f"{where}seed: the seeds of a study are its `seeds`, or --seeds 0 1 2"
+                )
+            options = merge(options, layer)
+        name = self._name(arm.name, tuning)
+        run_name = f"{name}-seed{seed}"
+        if problem := not_a_folder_name(run_name):
+            raise ConfigError(f"arms: an arm {problem}; give it a name under `arms`")
+        try:
+            config = validate(TrainConfig, {**options, "seed": seed})
+        except ConfigError as error:
+            lines = (_located(line, given, arm.name) for line in str(error).splitlines())
+            raise ConfigError("\n".join(lines)) from error
+        folder = output_dir(config) / self.name
+        place = config.run.model_copy(update={"name": run_name, "output_dir": str(folder)})
+        config = config.model_copy(update={"run": place})
+        return PlannedRun(name, seed, config, arm.name, tuning)
+
+    @classmethod
+    def read(
+        cls,
+        path: Path,
+        given: Mapping[str, Any] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> StudyConfig:
+        """The study in a file; its name is the file's stem, of `study.yaml` that of the folder.
+
+        Args:
+            given: name or seeds, in the place of those in the file.
+            overrides: options over those of all runs.
+
+        Raises:
+            ConfigError: it cannot be read, or is no study.
+        """
+        options = read_yaml(path, where=f"--config {path}")
+        name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
+        options = {"name": name, **options, **(given or {})}
+        if overrides:
+            options["overrides"] = merge(_nested(options.get("overrides", {})), overrides)
+        return validate(cls, options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; a class in a file is named by its absolute path."""
+        return _plain(super().to_dict() | {key: getattr(self, key) for key in _FREE})
+
+
+@dataclass(frozen=True)
+class _Arm:
+    name: str
+    layers: Mapping[str, Options]
+    """Where options stand in the study file -> those options."""
+
+
+_FREE = ("config", "arms", "grid", "overrides")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study."""
+
+    arm: str
+    """Name of the arm, values of the grid and of the tuning included."""
+    seed: int
+    config: TrainConfig
+    """Its options; `config.run` names its folder."""
+    main_arm: str = ""
+    """The arm without the values of the tuning."""
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted option -> value, of a run of tuning; empty for the runs that are compared."""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder, `swiglu,d_ff=256-seed0`."""
+        return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return named_run_folder(self.config)
+
+    @property
+    def identity(self) -> str:
+        """Equal for two runs with the same options, whatever they are called."""
+        options = self.config.to_dict()
+        del options["run"]
+        return json.dumps(options, sort_keys=True)
+
+
+def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:
+    for values in itertools.product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
+
+
+def _nested(options: Mapping[Any, Any]) -> Options:
+    """The options without dotted keys, at whichever depth those stand."""
+    return nest(
+        (str(key), _nested(value) if isinstance(value, Mapping) else value)
+        for key, value in options.items()
+    )
+
+
+def _in_a_name(value: Any) -> str:
+    """A value as part of a folder's name: `0.001`, `true`, `{type:moe}`."""
+    if isinstance(value, str):
+        return value.replace("/", "_").replace("\\", "_")
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.replace('"', "").replace("/", "_").replace("\\", "_")
+
+
+def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
+    """A mistake after the part of the study file that it stands in."""
+    path = line.partition(": ")[0].split(".")
+    for where, options in reversed(given.items()):
+        if _has(options, path):
+            return f"{where}{line}"
+    return f"arms.{arm}: {line}"
+
+
+def _has(options: Any, path: Sequence[str]) -> bool:
+    """Whether the option at `path`, or what it is part of, is given."""
+    for name in path:
+        if not isinstance(options, Mapping):
+            return True
+        if name not in options:
+            return False
+        options = options[name]
+    return True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, FileTag):
+        where, _, name = value.resolved.rpartition(":")
+        return f"{Path(where).resolve()}:{name}"
+    return value

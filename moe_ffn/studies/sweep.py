@@ -1,0 +1,416 @@
+"""The runs of a study, trained several at a time, each in a process of its own.
+
+What is done is found in the folders alone, so that a sweep can be killed at any moment. The process of a run
+inherits the lock of its log from the sweep, and holds it as long as it lives, even where the sweep is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from moe_ffn.config_files import to_yaml
+from moe_ffn.errors import ConfigError, first_line, is_from_clone, show
+from moe_ffn.files import make_folder, open_file, write_whole
+from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.config import TrainConfig, differences, own_config
+from moe_ffn.runs.json_files import Summary
+from moe_ffn.runs.outside_code import comparable_options
+from moe_ffn.studies.budget import Budget
+from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
+from moe_ffn.trust import FLAG, UntrustedCodeError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOGS_FOLDER = "logs"
+"""In the folder of a study: what the process of each run printed."""
+
+_TAIL_BYTES, _TAIL_LINES = 100_000, 10
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+State = Literal["waiting", "training", "elsewhere", "finished", "failed"]
+"""`elsewhere`: another process trains it."""
+
+
+# -- what is there already
+
+
+class UnreadableRunError(ConfigError):
+    """The options of a run cannot be read; the other runs are trained all the same."""
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether this very run was done before.
+
+    Raises:
+        UnreadableRunError: the options of the finished run cannot be read.
+        ConfigError: its folder holds a finished run with other options, or something else than files.
+    """
+    folder = run_folder.named_run_folder(config)
+    run_folder.check_entries(folder)
+    if not run_folder.is_finished(folder):
+        return False
+    for key, (before, now) in _differences(folder, config).items():
+        raise ConfigError(
+            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
+            "options it had, or choose another --name"
+        )
+    return True
+
+
+def has_begun(config: TrainConfig) -> bool:
+    """Whether this very run was begun and can be resumed.
+
+    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
+
+    Raises:
+        ConfigError: another process trains it.
+    """
+    folder = run_folder.named_run_folder(config)
+    if not folder.exists():
+        return False
+    with suppress(UnreadableRunError):  # damaged, or of another version
+        if not _differences(folder, config):
+            return True
+    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
+    with run_folder.locked(folder):
+        folder.rename(aside)
+    print(f"{folder.name}: an unfinished run with other options is now {aside}")
+    return False
+
+
+def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The options, or code behind them, in which the run in `folder` differs, as `differences` names them.
+
+    Raises:
+        UntrustedCodeError: its options name code that is not trusted.
+        UnreadableRunError: its options cannot be read.
+    """
+    try:
+        own = own_config(folder / run_folder.CONFIG_FILE)
+    except UntrustedCodeError:
+        raise
+    except ConfigError as error:
+        raise UnreadableRunError(first_line(error)) from error
+    return differences(comparable_options(own), comparable_options(config))
+
+
+# -- one run
+
+
+class Job:
+    """A run of the study, and where it stands."""
+
+    def __init__(self, run: PlannedRun) -> None:
+        self.run = run
+        self.state: State = "waiting"
+        self.problem = ""
+        """Why it failed."""
+        self.seconds = 0.0
+        """That its process took, once it has ended."""
+        self.first_step = 0
+        """The step at which this sweep found it."""
+        self.flops = Budget.of(run.config).training_flops
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._step, self._looked_at = 0, 0.0
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def log(self) -> Path:
+        return self.run.folder.parent / LOGS_FOLDER / f"{self.name}.log"
+
+    def look(self) -> None:
+        """Find out whether it is finished.
+
+        Raises:
+            ConfigError: its folder holds another run.
+        """
+        try:
+            if is_finished(self.run.config):
+                self.state = "finished"
+        except UnreadableRunError as error:
+            self.fail(str(error))
+
+    def fail(self, problem: str) -> None:
+        self.state, self.problem = "failed", problem
+
+    def start(self, num_threads: int, trust_code: bool) -> str:
+        """Start its process, or find that there is no need, or that another one trains it.
+
+        Returns:
+            `training` or `resuming`, or the empty string.
+
+        Raises:
+            ConfigError: its folder holds another run, or a file cannot be written.
+        """
+        with run_folder.explaining(f"'{self.log}' cannot be written"):
+            make_folder(self.log.parent)
+            log = open_file(self.log, "ab")
+        with log:
+            if not _lock(log) or run_folder.is_trained_here(self.run.folder):
+                self.state = "elsewhere"
+                return ""
+            # Only now: another process may have trained it since.
+            self.look()
+            if self.state in ("finished", "failed"):
+                return ""
+            is_begun = has_begun(self.run.config)
+            self.first_step = self._step = self._last_step() if is_begun else 0
+            threads = {"OMP_NUM_THREADS": str(num_threads)}
+            self._process = subprocess.Popen(
+                training_command(self.run, is_begun, trust_code),
+                stdin=subprocess.DEVNULL,
+                stdout=log,  # which passes the lock on
+                stderr=subprocess.STDOUT,
+                env=threads | os.environ,
+                start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
+            )
+        self.state, self._started_at = "training", time.monotonic()
+        return "resuming" if is_begun else "training"
+
+    def has_ended(self) -> bool:
+        """Whether its process has; then `state` says how."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return False
+        self.seconds = time.monotonic() - self._started_at
+        self.look()
+        if self.state == "training":
+            self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
+        return True
+
+    def stop(self, signum: int) -> None:
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signum)
+
+    def wait(self) -> None:
+        assert self._process is not None
+        self._process.wait()
+
+    def last_lines(self) -> list[str]:
+        """What its process printed last."""
+        return _tail(self.log).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+
+    @property
+    def validation_loss(self) -> float | None:
+        """In nats per token, of a run that is finished."""
+        return Summary.read(self.run.folder / run_folder.SUMMARY_FILE).validation_loss
+
+    @property
+    def max_steps(self) -> int:
+        return self.run.config.trainer.max_steps
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that its rows tell of."""
+        if self.state == "finished":
+            return self.max_steps
+        now = time.monotonic()
+        if (
+            self.state in ("training", "elsewhere")
+            and now - self._looked_at > _SECONDS_BETWEEN_LOOKS
+        ):
+            self._looked_at = now
+            self._step = max(self._step, self._last_step())
+        return self._step
+
+    def _last_step(self) -> int:
+        rows = _tail(self.run.folder / run_folder.METRICS_FILE)
+        steps = re.findall(rb'^\{"step": (\d{1,10})\b', rows, re.MULTILINE)
+        return min(int(steps[-1]), self.max_steps) if steps else 0
+
+
+def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[str]:
+    """The command that trains a run, or goes on with it: all its options, section by section."""
+    # -P: a folder called moe_ffn in the current one is not taken for this package.
+    program = ["experiments.train"] if is_from_clone() else ["moe_ffn.cli", "train"]
+    command = [sys.executable, *([] if is_from_clone() else ["-P"]), "-m", *program]
+    if is_begun:
+        return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
+    options = run.config.to_dict()
+    return [*command, *(word for key in options for word in (f"--{key}", _flow(options[key])))]
+
+
+def _flow(value: Any) -> str:
+    """A value as JSON that is YAML too, whose escapes know no surrogates."""
+    return re.sub(
+        r"\\u(d[89ab]..)\\u(d[c-f]..)",
+        lambda pair: json.loads(f'"{pair[0]}"'),
+        json.dumps(value),
+    )
+
+
+def _exit_in_words(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether this process holds it now; True where the file system has no locks."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
+
+
+def _tail(path: Path) -> bytes:
+    """The end of a file; empty where it cannot be read."""
+    with suppress(OSError), open_file(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return file.read()
+    return b""
+
+
+# -- all of them
+
+
+class Sweep:
+    """The runs of a study, of which so many are trained at a time."""
+
+    def __init__(
+        self, runs: Sequence[PlannedRun], num_at_once: int = 1, trust_code: bool = False
+    ) -> None:
+        """
+        Raises:
+            ConfigError: a folder holds a finished run with other options.
+        """
+        self.jobs = [Job(run) for run in runs]
+        self.num_at_once = num_at_once
+        self.trust_code = trust_code
+        self.num_threads = max(1, num_cores() // num_at_once)
+        for job in self.jobs:
+            job.look()
+        self.num_to_train = len([*self.of("waiting")])
+        self._num_started = 0
+        self._began_at = self._asked_at = time.monotonic()
+
+    def of(self, *states: State) -> Iterator[Job]:
+        return (job for job in self.jobs if job.state in states)
+
+    @property
+    def is_done(self) -> bool:
+        return not [*self.of("waiting", "training", "elsewhere")]
+
+    @property
+    def share_done(self) -> float:
+        """Of the work that all runs take, measured in FLOPs."""
+        done = sum(job.flops * job.step / job.max_steps for job in self.jobs)
+        return done / sum(job.flops for job in self.jobs)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the speed of this sweep so far; None before it has one."""
+        done = left = 0.0
+        for job in self.of("waiting", "training", "elsewhere"):
+            left += job.flops * (1 - job.step / job.max_steps)
+        for job in self.jobs:
+            if job.state == "training" or job.seconds:
+                done += job.flops * (job.step - job.first_step) / job.max_steps
+        return (time.monotonic() - self._began_at) / done * left if done else None
+
+    def advance(self) -> Iterator[str]:
+        """See which runs have ended, and start others in their places; yields what a person is to know."""
+        for job in [*self.of("training")]:
+            if job.has_ended():
+                yield from self._ended(job)
+        now = time.monotonic()
+        if now - self._asked_at > _SECONDS_BETWEEN_LOOKS:
+            self._asked_at = now
+            for job in [*self.of("elsewhere")]:
+                job.state = "waiting"
+                yield from self._start(job, was_elsewhere=True)
+        for job in [*self.of("waiting")]:
+            if len([*self.of("training")]) < self.num_at_once:
+                yield from self._start(job)
+
+    def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
+        if was_elsewhere and len([*self.of("training")]) >= self.num_at_once:
+            job.state = "elsewhere"  # the next time
+            return
+        try:
+            how = job.start(self.num_threads, self.trust_code)
+        except ConfigError as error:
+            job.fail(str(error))
+        else:
+            if how:
+                self._num_started += 1
+                yield f"{job.name}: {how} ({self._num_started} of {self.num_to_train})"
+            elif job.state == "elsewhere" and not was_elsewhere:
+                yield f"{job.name}: is being trained by another process; waiting for that"
+            elif job.state == "finished":
+                yield f"{job.name}: was trained by another process"
+        if job.state == "failed":
+            yield f"{job.name}: {job.problem}"
+
+    def _ended(self, job: Job) -> Iterator[str]:
+        left = self.seconds_left
+        num_left = len([*self.of("waiting", "training", "elsewhere")])
+        more = f"; {num_left} left" if num_left else ""
+        if num_left and left is not None:
+            more += f", about {in_words(left)}"
+        if job.state == "finished":
+            loss = job.validation_loss
+            how = f"{job.seconds:.0f} s" + (f", loss {loss:.4f}" if loss is not None else "")
+            yield f"{job.name}: {how}{more}"
+        else:
+            yield from (f"  {line}" for line in job.last_lines())
+            yield f"{job.name}: {job.problem}{more}"
+
+    def stop(self) -> None:
+        """Ask the processes to end after their step, which saves a checkpoint, and wait until they have.
+
+        A KeyboardInterrupt meanwhile ends them at once.
+        """
+        for job in self.of("training"):
+            job.stop(signal.SIGTERM)
+        try:
+            for job in self.of("training"):
+                job.wait()
+        except KeyboardInterrupt:
+            for job in self.of("training"):
+                job.stop(signal.SIGINT)
+            for job in self.of("training"):
+                job.wait()
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_words(seconds: float) -> str:
+    """`40 s`, `12 min` or `3.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def write_study(study: StudyConfig, folder: Path) -> None:
+    """Put the study beside its runs.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with run_folder.explaining(f"'{folder / STUDY_FILE}' cannot be written"):
+        make_folder(folder)
+        write_whole(folder / STUDY_FILE, to_yaml(study))

@@ -1,0 +1,211 @@
+"""A study file, and the runs that it plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.config_files import parse_yaml, to_yaml, validate
+from moe_ffn.errors import ConfigError
+from moe_ffn.studies.config import PlannedRun, StudyConfig
+
+SMALL = {"model": {"d_model": 16, "num_layers": 2, "attention.num_heads": 2}}
+
+
+def study(text: str) -> StudyConfig:
+    options = parse_yaml(text, where="study")
+    return validate(StudyConfig, {"name": "gating", "config": SMALL, **options})
+
+
+def planned(text: str) -> dict[str, PlannedRun]:
+    return {run.name: run for run in study(text).planned_runs()}
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(text)
+    return str(caught.value)
+
+
+def test_every_arm_is_run_with_every_seed_and_every_value_of_the_grid() -> None:
+    runs = planned("""
+        seeds: [0, 7]
+        arms: {relu: {model.ffn: {type: dense, activation: relu}}, swiglu: {model.ffn: swiglu}}
+        grid: {model.ffn.d_ff: [32, 48], optimizer.learning_rate: [0.001]}
+    """)
+
+    names = [
+        f"{arm},d_ff={d_ff},learning_rate=0.001" for arm in ("relu", "swiglu") for d_ff in (32, 48)
+    ]
+    assert [*runs] == [f"{name}-seed{seed}" for seed in (0, 7) for name in names], "seed by seed"
+    run = runs["relu,d_ff=48,learning_rate=0.001-seed7"]
+    assert (run.arm, run.seed, run.config.seed) == ("relu,d_ff=48,learning_rate=0.001", 7, 7)
+    assert run.folder == Path("runs/gating/relu,d_ff=48,learning_rate=0.001-seed7")
+    ffn: Any = run.config.model.ffn
+    assert (ffn.type, ffn.activation, ffn.d_ff) == ("dense", "relu", 48)
+    assert run.config.optimizer.learning_rate == 0.001
+    assert run.config.model.d_model == 16
+    assert not run.tuning
+
+
+def test_dotted_and_nested_options_mean_the_same_and_later_layers_win() -> None:
+    dotted = planned("""
+        config: {model.ffn: {type: moe, num_experts: 4}, trainer.max_steps: 5}
+        arms: {a: {model.ffn.router.k: 1, trainer: {max_steps: 6}}, b: }
+    """)
+    nested = planned("""
+        config: {model: {ffn: {type: moe, num_experts: 4}}, trainer: {max_steps: 5}}
+        arms: {a: {model: {ffn: {router: {k: 1}}}, trainer.max_steps: 6}, b: {}}
+    """)
+    assert dotted == nested
+    assert dotted["a-seed0"].config.trainer.max_steps == 6
+    assert dotted["b-seed0"].config.trainer.max_steps == 5
+
+
+def test_an_arm_of_another_type_drops_the_options_of_the_shared_one() -> None:
+    runs = planned("""
+        config: {model.ffn: {type: moe, num_experts: 4}}
+        arms: {moe: {}, dense: {model.ffn: {type: dense, d_ff: 64}}}
+    """)
+    ffn: Any = runs["dense-seed0"].config.model.ffn
+    assert (ffn.type, ffn.d_ff) == ("dense", 64)
+
+
+def test_tuning_adds_runs_and_repeats_none() -> None:
+    runs = planned("""
+        config: {optimizer.learning_rate: 0.001}
+        seeds: [0, 1, 2]
+        arms: {relu: {model.ffn: dense}}
+        tuning: {grid: {optimizer.learning_rate: [0.0005, 1e-3]}, seeds: [0, 1]}
+    """)
+    tuned = ["relu,learning_rate=0.0005-seed0", "relu,learning_rate=0.0005-seed1"]
+    assert [*runs] == ["relu-seed0", "relu-seed1", "relu-seed2", *tuned]
+    run = runs[tuned[0]]
+    assert run.tuning == {"optimizer.learning_rate": 0.0005}
+    assert run.main_arm == "relu"
+    assert run.config.optimizer.learning_rate == 0.0005
+
+
+def test_what_is_given_on_the_command_line_is_over_everything(tmp_path: Path) -> None:
+    file = tmp_path / "gating.yaml"
+    file.write_text(
+        "arms: {a: {trainer.max_steps: 5}, b: {trainer.max_steps: 6, model.ffn: dense}}"
+    )
+    read = StudyConfig.read(file, {"seeds": [3]}, {"trainer": {"max_steps": 7}})
+
+    assert read.name == "gating"
+    assert [(run.name, run.config.trainer.max_steps) for run in read.planned_runs()] == [
+        ("a-seed3", 7),
+        ("b-seed3", 7),
+    ]
+
+    kept = tmp_path / "study.yaml"
+    kept.write_text(to_yaml(read))
+    assert StudyConfig.read(kept) == read, "the copy beside the runs is the same study"
+
+
+def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
+    (tmp_path / "gating.yaml").write_text(
+        "arms: {own: {model.ffn: {type: own_block.py:Config}}}"
+    )
+    read = StudyConfig.read(tmp_path / "gating.yaml")
+    (tmp_path / "runs").mkdir()
+    copied = tmp_path / "runs/study.yaml"
+    copied.write_text(to_yaml(read))
+    assert (
+        StudyConfig.read(copied).arms["own"]["model.ffn"]["type"]
+        == f"{tmp_path}/own_block.py:Config"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds: [0]", "an empty study: give arms, a grid, or both"),
+        ("{arms: {a: {}}, seeds: []}", "seeds: must have at least 1 entries, got []"),
+        ("{grid: {model.d_model: []}}", "grid.model.d_model: must have at least 1 entries, got []"),
+        ("{arms: {a: {}}, seeds: [0, 1, 0]}", "seeds: 0 is given twice"),
+        ("{arms: {a: {}}, seeds: [-1]}", "seeds.0: must be at least 0, got -1"),
+        (
+            "{arms: {relu: {}}, baseline: rleu}",
+            "baseline: there is no arm 'rleu'; did you mean 'relu'?",
+        ),
+        (
+            "{arms: {a: {}}, grid: {seed: [1, 2]}}",
+            "grid.seed: the seeds of a study are its `seeds`, or --seeds 0 1 2",
+        ),
+        ("{arm: {a: {}}}", "arm: unknown; did you mean 'arms'?"),
+        (
+            "{arms: {relu: {model.ffn: {type: dense, activatoin: relu}}}}",
+            "arms.relu.model.ffn.activatoin: unknown; did you mean 'activation'?",
+        ),
+        (
+            "{config: {model: {ffn: {type: dense, d_ff: 0}}}, arms: {relu: {}}}",
+            "config.model.ffn.d_ff: must be at least 1, got 0",
+        ),
+        (
+            "{arms: {relu: {}}, grid: {optimizer.learning_rat: [1.0]}}",
+            "grid.optimizer.learning_rat: unknown; did you mean 'learning_rate'?",
+        ),
+        (
+            "{arms: {relu: {}}, tuning: {seeds: [0], grid: {optimizer.learning_rate: [-1]}}}",
+            "tuning.grid.optimizer.learning_rate: must be greater than 0.0, got -1",
+        ),
+        (
+            "{arms: {a: {trainer.max_steps: 5}, b: {}}, config: {trainer.max_steps: 5}}",
+            "arms: 'a' and 'b' are the same; their options do not differ",
+        ),
+        (
+            "{arms: {a/b: {}}}",
+            "arms: an arm must be the name of one folder, up to 200 bytes, got 'a/b-seed0'; give it a "
+            "name under `arms`",
+        ),
+        (
+            "{arms: {a: {}}, grid: {model.d_model: [16]}, tuning: {seeds: [0], grid: {model.d_model: [8]}}}",
+            "tuning.grid.model.d_model: is in grid too; give it in one of them",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_its_place_in_the_file(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+def test_a_flag_that_is_wrong_is_named_as_it_was_typed() -> None:
+    options = {"name": "a", "arms": {"a": {}}, "overrides": {"trainer": {"max_step": 3}}}
+    with pytest.raises(
+        ConfigError, match=r"^--trainer.max_step: unknown; did you mean 'max_steps'\?$"
+    ):
+        validate(StudyConfig, options).planned_runs()
+
+
+def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None:
+    runs = planned("""
+        seeds: [0, 1]
+        arms:
+          dense: {model.ffn: {type: dense, d_ff: 32}}
+          swiglu: {model.ffn: {type: swiglu, d_ff: 48}}
+          moe: {model.ffn: {type: moe, num_experts: 4, shared_expert: {type: dense, d_ff: 8}}}
+          mixed: {model.ffn: dense, model.ffn_at: {"1": moe}}
+    """)
+
+    def weights(run: PlannedRun) -> dict[str, torch.Tensor]:
+        torch.manual_seed(run.config.seed)
+        decoder = run.config.model.build(vocab_size=32, max_seq_len=8)
+        return {
+            name: value.detach()
+            for name, value in decoder.named_parameters()
+            if ".ffn." not in name
+        }
+
+    first = weights(runs["dense-seed0"])
+    assert any("attention" in name for name in first)
+    for name in ("swiglu-seed0", "moe-seed0", "mixed-seed0"):
+        other = weights(runs[name])
+        assert other.keys() == first.keys()
+        differing = [key for key, value in other.items() if not torch.equal(value, first[key])]
+        assert not differing, f"{name} differs in {differing}"
+    other = weights(runs["dense-seed1"])
+    assert not torch.equal(other["token_embeddings.weight"], first["token_embeddings.weight"])
