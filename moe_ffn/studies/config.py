@@ -71,8 +71,10 @@ class StudyConfig(Config, frozen=True):
     """Folder of the runs in run.output_dir; the stem of the study's file unless given."""
     question: str = ""
     """What the study is to find out."""
+    base: str | None = None
+    """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
-    """Options of all runs, over the defaults; nested, or by dotted keys."""
+    """Options of all runs, over the defaults and `base`; nested, or by dotted keys."""
     seeds: Seeds = Field(default=[0])
     """Each arm is run once with each."""
     arms: Annotated[dict[str, Options], BeforeValidator(_null_arms_are_empty)] = Field(default={})
@@ -199,6 +201,11 @@ class StudyConfig(Config, frozen=True):
         options = read_yaml(path, where=f"--config {path}")
         name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
         options = {"name": name, **options, **(given or {})}
+        if (base := options.pop("base", None)) is not None:
+            if not isinstance(base, str):
+                raise ConfigError(f"base: must be the path of a config file, got {show(base)}")
+            shared = read_yaml(path.parent / base, where=f"base {path.parent / base}")
+            options["config"] = merge(shared, _nested(options.get("config") or {}))
         if overrides:
             options["overrides"] = merge(_nested(options.get("overrides", {})), overrides)
         return validate(cls, options)

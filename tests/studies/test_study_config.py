@@ -108,9 +108,7 @@ def test_what_is_given_on_the_command_line_is_over_everything(tmp_path: Path) ->
 
 
 def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
-    (tmp_path / "gating.yaml").write_text(
-        "arms: {own: {model.ffn: {type: own_block.py:Config}}}"
-    )
+    (tmp_path / "gating.yaml").write_text("arms: {own: {model.ffn: {type: own_block.py:Config}}}")
     read = StudyConfig.read(tmp_path / "gating.yaml")
     (tmp_path / "runs").mkdir()
     copied = tmp_path / "runs/study.yaml"
@@ -209,3 +207,25 @@ def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None
         assert not differing, f"{name} differs in {differing}"
     other = weights(runs["dense-seed1"])
     assert not torch.equal(other["token_embeddings.weight"], first["token_embeddings.weight"])
+
+
+def test_base_is_a_config_file_beside_the_study_and_stands_below_its_config(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("model: {d_model: 32, num_layers: 2}\n")
+    study = tmp_path / "studies" / "mine.yaml"
+    study.parent.mkdir()
+    study.write_text(
+        "base: ../small.yaml\nconfig: {model.num_layers: 3}\narms: {dense: {model.ffn: dense}}\n"
+    )
+    read = StudyConfig.read(study)
+    assert read.config == {"model": {"d_model": 32, "num_layers": 3}}
+    assert read.base is None
+
+
+def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    study = tmp_path / "mine.yaml"
+    study.write_text("base: nothing.yaml\narms: {dense: {}}\n")
+    with pytest.raises(ConfigError, match="nothing.yaml: No such file or directory"):
+        StudyConfig.read(study)
+    study.write_text("base: [a.yaml]\narms: {dense: {}}\n")
+    with pytest.raises(ConfigError, match="base: must be the path of a config file"):
+        StudyConfig.read(study)
