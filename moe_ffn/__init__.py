@@ -28,6 +28,7 @@ from moe_ffn.ffn import (
     MoEConfig,
     SoftMoEConfig,
     build_ffn,
+    solve_widths,
 )
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
@@ -73,6 +74,7 @@ __all__ = [
     "load_run",
     "router_z_loss",
     "routing_of_pairs",
+    "solve_widths",
 ]
 
 

@@ -85,6 +85,10 @@ class Config(BaseModel, frozen=True):
         """The keys this config takes."""
         return cls.model_fields
 
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know beside the options: the comments above a printed config."""
+        return ()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
         return self.model_dump(mode="json", serialize_as_any=True)

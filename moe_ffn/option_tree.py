@@ -13,6 +13,9 @@ from pydantic import ValidationError
 from moe_ffn.config import Config, TaggedConfig
 from moe_ffn.errors import ConfigError, explain
 
+REQUIRED = "(required)"
+"""The value of an option that has none yet, and no default."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -63,6 +66,8 @@ class Option:
         Raises:
             ConfigError: the value names a type that there is not.
         """
+        if self.value == REQUIRED:
+            return None
         value = {"type": self.value} if isinstance(self.value, str) else self.value
         if self.declared is None or self.is_from_outside or not isinstance(value, Mapping):
             return None
@@ -89,7 +94,7 @@ class Option:
         for name, field in config.model_fields.items():
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
             if value is None:
-                value = "(required)" if field.is_required() else field.get_default()
+                value = REQUIRED if field.is_required() else field.get_default()
             value = value.to_dict() if isinstance(value, Config) else value
             meaning = " ".join((field.description or "").split())
             if name == "type" and issubclass(config, TaggedConfig):

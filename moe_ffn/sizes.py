@@ -3,13 +3,66 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+from pydantic import Field, TypeAdapter, WrapValidator
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT
+from moe_ffn.config import MAX_COUNT, Config, TaggedConfig
 from moe_ffn.errors import ConfigError
+
+if TYPE_CHECKING:
+    FFNConfig = TaggedConfig  # the family of all blocks, which `ffn/base.py` puts in its place
+
+Budget = Literal["total_params", "active_params", "flops_per_token"]
+"""What a block costs, router and shared expert included."""
+
+
+class MatchConfig(Config, frozen=True):
+    """A hidden width that is still to be solved: the block is to cost what another one does.
+
+    What is made equal is the budget of the whole block of a layer, however deep in it the width stands.
+    `moe_ffn.ffn.match.solve_widths` puts a number in its place.
+    """
+
+    match: Budget
+    """What is made equal: all parameters, those that one token passes through, or forward FLOPs per token."""
+    of: FFNConfig
+    """The block whose budget is to be met."""
+
+
+def _number_or_match(value: Any, _: object) -> Any:
+    # Not the union's own validator, which of a wrong number says that it is no match either.
+    if isinstance(value, Mapping):
+        return MatchConfig.model_validate(value)
+    return (
+        value if value is None or isinstance(value, MatchConfig) else _WIDTH.validate_python(value)
+    )
+
+
+_Width = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
+_WIDTH = TypeAdapter(_Width)
+
+HiddenWidth = Annotated[_Width | MatchConfig | None, WrapValidator(_number_or_match)]
+"""The option `d_ff`: a number, a match with another block's budget, or null for a default."""
+
+
+def given_width(d_ff: int | MatchConfig | None) -> int | None:
+    """The hidden width, None where it is left to a default.
+
+    Raises:
+        ConfigError: it is a match that is not solved yet.
+    """
+    if isinstance(d_ff, MatchConfig):
+        raise ConfigError(
+            f"d_ff: matches the {d_ff.match} of '{d_ff.of.type}', but is not solved yet; "
+            "`ffn, match = moe_ffn.solve_widths(ffn, d_model, seq_len)` puts a number in its place"
+        )
+    return d_ff
+
 
 LARGEST_SHARE = 10**9
 """Upper bound of `share_of` and of its denominator; times a number of pairs, both fit into int64."""

@@ -121,6 +121,8 @@ def parse_config(
         raise SystemExit(0)
     config = validate(root, options)
     if flags.print_config:
+        for note in config.notes():
+            print(f"# {note}")
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config

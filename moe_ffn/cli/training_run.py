@@ -73,6 +73,8 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
+        for note in config.notes():
+            say(note)
         say(f"\n{describe_data(data)}")
     with ExitStack() as stack:
         start = None

@@ -24,7 +24,15 @@ from moe_ffn.kernels.base import (
     GatedType,
 )
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
-from moe_ffn.sizes import gated_width, init_linear_, linear_flops, linear_params, round_width
+from moe_ffn.sizes import (
+    HiddenWidth,
+    gated_width,
+    given_width,
+    init_linear_,
+    linear_flops,
+    linear_params,
+    round_width,
+)
 
 
 class MatrixExpertsConfig(ExpertsConfig, frozen=True):
@@ -32,8 +40,9 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
 
     num_matrices: ClassVar[int] = 2
 
-    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Hidden width of one expert; by default the dense block's, divided by the experts per token."""
+    d_ff: HiddenWidth = None
+    """Hidden width of one expert; by default the dense block's, divided by the experts per token. Or
+    `{match: active_params, of: {type: dense, d_ff: 512}}`, solved so that the whole block costs the same."""
     bias: bool = False
     """Add a bias to every matrix."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -108,7 +117,7 @@ class MLPExpertsConfig(MatrixExpertsConfig, frozen=True):
     """Element-wise function between the two matrices."""
 
     def width(self, d_model: int, experts_per_token: float) -> int:
-        return self.d_ff or round_width(4 * d_model / experts_per_token)
+        return given_width(self.d_ff) or round_width(4 * d_model / experts_per_token)
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         return MLPExperts(self, d_model, num_experts, experts_per_token)
@@ -153,7 +162,7 @@ class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     def gate_activation(self) -> Activation: ...
 
     def width(self, d_model: int, experts_per_token: float) -> int:
-        return self.d_ff or gated_width(d_model / experts_per_token)
+        return given_width(self.d_ff) or gated_width(d_model / experts_per_token)
 
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
         return GatedExperts(self, d_model, num_experts, experts_per_token)

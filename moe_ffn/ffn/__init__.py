@@ -19,6 +19,8 @@ from moe_ffn.ffn.dense import ConvConfig as ConvConfig
 from moe_ffn.ffn.dense import DenseConfig as DenseConfig
 from moe_ffn.ffn.dense import GatedConfig as GatedConfig
 from moe_ffn.ffn.dense import IdentityConfig as IdentityConfig
+from moe_ffn.ffn.match import WidthMatch as WidthMatch
+from moe_ffn.ffn.match import solve_widths as solve_widths
 from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig as MixtureOfDepthsConfig
 from moe_ffn.ffn.moe import MoEConfig as MoEConfig
 from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig

@@ -15,6 +15,7 @@ from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
 from moe_ffn.outputs import FFNOutput, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
+from moe_ffn.sizes import MatchConfig
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,9 @@ class FFNConfig(TaggedConfig, frozen=True):
     def describe(self) -> str:
         """A few words for tables."""
         return self.type
+
+
+MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
 
 class FFNBlock(nn.Module, ABC):

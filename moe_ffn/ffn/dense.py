@@ -31,7 +31,7 @@ from moe_ffn.outputs import (
     flatten_tokens,
     without_padding,
 )
-from moe_ffn.sizes import gated_width, linear_flops, linear_params
+from moe_ffn.sizes import HiddenWidth, gated_width, given_width, linear_flops, linear_params
 
 
 class IdentityConfig(FFNConfig, frozen=True):
@@ -52,8 +52,9 @@ class IdentityConfig(FFNConfig, frozen=True):
 class HiddenWidthConfig(FFNConfig, frozen=True):
     """The options of blocks with a hidden width: matrices into it, and one out of it."""
 
-    d_ff: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Hidden width; by default 4 * d_model, or, with a gate, 8/3 * d_model rounded, which costs as much."""
+    d_ff: HiddenWidth = None
+    """Hidden width; by default 4 * d_model, or, with a gate, 8/3 * d_model rounded, which costs as much. Or
+    `{match: active_params, of: {type: dense, d_ff: 512}}`, solved so that the blocks cost the same."""
     bias: bool = False
     """Add a bias to all matrices."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -62,7 +63,7 @@ class HiddenWidthConfig(FFNConfig, frozen=True):
     num_matrices: ClassVar[int] = 2
 
     def width(self, d_model: int) -> int:
-        return self.d_ff or 4 * d_model
+        return given_width(self.d_ff) or 4 * d_model
 
     def num_params(self, d_model: int) -> int:
         width = self.width(d_model)
@@ -98,7 +99,7 @@ class GatedConfig(HiddenWidthConfig, frozen=True):
     num_matrices: ClassVar[int] = 3
 
     def width(self, d_model: int) -> int:
-        return self.d_ff or gated_width(d_model, self.multiple_of)
+        return given_width(self.d_ff) or gated_width(d_model, self.multiple_of)
 
     def build(self, d_model: int) -> FFNBlock:
         return GatedFFN(self, d_model)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, require_count
 from moe_ffn.errors import Refusal, first_refusal
-from moe_ffn.ffn import FFNConfig, MoEConfig
+from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
@@ -139,6 +139,28 @@ class DecoderConfig(Config, frozen=True):
             for layer in chosen:
                 layers[layer] = (f"ffn_at.{where}", ffn)
         return layers
+
+    def with_solved_widths(
+        self, seq_len: int, prefix: str = ""
+    ) -> tuple[DecoderConfig, tuple[WidthMatch, ...]]:
+        """The config with a number for each `d_ff: {match: ..., of: ...}`, and how near these come.
+
+        Args:
+            prefix: what the paths in messages begin with, such as `model.`.
+
+        Raises:
+            ConfigError: a width cannot be solved; see `solve_widths`.
+        """
+        blocks = {"ffn": self.ffn} | {f"ffn_at.{where}": ffn for where, ffn in self.ffn_at.items()}
+        solved = {
+            option: solve_widths(ffn, self.d_model, seq_len, prefix + option)
+            for option, ffn in blocks.items()
+        }
+        matches = tuple(match for _, match in solved.values() if match is not None)
+        if not matches:
+            return self, ()
+        ffn_at = {where: solved[f"ffn_at.{where}"][0] for where in self.ffn_at}
+        return self.model_copy(update={"ffn": solved["ffn"][0], "ffn_at": ffn_at}), matches
 
     def routers(self) -> dict[str, RouterInfo]:
         """The routers of all layers, named as in `DecoderOutput.routings`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_ffn.config import Config
 from moe_ffn.config_files import read_config, read_yaml
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
@@ -68,6 +70,24 @@ class TrainConfig(Config, frozen=True):
     """What is written while training."""
     sample: SampleConfig = SampleConfig()
     """The text that the trained model writes at the end."""
+
+    @cached_property
+    def matches(self) -> tuple[WidthMatch, ...]:
+        """How near the widths that were given as `d_ff: {match: ..., of: ...}` come to their budgets.
+
+        The options hold the numbers alone, so a config that is read back has none of these.
+        """
+        return ()
+
+    def notes(self) -> tuple[str, ...]:
+        return tuple(map(str, self.matches))
+
+    @model_validator(mode="after")
+    def _solve_widths(self) -> TrainConfig:
+        model, matches = self.model.with_solved_widths(self.data.seq_len, "model.")
+        # Into the dict, since the config is frozen; what is no option takes no part in comparisons and files.
+        self.__dict__.update(model=model, matches=matches)
+        return self
 
     @model_validator(mode="after")
     def _check_objective_against_routers(self) -> TrainConfig:
