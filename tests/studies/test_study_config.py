@@ -206,7 +206,8 @@ def test_arms_of_a_seed_begin_with_the_same_weights_outside_their_ffns() -> None
         differing = [key for key, value in other.items() if not torch.equal(value, first[key])]
         assert not differing, f"{name} differs in {differing}"
     other = weights(runs["dense-seed1"])
-    assert not torch.equal(other["token_embeddings.weight"], first["token_embeddings.weight"])
+    same = {key for key, value in other.items() if torch.equal(value, first[key])}
+    assert all("norm" in key for key in same), "another seed begins with other weights"
 
 
 def test_base_is_a_config_file_beside_the_study_and_stands_below_its_config(tmp_path: Path) -> None:
