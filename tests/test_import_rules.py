@@ -106,6 +106,8 @@ ONLY_PLACES = {
         "moe_ffn/metrics/plotting.py",
         "moe_ffn/training/monitoring/loggers.py",
     },
+    "scipy": {"moe_ffn/studies"},
+    "matplotlib": {"moe_ffn/report"},
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }
 """A library that not everybody has -> the only places that may import it."""

@@ -1,0 +1,724 @@
+"""Scaling fits: a formula for the loss of runs that differ in size, with intervals and a held-out error.
+
+`fit` follows Hoffmann et al. 2022 (arXiv 2203.15556, approach 3): the Huber loss of log L, minimised by
+L-BFGS from a grid of starts. `fit_isoflop` is their approach 2. `leverage` compares two curves at equal loss.
+
+Intervals are percentiles of a bootstrap of residuals: the sizes of a study are chosen and not drawn, so that
+they stay, and the residuals are resampled (Davison and Hinkley 1997, section 6.3). They hold what scatters
+between runs, and no error of the formula itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_ffn.errors import ConfigError, install, show
+
+DELTA = 1e-3
+"""Of the Huber loss, in log L: a residual beyond it counts by its size, not by its square."""
+
+NUM_RESAMPLES = 200
+COVERAGE = 95
+"""Percent of the intervals."""
+
+NUM_STARTS = 12
+"""L-BFGS begins from so many points of the grid: those with the smallest Huber loss."""
+
+NUM_STEPS = 40
+"""Of Levenberg and Marquardt, from the estimate to that of a resample."""
+
+LOG_10 = math.log(10)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Interval(NamedTuple):
+    """An estimate, and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+# -- formulas
+
+
+class Parameter(NamedTuple):
+    """One parameter of a formula, as it is searched."""
+
+    starts: Sequence[float]
+    is_log: bool = False
+    """Whether it is searched as its natural logarithm, in which `starts` and bounds are given too."""
+    low: float = -60
+    high: float = 60
+
+
+@dataclass(frozen=True)
+class Law:
+    """A formula for the loss."""
+
+    formula: str
+    source: str
+    variables: Mapping[str, str]
+    """Name in the formula -> meaning and unit."""
+    size: tuple[str, ...]
+    """The variables whose product says which runs are the largest."""
+    parameters: Mapping[str, Parameter]
+    log_loss: Callable[[Mapping[str, Array], Mapping[str, Array]], Array]
+    """Parameters as they are searched, (..., 1), and natural logarithms of the variables, (runs,), to
+    log L, (..., runs). Analytic in the parameters, which may be complex: see `_with_slopes`."""
+
+
+def _log_sum_exp(*terms: Array) -> Array:
+    largest = reduce(np.maximum, (np.real(term) for term in terms))
+    return largest + np.log(reduce(np.add, (np.exp(term - largest) for term in terms)))
+
+
+_EXPONENT = Parameter((0.0, 0.5, 1.0, 1.5, 2.0))
+_COEFFICIENT = Parameter((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), is_log=True)
+_FLOOR = Parameter((-1.0, -0.5, 0.0, 0.5, 1.0), is_log=True)
+
+CHINCHILLA = Law(
+    formula="L = E + A / N^alpha + B / D^beta",
+    source="Hoffmann et al. 2022, arXiv 2203.15556, approach 3",
+    variables={"N": "parameters", "D": "training tokens"},
+    size=("N", "D"),
+    parameters={
+        "E": _FLOOR,
+        "A": _COEFFICIENT,
+        "alpha": _EXPONENT,
+        "B": _COEFFICIENT,
+        "beta": _EXPONENT,
+    },
+    log_loss=lambda p, x: _log_sum_exp(
+        p["E"], p["A"] - p["alpha"] * x["N"], p["B"] - p["beta"] * x["D"]
+    ),
+)
+
+
+def power_law(variable: str, meaning: str) -> Law:
+    """`L = E + A / C^alpha`, for a study in which only one size varies."""
+    return Law(
+        formula=f"L = E + A / {variable}^alpha",
+        source="Hoffmann et al. 2022, arXiv 2203.15556, in one variable",
+        variables={variable: meaning},
+        size=(variable,),
+        parameters={"E": _FLOOR, "A": _COEFFICIENT, "alpha": _EXPONENT},
+        log_loss=lambda p, x: _log_sum_exp(p["E"], p["A"] - p["alpha"] * x[variable]),
+    )
+
+
+def _clark(p: Mapping[str, Array], x: Mapping[str, Array]) -> Array:
+    start, most = np.exp(-p["E_start"]), np.exp(-p["E_max"])
+    inverse = 1 / (np.exp(x["E"]) - 1 + 1 / (start - most)) + most
+    experts, parameters = -np.log(inverse) / LOG_10, x["N"] / LOG_10
+    slope = p["b"] + p["c"] * parameters
+    return LOG_10 * (p["a"] * parameters + slope * experts + p["d"])
+
+
+CLARK = Law(
+    formula="log10 L = a log10 N + b log10 E^ + c log10 N log10 E^ + d, "
+    "1/E^ = 1 / (E - 1 + 1 / (1/E_start - 1/E_max)) + 1/E_max",
+    source="Clark et al. 2022, arXiv 2202.01169, equations 1 and 2",
+    variables={"N": "parameters of the dense model, those that a token uses", "E": "experts"},
+    size=("N",),
+    parameters={
+        "a": Parameter((-0.2, -0.1, -0.05)),
+        "b": Parameter((-0.2, -0.1, 0.0)),
+        "c": Parameter((0.0, 0.01)),
+        "d": Parameter((0.5, 1.0, 1.5)),
+        "E_start": Parameter((0.3, 0.7, 1.4), is_log=True, low=0, high=math.log(8)),
+        "E_max": Parameter((4.0, 6.0), is_log=True, low=math.log(9), high=math.log(1e5)),
+    },
+    log_loss=_clark,
+)
+
+GRANULARITY = Law(
+    formula="L = c + (g / G^gamma + a) / N^alpha + b / D^beta",
+    source="Krajewski et al. 2024, arXiv 2402.07871",
+    variables={
+        "G": "granularity: how many times narrower an expert is than the dense block",
+        "N": "parameters, those of all experts among them",
+        "D": "training tokens",
+    },
+    size=("N", "D"),
+    parameters={
+        "c": _FLOOR,
+        "g": Parameter((0.0, 5.0), is_log=True),
+        "gamma": Parameter((0.3, 0.6, 1.0)),
+        "a": Parameter((0.0, 3.0, 10.0), is_log=True),
+        "alpha": Parameter((0.1, 0.3, 0.6)),
+        "b": Parameter((0.0, 3.0, 10.0), is_log=True),
+        "beta": Parameter((0.1, 0.3, 0.6)),
+    },
+    log_loss=lambda p, x: _log_sum_exp(
+        p["c"],
+        p["g"] - p["gamma"] * x["G"] - p["alpha"] * x["N"],
+        p["a"] - p["alpha"] * x["N"],
+        p["b"] - p["beta"] * x["D"],
+    ),
+)
+
+
+# -- a fit of one of them
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law fitted to the losses of runs."""
+
+    law: Law
+    parameters: Mapping[str, Interval]
+    residuals: tuple[float, ...]
+    """log L as measured less log L as fitted, one for each run in the order given."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Variable -> smallest and largest of the runs."""
+    num_held_out: int
+    """How many runs were the largest."""
+    held_out_error: float | None
+    """Root mean square of the relative error on the largest runs, of a fit that has not seen them; None
+    where without them too few runs are left."""
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    """Parameters that were given and not fitted."""
+    resampled: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
+    """Parameters of each resample as they are searched, (resamples, parameters), in the law's order."""
+    estimate: Array = field(default_factory=lambda: np.empty(0), repr=False, compare=False)
+
+    def predict(self, **variables: float) -> Interval:
+        """The loss at a size, with an interval of the mean of such runs: one run scatters more.
+
+        Raises:
+            ConfigError: not the variables of the law, or none that are positive.
+        """
+        if set(variables) != set(self.law.variables):
+            raise ConfigError(
+                f"the fit predicts from {_names(self.law.variables)}, got {_names(variables)}"
+            )
+        x = {name: _positive(name, [value]) for name, value in variables.items()}
+        values = np.exp(_log_loss(self.law, np.vstack([self.estimate, self.resampled]), x)[:, 0])
+        return _interval(float(values[0]), values[1:])
+
+    @property
+    def undetermined(self) -> tuple[str, ...]:
+        """Parameters that the runs do not determine: their interval reaches a bound of the search."""
+        found: list[str] = []
+        for name, interval in self.parameters.items():
+            kind = self.law.parameters[name]
+            if name in self.fixed:
+                continue
+            bounds = _reported(self.law, name, np.array([kind.low + 1e-6, kind.high - 1e-6]))
+            if interval.low <= bounds[0] or interval.high >= bounds[1]:
+                found.append(name)
+        return tuple(found)
+
+    @property
+    def limits(self) -> str:
+        """What the fit may not be used for, as one sentence."""
+        ranges = ", ".join(
+            f"{name} from {low:.3g} to {high:.3g}" for name, (low, high) in self.ranges.items()
+        )
+        text = (
+            f"Not for sizes outside of those fitted ({ranges}), nor for other data, tokenizers, schedules or "
+            "numbers of tokens"
+        )
+        if self.undetermined:
+            text += f"; the runs do not determine {_names(self.undetermined)}"
+        return f"{text}."
+
+
+def fit(
+    law: Law,
+    variables: Mapping[str, Sequence[float]],
+    losses: Sequence[float],
+    *,
+    fixed: Mapping[str, float] = MappingProxyType({}),
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Fit:
+    """Fit a law to the final losses of runs, with intervals and an error on the largest runs.
+
+    The largest runs are held out once, for `held_out_error`; the parameters are of all runs.
+
+    Args:
+        variables: each variable of the law -> its value in each run.
+        losses: of each run, in nats.
+        fixed: parameters that are not fitted, such as an `E_max` far beyond the experts of the runs.
+
+    Raises:
+        ConfigError: lengths differ, a value is not positive and finite, a variable or the loss is the same in
+            all runs, or the runs are no more than the parameters.
+    """
+    if set(variables) != set(law.variables):
+        raise ConfigError(f"'{law.formula}' takes {_names(law.variables)}, got {_names(variables)}")
+    if unknown := [name for name in fixed if name not in law.parameters]:
+        raise ConfigError(f"'{law.formula}' has no parameter {_names(unknown)}")
+    x = {name: _positive(name, variables[name]) for name in law.variables}
+    y = _positive("loss", losses)
+    free = [name for name in law.parameters if name not in fixed]
+    _check_runs(x, y, len(free))
+
+    settings = _Settings(law, free, {name: _searched(law, name, v) for name, v in fixed.items()})
+    estimate = settings.best(x, y)
+    residuals = y - _log_loss(law, estimate, x)
+    generator = np.random.default_rng(seed)
+    drawn = _resampled(residuals, len(free), num_resamples, generator)
+    resampled = settings.refit(x, y - residuals + drawn, estimate)
+    intervals = {
+        name: _interval(estimate[place], resampled[:, place])
+        for place, name in enumerate(law.parameters)
+    }
+    for name in settings.exchangeable(estimate, x):
+        intervals[name] = Interval(intervals[name].value, -math.inf, math.inf)
+    sizes = np.sum([x[name] for name in law.size], axis=0)
+    largest = sizes >= sizes.max() - 1e-9
+    held_out_error = None
+    kept = {name: values[~largest] for name, values in x.items()}
+    try:
+        _check_runs(kept, y[~largest], len(free))
+    except ConfigError:
+        pass
+    else:
+        seen = settings.best(kept, y[~largest])
+        beyond = {name: values[largest] for name, values in x.items()}
+        errors = np.expm1(_log_loss(law, seen, beyond) - y[largest])
+        held_out_error = float(np.sqrt(np.mean(errors**2)))
+    return Fit(
+        law,
+        parameters={
+            name: Interval(*_reported(law, name, ends)) for name, ends in intervals.items()
+        },
+        residuals=tuple(map(float, residuals)),
+        ranges={name: (float(min(v)), float(max(v))) for name, v in variables.items()},
+        num_held_out=int(largest.sum()),
+        held_out_error=held_out_error,
+        fixed=dict(fixed),
+        resampled=resampled,
+        estimate=estimate,
+    )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What all fits of one bootstrap share."""
+
+    law: Law
+    free: Sequence[str]
+    fixed: Mapping[str, float]
+    """As they are searched."""
+
+    def best(self, x: Mapping[str, Array], y: Array) -> Array:
+        """The parameters with the smallest Huber loss over the grid of starts."""
+        axes = [
+            (self.fixed[name],) if name in self.fixed else kind.starts
+            for name, kind in self.law.parameters.items()
+        ]
+        grid = np.array(list(product(*axes)))
+        order = np.argsort(_huber(y - _log_loss(self.law, grid, x)), kind="stable")
+        found = [self.minimise(x, y, grid[place]) for place in order[:NUM_STARTS]]
+        return min(found, key=lambda pair: pair[0])[1]
+
+    def minimise(self, x: Mapping[str, Array], y: Array, start: Array) -> tuple[float, Array]:
+        """Huber loss and parameters at the end of L-BFGS."""
+        try:
+            from scipy.optimize import minimize
+        except ImportError:
+            raise ConfigError(f"fits need scipy; install with: {install('studies')}") from None
+
+        def objective(free: Array) -> tuple[float, Array]:
+            values, slopes = self._with_slopes(self._filled(start, free), x)
+            residuals = y - values
+            return float(_huber(residuals)), slopes @ -(np.clip(residuals / DELTA, -1, 1) / DELTA)
+
+        result = minimize(
+            objective,
+            start[self._places],
+            jac=True,
+            method="L-BFGS-B",
+            bounds=self._bounds.T,
+            options={"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-8},
+        )
+        return float(result.fun), self._filled(start, result.x)
+
+    def refit(self, x: Mapping[str, Array], y: Array, start: Array) -> Array:
+        """Parameters for each of (resamples, runs) losses, found together from one start near to all.
+
+        Levenberg and Marquardt's steps on the same Huber loss, by weights: L-BFGS would do them one by one.
+        """
+        found = np.tile(start, (len(y), 1))
+        damping = np.full((len(y), 1, 1), 1e-3)
+        loss = _huber(y - _log_loss(self.law, found, x))
+        for _ in range(NUM_STEPS):
+            values, slopes = self._with_slopes(found, x)
+            residuals = y - values
+            weights = 1 / np.maximum(np.abs(residuals) / DELTA, 1)
+            gradient = slopes @ (weights * residuals)[..., None]
+            hessian = (slopes * weights[:, None]) @ slopes.swapaxes(-1, -2)
+            scale = np.einsum("bii->bi", hessian)[..., None] * np.eye(len(self.free)) + 1e-12
+            step = np.linalg.solve(hessian + damping * scale, gradient)[..., 0]
+            trial = self._filled(found, np.clip(found[:, self._places] + step, *self._bounds))
+            tried = _huber(y - _log_loss(self.law, trial, x))
+            better = tried < loss
+            found, loss = np.where(better[:, None], trial, found), np.where(better, tried, loss)
+            damping = np.clip(np.where(better[:, None, None], damping / 5, damping * 4), 1e-9, 1e9)
+        return found
+
+    def exchangeable(self, parameters: Array, x: Mapping[str, Array]) -> list[str]:
+        """Parameters that can make up for each other: others give the same losses at these sizes."""
+        slopes = self._with_slopes(parameters, x)[1]
+        lengths = np.linalg.norm(slopes, axis=1, keepdims=True)
+        directions, strengths, _ = np.linalg.svd(slopes / np.maximum(lengths, 1e-9))
+        loose = np.abs(directions[:, strengths < 1e-6 * strengths[0]]).max(axis=1, initial=0)
+        return [name for name, share in zip(self.free, loose, strict=True) if share > 0.01]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [list(self.law.parameters).index(name) for name in self.free]
+
+    @cached_property
+    def _bounds(self) -> Array:
+        """Lowest and highest, (2, free parameters)."""
+        kinds = self.law.parameters
+        return np.array([(kinds[name].low, kinds[name].high) for name in self.free]).T
+
+    def _filled(self, parameters: Array, free: Array) -> Array:
+        filled = parameters.copy()
+        filled[..., self._places] = free
+        return filled
+
+    def _with_slopes(self, parameters: Array, x: Mapping[str, Array]) -> tuple[Array, Array]:
+        """Log L, (..., runs), and its derivative by each free parameter, (..., free, runs).
+
+        By complex steps (Squire and Trapp 1998), which are exact for an analytic function.
+        """
+        step = 1e-30
+        points = np.repeat(parameters[..., None, :].astype(complex), len(self.free), axis=-2)
+        points[..., range(len(self.free)), self._places] += 1j * step
+        values = _log_loss(self.law, points, x)
+        return np.real(values[..., 0, :]), np.imag(values) / step
+
+
+def _huber(residuals: Array) -> Array:
+    """The sum of the Huber loss over the last axis, in units of `DELTA` squared.
+
+    A sum, and L-BFGS run to its end: a mean of such small numbers ends it early (Besiroglu et al. 2024, arXiv
+    2404.10102).
+    """
+    r = np.abs(residuals) / DELTA
+    return np.where(r <= 1, r**2 / 2, r - 0.5).sum(-1)
+
+
+def _log_loss(law: Law, parameters: Array, x: Mapping[str, Array]) -> Array:
+    """Log L of (..., parameters) at (runs,) sizes, (..., runs)."""
+    by_name = {name: parameters[..., place, None] for place, name in enumerate(law.parameters)}
+    return law.log_loss(by_name, x)
+
+
+def _searched(law: Law, name: str, value: float) -> float:
+    if not math.isfinite(value) or (law.parameters[name].is_log and value <= 0):
+        raise ConfigError(f"{name}: must be a positive, finite number, got {show(value)}")
+    return math.log(value) if law.parameters[name].is_log else float(value)
+
+
+def _reported(law: Law, name: str, value: Any) -> Any:
+    return np.exp(value) if law.parameters[name].is_log else value
+
+
+def _resampled(
+    residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
+) -> Array:
+    """Residuals drawn anew, (resamples, runs): centred, and as large as before the fit took its share."""
+    num_runs = len(residuals)
+    centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
+    return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]
+
+
+def _interval(value: float, resampled: Array) -> Interval:
+    low, high = np.percentile(resampled, [(100 - COVERAGE) / 2, (100 + COVERAGE) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+def _positive(name: str, values: Sequence[float]) -> Array:
+    """Natural logarithms of the values."""
+    array = np.asarray(values, dtype=np.float64)
+    wrong = array[~(np.isfinite(array) & (array > 0))]
+    if wrong.size:
+        raise ConfigError(f"{name}: must be positive and finite in all runs, got {wrong[0]:g}")
+    return np.log(array)
+
+
+def _check_runs(x: Mapping[str, Array], y: Array, num_parameters: int) -> None:
+    for name, values in x.items():
+        if len(values) != len(y):
+            raise ConfigError(f"there are {len(values)} values of {name} for {len(y)} losses")
+    num_points = len({*zip(*x.values(), strict=True)})
+    if len(y) <= num_parameters or num_points < num_parameters:
+        raise ConfigError(
+            f"{len(y)} runs at {num_points} sizes cannot determine {num_parameters} parameters; it takes "
+            f"{num_parameters} sizes and {num_parameters + 1} runs"
+        )
+    for name, values in {**x, "the loss": y}.items():
+        if np.ptp(values) == 0:
+            raise ConfigError(
+                f"{name} is the same in all runs, so that nothing of it can be fitted"
+            )
+
+
+def _names(names: Any) -> str:
+    return ", ".join(names) or "nothing"
+
+
+# -- IsoFLOP
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """A parabola of the loss in the logarithm of a size, and where it is lowest."""
+
+    sizes: tuple[float, ...]
+    losses: tuple[float, ...]
+    coefficients: tuple[float, float, float]
+    """Of log(size) squared, of log(size), and the constant."""
+    minimum: Interval | None
+    """The size with the lowest loss; None where `refusal` says why there is none."""
+    refusal: str
+    resampled: Array = field(repr=False, compare=False)
+    """log of the size with the lowest loss in each resample, NaN where there is none."""
+
+    def predict(self, size: float) -> float:
+        """The loss at a size."""
+        return float(np.polyval(self.coefficients, math.log(size)))
+
+
+def fit_parabola(
+    sizes: Sequence[float],
+    losses: Sequence[float],
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Parabola:
+    """A parabola of the loss in log(size), by least squares, and its minimum, if one is among the sizes.
+
+    Raises:
+        ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
+            than three sizes or four runs.
+    """
+    x, y = _positive("size", sizes), np.exp(_positive("loss", losses))
+    _check_runs({"size": x}, y, 3)
+    centre = x.mean()  # for a well conditioned product
+    design = np.vander(x - centre, 3)
+    solve = np.linalg.pinv(design)
+    estimate = solve @ y
+    residuals = y - design @ estimate
+    drawn = _resampled(residuals, 3, num_resamples, np.random.default_rng(seed))
+    low, high = x.min() - centre, x.max() - centre
+
+    def lowest(coefficients: Array) -> Array:
+        a, b, _ = coefficients
+        with np.errstate(divide="ignore", invalid="ignore"):
+            vertex = -b / (2 * a)
+        return np.where((a > 0) & (low < vertex) & (vertex < high), vertex, np.nan)
+
+    vertex = float(lowest(estimate))
+    resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
+    share = float(np.isnan(resampled).mean())
+    a, b, c = map(float, estimate)
+    minimum, refusal = None, ""
+    if a <= 0:
+        refusal = "the parabola opens downwards: it has no minimum"
+    elif math.isnan(vertex):
+        end = "largest" if -b / (2 * a) >= high else "smallest"
+        refusal = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
+    elif share > 1 - COVERAGE / 100:
+        refusal = (
+            f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
+            "have none among the sizes tried"
+        )
+    else:
+        found = np.exp(resampled[~np.isnan(resampled)])
+        minimum = _interval(math.exp(vertex + centre), found)
+    return Parabola(
+        tuple(map(float, sizes)),
+        tuple(map(float, losses)),
+        (a, b - 2 * a * centre, a * centre**2 - b * centre + c),
+        minimum,
+        refusal,
+        resampled,
+    )
+
+
+@dataclass(frozen=True)
+class IsoFlop:
+    """The best size at each budget of FLOPs, and the power law of the best size over the budget."""
+
+    parabolas: Mapping[float, Parabola]
+    """By training FLOPs, in their order."""
+    refusals: Mapping[float, str]
+    """Budgets without a parabola or a minimum, and why."""
+    exponent: Interval | None
+    """k of `N = coefficient * C^k`; None where fewer than two budgets have a minimum."""
+    coefficient: float | None
+
+    def predict(self, flops: float) -> float | None:
+        """The best size at a budget; None without a power law."""
+        if self.exponent is None or self.coefficient is None:
+            return None
+        return self.coefficient * flops**self.exponent.value
+
+    @property
+    def limits(self) -> str:
+        """What the fit may not be used for, as one sentence."""
+        low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
+        text = (
+            f"Not for budgets outside of {low:.3g} to {high:.3g} FLOPs, nor for other data, tokenizers or "
+            "schedules; a parabola is an approximation near its minimum"
+        )
+        if self.exponent is None:
+            text += "; with fewer than two minima there is no power law"
+        elif len(self.parabolas) - len(self.refusals) == 2:
+            text += "; a line through two minima cannot show whether they lie on a power law"
+        return f"{text}."
+
+
+def fit_isoflop(
+    flops: Sequence[float],
+    sizes: Sequence[float],
+    losses: Sequence[float],
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> IsoFlop:
+    """At each budget a parabola in log N, and a power law through their minima (Hoffmann et al., approach 2).
+
+    Args:
+        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % are of one budget.
+        sizes: parameters of each run, total or active.
+        losses: of each run, in nats.
+
+    Raises:
+        ConfigError: lengths differ, or a value is not positive and finite.
+    """
+    logs = _positive("FLOPs", flops)
+    for name, values in {"sizes": sizes, "losses": losses}.items():
+        if len(values) != len(logs):
+            raise ConfigError(f"there are {len(values)} {name} for {len(logs)} budgets")
+    if not len(logs):
+        raise ConfigError("there are no runs to fit")
+    order = np.argsort(logs, kind="stable")
+    ends = np.flatnonzero(np.diff(logs[order]) > math.log(1.05)) + 1
+    parabolas: dict[float, Parabola] = {}
+    refusals: dict[float, str] = {}
+    for number, places in enumerate(np.split(order, ends)):
+        budget = float(np.exp(logs[places].mean()))
+        try:
+            parabola = fit_parabola(
+                [sizes[place] for place in places],
+                [losses[place] for place in places],
+                num_resamples=num_resamples,
+                seed=seed + number,
+            )
+        except ConfigError as error:
+            refusals[budget] = str(error)
+            continue
+        parabolas[budget] = parabola
+        if parabola.refusal:
+            refusals[budget] = parabola.refusal
+    exponent = coefficient = None
+    found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
+    if len(found) >= 2:
+        x = np.log(list(found))
+        best = [math.log(p.minimum.value) for p in found.values() if p.minimum is not None]
+        slope, offset = np.polyfit(x, best, 1)
+        resampled = np.array([p.resampled for p in found.values()])
+        whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
+        exponent = _interval(float(slope), np.polyfit(x, whole, 1)[0])
+        coefficient = float(np.exp(offset))
+    return IsoFlop(parabolas, refusals, exponent, coefficient)
+
+
+# -- efficiency leverage
+
+
+def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
+    """The FLOPs at which a curve first has this loss, between its points in log FLOPs; None outside of it."""
+    best = np.minimum.accumulate(np.asarray(losses, dtype=np.float64))
+    reached = np.flatnonzero(best <= loss)
+    if not reached.size or (reached[0] == 0 and best[0] < loss):
+        return None
+    after = int(reached[0])
+    if after == 0:
+        return float(flops[0])
+    share = (best[after - 1] - loss) / (best[after - 1] - best[after])
+    return float(flops[after - 1] * (flops[after] / flops[after - 1]) ** share)
+
+
+Curve = tuple[Sequence[float], Sequence[float]]
+"""Training FLOPs, rising, and the loss at each."""
+
+
+@dataclass(frozen=True)
+class Leverage:
+    """Efficiency leverage, C_dense / C_MoE at equal loss (Tian et al. 2025, arXiv 2507.17702)."""
+
+    by_seed: Mapping[int, float]
+    """At the loss that both curves of a seed reach: the higher of their lowest."""
+    interval: Interval | None
+    """Geometric mean over the seeds, with an interval by Student's t; None of one seed."""
+    limits: str
+
+
+def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
+    """How many times the FLOPs of the MoE the dense model takes to the same loss; above 1 the MoE saves.
+
+    Curves are compared within a seed, at the higher of the two lowest losses, which both reach.
+
+    Args:
+        dense: seed -> curve of the dense model: of one run, or final losses of several sizes.
+        moe: the same of the MoE.
+
+    Raises:
+        ConfigError: they share no seed, a value is not positive and finite, or FLOPs do not rise.
+    """
+    seeds = sorted(set(dense) & set(moe))
+    if not seeds:
+        raise ConfigError("the two arms have no seed in common")
+    by_seed: dict[int, float] = {}
+    for seed in seeds:
+        for flops, losses in (dense[seed], moe[seed]):
+            _positive("loss", losses)
+            if (
+                len(flops) != len(losses)
+                or len(flops) < 2
+                or np.any(np.diff(_positive("FLOPs", flops)) <= 0)
+            ):
+                raise ConfigError(
+                    "a curve takes two points or more, a loss for each, and FLOPs that rise"
+                )
+        loss = max(min(dense[seed][1]), min(moe[seed][1]))
+        costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
+        if costs[0] is not None and costs[1] is not None:
+            by_seed[seed] = costs[0] / costs[1]
+    if not by_seed:
+        raise ConfigError("the curves of the two arms have no loss in common")
+    logs = np.log(list(by_seed.values()))
+    interval = None
+    if len(logs) > 1:
+        from scipy.stats import t
+
+        mean = logs.mean()
+        half = t.ppf(0.5 + COVERAGE / 200, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
+        interval = Interval(*map(math.exp, (mean, mean - half, mean + half)))
+    return Leverage(
+        by_seed,
+        interval,
+        "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
+        "decayed yet, and the loss is above what a shorter run ends at: there a leverage above 1 is a lower "
+        "bound.",
+    )
