@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -41,6 +41,11 @@ def _unique_seeds(seeds: Sequence[int]) -> None:
             raise ValueError(f"{seed} is given twice")
 
 
+def _one_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+FitName = Literal["isoflop", "clark", "granularity", "leverage"]
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
 Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
@@ -71,6 +76,18 @@ class StudyConfig(Config, frozen=True):
     """Folder of the runs in run.output_dir; the stem of the study's file unless given."""
     question: str = ""
     """What the study is to find out."""
+    published: str = ""
+    """What others have found, in numbers, with the source; for the study's page."""
+    answer: str = ""
+    """What its author concludes, beside the verdict that the page computes."""
+    would_change_our_mind: str = ""
+    """What would; for the page."""
+    axis: str | None = None
+    """What the final loss is drawn against: a dotted option, or one of params, active_params, flops_per_token and
+    expansion (parameters of the feed-forward blocks over those that a token uses); the one numeric option of the
+    grid unless given."""
+    fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = []
+    """Fits that the page shows: see docs/studies.md."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""
     config: Annotated[Options, BeforeValidator(_null_is_empty)] = Field(default={})
@@ -105,7 +122,7 @@ class StudyConfig(Config, frozen=True):
     def _check_arms(self) -> StudyConfig:
         if not self.arms and not self.grid:
             raise ValueError("an empty study: give arms, a grid, or both")
-        arms = [arm.name for arm in self._arms()]
+        arms = self.arm_names
         if self.baseline is not None and self.baseline not in arms:
             hint = did_you_mean(self.baseline, arms) or f"; the arms are {', '.join(arms)}"
             raise ValueError(f"baseline: there is no arm {show(self.baseline)}{hint}")
@@ -114,6 +131,11 @@ class StudyConfig(Config, frozen=True):
                 if key in self.grid:
                     raise ValueError(f"tuning.grid.{key}: is in grid too; give it in one of them")
         return self
+
+    @property
+    def arm_names(self) -> list[str]:
+        """The arms that are compared, in the order of the file."""
+        return [arm.name for arm in self._arms()]
 
     def _arms(self) -> Iterator[_Arm]:
         for name, options in (self.arms or {"": {}}).items():

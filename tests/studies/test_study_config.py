@@ -230,3 +230,24 @@ def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
     study.write_text("base: [a.yaml]\narms: {dense: {}}\n")
     with pytest.raises(ConfigError, match="base: must be the path of a config file"):
         StudyConfig.read(study)
+
+
+def test_a_study_says_in_words_what_its_page_shows_beside_numbers() -> None:
+    found = study("""
+        arms: {a: {model.ffn.d_ff: 32}, b: {model.ffn.d_ff: 48}}
+        grid: {optimizer.learning_rate: [0.1, 0.2]}
+        published: 1 to 2
+        would_change_our_mind: more seeds
+        axis: model.ffn.d_ff
+        fit: isoflop
+    """)
+    assert found.arm_names == [f"{arm},learning_rate={rate}" for arm in "ab" for rate in (0.1, 0.2)]
+    assert (found.published, found.would_change_our_mind, found.answer) == (
+        "1 to 2",
+        "more seeds",
+        "",
+    )
+    assert found.axis == "model.ffn.d_ff"
+    assert found.fit == ["isoflop"]
+    assert study("arms: {a: }\nfit: [clark, leverage]").fit == ["clark", "leverage"]
+    assert "fit.0: must be one of 'isoflop', 'clark'" in refusal("arms: {a: }\nfit: parabola")
