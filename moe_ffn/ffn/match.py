@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -52,7 +52,7 @@ class WidthMatch:
 
 
 def solve_widths(
-    ffn: FFNConfig | Mapping[str, Any], d_model: int, seq_len: int, option: str = ""
+    ffn: FFNConfig | Mapping[str, Any] | str, d_model: int, seq_len: int, option: str = ""
 ) -> tuple[FFNConfig, WidthMatch | None]:
     """The block with a number for each `d_ff: {match: ..., of: ...}` in it, and how near that comes.
 
@@ -104,7 +104,7 @@ def solve_widths(
             else block.num_active_params(d_model)
         )
 
-    other_block, _ = solve_widths(match.of, d_model, seq_len, f"{first}.of")
+    other_block, _ = solve_widths(cast("FFNConfig", match.of), d_model, seq_len, f"{first}.of")
     wanted = cost(other_block)
     if wanted < 1:
         raise ConfigError(

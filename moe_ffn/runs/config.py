@@ -85,8 +85,10 @@ class TrainConfig(Config, frozen=True):
     @model_validator(mode="after")
     def _solve_widths(self) -> TrainConfig:
         model, matches = self.model.with_solved_widths(self.data.seq_len, "model.")
-        # Into the dict, since the config is frozen; what is no option takes no part in comparisons and files.
-        self.__dict__.update(model=model, matches=matches)
+        if matches:  # else what is validated may be solved already, and keeps what it knows
+            # As pydantic itself sets what is frozen. `matches` is no option: files and == leave it out.
+            object.__setattr__(self, "model", model)
+            object.__setattr__(self, "matches", matches)
         return self
 
     @model_validator(mode="after")

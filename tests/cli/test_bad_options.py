@@ -101,6 +101,27 @@ REFUSED = {
         "model.ffn.type: 'moe_ffn.routing:TopKRouterConfig' must be a subclass of FFNConfig, "
         "got <class 'moe_ffn.routing.top_k.TopKRouterConfig'>",
     ),
+    # -- budgets
+    "a budget that nothing meets": (
+        "--model.ffn.experts.d_ff.match total_params --model.ffn.experts.d_ff.of {type:&dense,&d_ff:&8}",
+        # The router, 16 x 8, and 8 experts of 3 matrices of 16 x 1.
+        "model.ffn.experts.d_ff: no width gives about 256 parameters: the nearest, 1, gives 512 "
+        "(+100.0%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or make what "
+        "stands beside this width smaller",
+    ),
+    "a budget of nothing, in ffn_at": (
+        "--model.ffn_at {0:&{type:&dense,&d_ff:&{match:&flops_per_token,&of:&identity}}}",
+        "model.ffn_at.0.d_ff.of: 'identity' has no FLOPs per token to match; give another block",
+    ),
+    "half a match": (
+        "--model.ffn.experts.d_ff.match total_params",
+        "model.ffn.experts.d_ff.of: missing; this option has no default",
+    ),
+    "a budget of another name": (
+        "--model.ffn.experts.d_ff {match:&params,&of:&dense}",
+        "model.ffn.experts.d_ff.match: must be one of 'total_params', 'active_params' or 'flops_per_token', "
+        "got 'params'",
+    ),
     # -- values
     "text for a number": (
         "--model.d_model wide",

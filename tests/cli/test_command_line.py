@@ -361,3 +361,67 @@ def test_an_interrupt_before_training_is_one_word(
     monkeypatch.setattr("sys.argv", ["train"])
     assert exit_on_bad_input(interrupted) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+# -- widths that are solved
+
+
+MATCHED = (
+    "--model.ffn.experts.d_ff.match", "active_params", "--model.ffn.experts.d_ff.of.type", "dense",
+    "--model.ffn_at", "{0: {type: swiglu, d_ff: {match: total_params, of: {type: dense, d_ff: 48}}}}",
+)  # fmt: skip
+
+
+def test_a_width_may_be_matched_by_flags_and_the_config_holds_the_number() -> None:
+    config = parse(*MATCHED)
+
+    # 2 experts of 3 matrices instead of 2 of width 512: 170.67, but 168 and the router are 0.8 % short.
+    assert config.model.ffn.to_dict()["experts"]["d_ff"] == 169
+    assert config.model.ffn_at["0"].to_dict()["d_ff"] == 32
+    assert [match.options for match in config.matches] == [
+        ("model.ffn.experts.d_ff",),
+        ("model.ffn_at.0.d_ff",),
+    ]
+    assert [match.mismatch for match in config.matches] == [130816 / 131072 - 1, 0]
+
+
+def test_the_printed_config_has_the_number_and_a_comment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*MATCHED, "--print-config")
+
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:3] == [
+        "# model.ffn.experts.d_ff: 169 gives 130,816 active parameters where 131,072 are wanted (-0.20%)",
+        "# model.ffn_at.0.d_ff: 32 gives 12,288 parameters where 12,288 are wanted (+0.00%)",
+        "seed: 0",
+    ]
+    (tmp_path / "printed.yaml").write_text(printed)
+    again = parse("--config", str(tmp_path / "printed.yaml"))
+    assert again == parse(*MATCHED)
+    assert again.matches == ()
+
+
+def test_a_match_follows_the_model_around_it() -> None:
+    small = parse(*MATCHED, "--model.d_model", "64")
+    assert small.matches[0].wanted == 2 * 64 * 256
+    assert abs(small.matches[0].mismatch) < 0.02
+
+
+def test_a_number_over_a_match_and_a_match_over_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "model: {ffn: {type: dense, d_ff: {match: total_params, of: glu}}}"
+    )
+    (tmp_path / "b.yaml").write_text("model: {ffn: {type: dense, d_ff: 99}}")
+    a, b = str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")
+    solved = parse("--config", a).model.ffn.to_dict()["d_ff"]
+    assert parse("--config", b, a).model.ffn.to_dict()["d_ff"] == solved
+    assert parse("--config", a, b).model.ffn.to_dict()["d_ff"] == 99
+    assert parse("--config", a, "--model.ffn.d_ff", "null").model.ffn.to_dict()["d_ff"] is None
+
+
+def test_a_config_that_is_validated_again_keeps_what_it_knows_of_its_widths() -> None:
+    config = parse(*MATCHED)
+    assert TrainConfig.model_validate(config).matches == config.matches
+    assert config.model_copy(update={"seed": 3}).matches == config.matches

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.runs.config import TrainConfig
@@ -77,6 +78,25 @@ def test_layers_may_differ(run_train: RunTrain, tmp_path: Path) -> None:
     assert layers == {"layer_01"}
     assert re.search(r"^ffn 0 +swiglu ", run.stdout, re.MULTILINE)
     assert re.search(r"^ffn 1 +moe, 8 experts", run.stdout, re.MULTILINE)
+
+
+def test_a_width_may_match_another_blocks_budget(run_train: RunTrain, tmp_path: Path) -> None:
+    of = "{type: dense, d_ff: 80}"
+    match = ("--model.ffn", f"{{type: swiglu, d_ff: {{match: active_params, of: {of}}}}}")
+    run = run_train(tmp_path, *match, "--trainer.max_steps", "2")
+    assert run.code == 0, run.stderr
+    assert re.search(
+        r"^model.ffn.d_ff: 53 gives [\d,]+ active parameters where", run.stdout, re.MULTILINE
+    )
+    assert read_config(run.folder / "config.yaml", TrainConfig).model.ffn.to_dict()["d_ff"] == 53
+
+    # The options of the run have the number, and what it was solved from may be given again.
+    more = ("--resume", str(run.folder), "--trainer.max_steps")
+    assert run_train(tmp_path, *more, "3").code == 0
+    again = run_train(tmp_path, *more, "4", *match)
+    assert again.code == 0, again.stderr
+    other = run_train(tmp_path, *more, "5", "--model.ffn.d_ff", "64")
+    assert (other.code, "model.ffn.d_ff: is 53" in other.stderr) == (2, True), other.stderr
 
 
 def test_accumulation_counts_optimizer_steps(run_train: RunTrain, tmp_path: Path) -> None:
