@@ -87,8 +87,9 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         router = self.router.flops_per_token(d_model, 1)
-        inner_length = max(round(self.share * seq_len), 1)
-        return router + round(self.share * self.ffn.flops_per_token(d_model, inner_length))
+        share = self.router.pairs_per_token(1, seq_len)
+        inner_length = max(round(share * seq_len), 1)
+        return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
 
     def describe(self) -> str:
         return f"{self.router.describe()} of ({self.ffn.describe()})"

@@ -117,9 +117,9 @@ class MoEConfig(FFNConfig, frozen=True):
         )
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        routed = round(
-            self.experts_per_token * self.experts.flops_per_pair(d_model, self.experts_per_token)
-        )
+        pairs = self.router.pairs_per_token(self.num_routable, seq_len)
+        pairs *= self.num_experts / self.num_routable
+        routed = round(pairs * self.experts.flops_per_pair(d_model, self.experts_per_token))
         shared = 0
         if self.shared_expert is not None:
             shared = self.shared_expert.flops_per_token(d_model, seq_len)

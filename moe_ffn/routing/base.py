@@ -49,6 +49,10 @@ class RouterConfig(TaggedConfig, frozen=True):
     def experts_per_token(self, num_experts: int) -> float:
         """Mean number of experts per token; the largest possible one where it depends on the data."""
 
+    def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
+        """`experts_per_token` in sequences of `seq_len`, where their number of pairs is rounded."""
+        return self.experts_per_token(num_experts)
+
     @abstractmethod
     def num_params(self, d_model: int, num_experts: int) -> int: ...
 

@@ -46,6 +46,11 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
                 "router would never learn; set router.score: sigmoid"
             )
 
+    def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
+        if self.among == "batch":
+            return self.k
+        return num_experts * math.ceil(share_of(self.k, parts=num_experts) * seq_len) / seq_len
+
     def build(self, d_model: int, num_experts: int) -> Router:
         return ExpertChoiceRouter(self, d_model, num_experts)
 

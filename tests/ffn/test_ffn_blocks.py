@@ -249,6 +249,46 @@ def test_the_config_knows_the_flops(config: dict[str, Any], d_model: int) -> Non
     assert count_flops(config, 2, 6, d_model) == 12 * parsed.flops_per_token(d_model, seq_len=6)
 
 
+DATA_DEPENDENT: dict[str, dict[str, Any]] = {
+    "zero_computation": VARIANTS["moe-zero_computation"] | {"shared_expert": "swiglu"},
+    "top_p": {"type": "moe", "num_experts": 4, "router": {"type": "top_p", "p": 0.5}},
+    "relu": {"type": "moe", "num_experts": 4, "router": {"type": "relu", "k": 1}},
+    "capacity": {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.5}},
+}
+
+
+@pytest.mark.parametrize("config", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
+def test_flops_that_depend_on_the_data_are_those_of_the_pairs(config: dict[str, Any]) -> None:
+    parsed = MoEConfig.model_validate(config)
+    ffn = build(parsed).train()  # evaluation has a capacity of its own
+    with FlopCounterMode(display=False) as counter:
+        routing = ffn(tokens(2, 6, D_MODEL, dtype=torch.float32)).routing
+    assert routing is not None
+    num_pairs = (routing.computed_N & (routing.expert_ids_N < parsed.num_experts)).sum().item()
+    per_pair = parsed.experts.flops_per_pair(D_MODEL, parsed.experts_per_token)
+    told = parsed.flops_per_token(D_MODEL, 6) - round(parsed.experts_per_token * per_pair)
+    assert counter.get_total_flops() == 12 * told + num_pairs * per_pair
+    assert num_pairs != 12 * parsed.experts_per_token
+
+
+@pytest.mark.parametrize("length", [6, 7, 9, 10])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"type": "mixture_of_depths"},
+        {"type": "moe", "num_experts": 4, "router": {"type": "expert_choice", "k": 1}},
+        {"type": "moe", "num_experts": 3, "router": {"type": "expert_choice", "k": 0.7}},
+    ],
+    ids=str,
+)
+def test_flops_of_expert_choice_count_the_part_of_a_token_that_is_rounded_up(
+    config: dict[str, Any], length: int
+) -> None:
+    counted = count_flops(config, 2, length, D_MODEL) / (2 * length)
+    told = FFNConfig.model_validate(config).flops_per_token(D_MODEL, seq_len=length)
+    assert abs(told - counted) <= 0.5  # a FLOP
+
+
 @every_variant
 def test_cost_is_linear_in_the_sequence(config: dict[str, Any]) -> None:
     if config["type"] == "soft_moe":  # its slots cost the same for any number of tokens
