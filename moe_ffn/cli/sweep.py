@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,14 @@ def _parser() -> Parser:
         help="folder of the runs in run.output_dir; by default the stem of the study's file",
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=_seed, metavar="N", help="run each arm once with each of these"
+        "--seeds", nargs="+", type=_whole, metavar="N", help="run each arm once with each of these"
     )
     parser.add_argument(
-        "--jobs", type=_jobs, default=1, metavar="N", help="train so many runs at a time"
+        "--jobs",
+        type=partial(_whole, least=1, most=1000),
+        default=1,
+        metavar="N",
+        help="train so many runs at a time",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print every run with its budget, and train none"
@@ -81,17 +87,10 @@ def _parser() -> Parser:
     return parser
 
 
-def _seed(text: str) -> int:
-    number = whole_number(text, most=2**63 - 1)
+def _whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    number = whole_number(text, least, most)
     if number is None:
-        raise ConfigError(f"--seeds: must be whole numbers, got '{text}'")
-    return number
-
-
-def _jobs(text: str) -> int:
-    number = whole_number(text, least=1, most=1000)
-    if number is None:
-        raise ConfigError(f"--jobs: must be a whole number from 1 to 1000, got '{text}'")
+        raise ArgumentTypeError(f"must be a whole number, at least {least}, got '{text}'")
     return number
 
 

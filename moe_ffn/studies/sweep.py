@@ -10,13 +10,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, BinaryIO, Literal
 
 from moe_ffn.config_files import to_yaml
@@ -124,7 +124,7 @@ class Job:
         self.first_step = 0
         """The step at which this sweep found it."""
         self.flops = Budget.of(run.config).training_flops
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
         self._started_at = 0.0
         self._step, self._looked_at = 0, 0.0
 
@@ -174,11 +174,11 @@ class Job:
             is_begun = has_begun(self.run.config)
             self.first_step = self._step = self._last_step() if is_begun else 0
             threads = {"OMP_NUM_THREADS": str(num_threads)}
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 training_command(self.run, is_begun, trust_code),
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 stdout=log,  # which passes the lock on
-                stderr=subprocess.STDOUT,
+                stderr=STDOUT,
                 env=threads | os.environ,
                 start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
             )

@@ -145,6 +145,37 @@ def train_in_this_process(command: Sequence[str], **options: Any) -> Any:
     return subprocess.CompletedProcess(command, done.code, done.stdout + done.stderr)
 
 
+class ForkedTraining:
+    """In the place of the `subprocess.Popen` of a sweep: its command, in a copy of this process."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        """
+        Args:
+            command: trains a run.
+            options: of Popen, of which `stdout` is regarded.
+        """
+
+        def work() -> None:
+            os.setsid()
+            os.environ |= options["env"]
+            sys.stdout = sys.stderr = os.fdopen(os.dup(options["stdout"].fileno()), "w", 1)
+            sys.argv = ["train", *command[command.index("train") + 1 :]]
+            raise SystemExit(exit_on_bad_input(import_module("moe_ffn.cli.train").main))
+
+        self._copy = fork(work)
+        self.pid = self._copy.pid
+
+    def poll(self) -> int | None:
+        return self._copy.exitcode
+
+    def wait(self) -> None:
+        self._copy.join()
+
+    def send_signal(self, signum: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, signum)
+
+
 def fork(work: Callable[[], object]) -> ForkProcess:
     """Do it in a copy of this process: it has torch imported, which takes another one longer than a run."""
     with warnings.catch_warnings():

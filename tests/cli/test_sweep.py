@@ -1,0 +1,371 @@
+"""The runs of a study, trained several at a time; what is done is not repeated."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.cli import sweep
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.config_files import parse_value, to_yaml
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.folder import is_finished, locked
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.sweep import Sweep, in_words, training_command
+from tests.helpers.same_run import require_same
+from tests.helpers.tiny_runs import ForkedTraining, fork_all
+
+Program = Callable[..., tuple[int, str, str]]
+
+STUDY = """
+question: Which?
+seeds: [0, 1]
+arms:
+  dense: {model.ffn: {type: dense, d_ff: 32}}
+  moe: {model.ffn: {type: moe, num_experts: 4, router: {type: top_k, k: 1}}}
+"""
+# 3 float32 are 12 bytes: what only the backend itself knows, so it is told when the run starts.
+BROKEN = "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"
+
+
+@pytest.fixture
+def program(
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Program:
+    """Exit code, stdout and stderr of the program; gating.yaml in the current folder is a tiny study."""
+    monkeypatch.setenv("COLUMNS", "200")
+    import_module("moe_ffn.cli.training_run")  # which each copy of this process has then
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
+    tiny = tiny_yaml.read_text(encoding="utf-8")
+    (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
+    write_study(tmp_path, STUDY)
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
+        code = exit_on_bad_input(sweep.main)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def write_study(folder: Path, text: str) -> None:
+    tiny = (folder / "tiny.yaml").read_text(encoding="utf-8")
+    cache = f"data.cache_dir: {folder / 'cache'}"
+    indented = "\n".join(f"  {line}" for line in [*tiny.splitlines(), cache])
+    (folder / "gating.yaml").write_text(f"config:\n{indented}\n{text}", encoding="utf-8")
+
+
+def runs(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if (path / "config.yaml").exists())
+
+
+ALL = ["dense-seed0", "dense-seed1", "moe-seed0", "moe-seed1"]
+
+
+def test_every_run_is_trained_once_and_the_next_call_trains_none(
+    program: Program, tmp_path: Path
+) -> None:
+    code, out, err = program("--config", "gating.yaml", "--jobs", "2")
+
+    assert (code, err) == (0, "")
+    folder = tmp_path / "runs/gating"
+    assert runs(folder) == ALL
+    assert all(is_finished(folder / name) for name in ALL)
+    assert out.startswith(
+        "4 runs in runs/gating/, 0 of them done\ndense-seed0: training (1 of 4)\n"
+    )
+    assert re.search(r"^moe-seed1: \d+ s, loss \d\.\d{4}$", out, re.MULTILINE)
+    assert re.search(r"^\S+: \d+ s, loss \d\.\d{4}; 2 left, about \d+ s$", out, re.MULTILINE)
+    assert out.endswith("\ncompare them: moe-ffn compare runs/gating\n")
+    kept = StudyConfig.read(folder / "study.yaml")
+    assert kept == StudyConfig.read(tmp_path / "gating.yaml")
+    assert [run.folder for run in kept.planned_runs()] == [
+        Path("runs/gating") / f"{arm}-seed{seed}" for seed in (0, 1) for arm in ("dense", "moe")
+    ]
+    trained_at = {name: (folder / name / "summary.json").stat().st_mtime_ns for name in ALL}
+
+    code, out, err = program("--config", "gating.yaml", "--jobs", "2")
+
+    assert (code, err) == (0, "")
+    assert "training" not in out
+    assert out.startswith("4 runs in runs/gating/, 4 of them done\n")
+    assert trained_at == {name: (folder / name / "summary.json").stat().st_mtime_ns for name in ALL}
+
+    code, out, err = program("--config", "gating.yaml", "--trainer.max_steps", "8")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: 'runs/gating/dense-seed0' holds a run with other options (trainer.max_steps was 6, is 8); "
+        "give the options it had, or choose another --name\n"
+    )
+
+
+def test_a_run_of_a_sweep_is_the_run_that_train_makes(
+    program: Program, run_train: Any, tmp_path: Path
+) -> None:
+    assert program("--config", "gating.yaml", "--seeds", "3", "--name", "few")[0] == 0
+    (tmp_path / "alone").mkdir()
+    alone = run_train(tmp_path / "alone", "--seed", "3", "--model.ffn", "{type: dense, d_ff: 32}")
+
+    assert runs(tmp_path / "runs/few") == ["dense-seed3", "moe-seed3"]
+    require_same(tmp_path / "runs/few/dense-seed3", alone.folder)
+
+
+def test_a_run_that_fails_ends_no_other_and_is_tried_again(
+    program: Program, tmp_path: Path
+) -> None:
+    write_study(tmp_path, f"arms: {{broken: {{model.ffn: {BROKEN}}}, dense: {{model.ffn: dense}}}}")
+
+    code, out, err = program("--config", "gating.yaml")
+
+    assert code == 1
+    assert "multiple of 16 bytes" in out, "the last lines of what it printed"
+    assert err == (
+        "broken-seed0: failed (exit code 1); what it said is in runs/gating/logs/broken-seed0.log\n"
+    )
+    assert runs(tmp_path / "runs/gating") == ["dense-seed0"]
+
+    code, out, _ = program("--config", "gating.yaml")
+    assert code == 1
+    assert "broken-seed0: training (1 of 1)" in out
+    assert "dense-seed0: training" not in out
+
+
+def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) -> None:
+    tiny = (tmp_path / "tiny.yaml").read_text(encoding="utf-8")
+    for name in ("switch", "plain"):
+        ffn = "{type: moe, num_experts: 4}" if name == "switch" else "dense"
+        text = tiny.replace("model: {", f"model: {{ffn: {ffn}, ")
+        (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+    options = ("--name", "all", "--data.cache_dir", str(tmp_path / "cache"))
+
+    code, out, err = program(
+        "switch.yaml", "plain.yaml", "--seeds", "1", "2", *options, "--dry-run"
+    )
+
+    assert (code, err) == (0, "")
+    assert not (tmp_path / "runs").exists(), "a dry run writes nothing"
+    assert re.findall(r"^ *\d+  (\S+)", out, re.MULTILINE) == [
+        *("switch-seed1", "plain-seed1", "switch-seed2", "plain-seed2")
+    ]
+
+    code, out, err = program("switch.yaml", "plain.yaml", *options)
+    assert (code, err) == (0, "")
+    assert runs(tmp_path / "runs/all") == ["plain-seed0", "switch-seed0"]
+    read = StudyConfig.read(tmp_path / "runs/all/study.yaml")
+    assert [run.config.model.ffn.type for run in read.planned_runs()] == ["moe", "dense"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--trainer.max_steps", "3"],
+            "give one study, moe-ffn sweep --config configs/studies/gating.yaml, or the config files of its "
+            "arms first: moe-ffn sweep configs/routers/*.yaml",
+        ),
+        (["tiny.yaml", "--name"], "argument --name: expected one argument"),
+        (
+            ["tiny.yaml", "b/tiny.yaml"],
+            "two config files are called 'tiny'; an arm is named by its file",
+        ),
+        (["nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
+        (["gating.yaml"], "'gating.yaml' is a study; give it as --config gating.yaml"),
+        (
+            ["--config", "gating.yaml", "--jobs", "0"],
+            "argument --jobs: must be a whole number, at least 1, got '0'",
+        ),
+        (
+            ["--config", "gating.yaml", "--seeds", "a"],
+            "argument --seeds: must be a whole number, at least 0, got 'a'",
+        ),
+        (["--config", "gating.yaml", "--seeds", "1", "1"], "seeds: 1 is given twice"),
+        (
+            ["--config", "gating.yaml", "--seed", "1"],
+            "--seed: the seeds of a study are its `seeds`, or --seeds 0 1 2",
+        ),
+        (
+            ["--config", "gating.yaml", "--name", "a/b"],
+            "name: must be the name of one folder, up to 200 bytes, got 'a/b'",
+        ),
+        (
+            ["--config", "gating.yaml", "--trainer.max_step", "3"],
+            "--trainer.max_step: unknown; did you mean 'max_steps'?",
+        ),
+        (
+            ["--config", "tiny.yaml"],
+            "model: unknown; known: name, question, config, seeds, arms, grid",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence_before_anything_is_trained(
+    program: Program, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = program(*arguments)
+
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert not (tmp_path / "runs").exists()
+
+
+# -- what is there already
+
+
+@pytest.fixture
+def only(program: Program) -> Sweep:
+    """A sweep of one run."""
+    study = StudyConfig.read(Path("gating.yaml"), {"seeds": [0]})
+    return Sweep([run for run in study.planned_runs() if run.arm == "dense"])
+
+
+def test_an_interrupted_run_is_resumed(only: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = only.jobs[0].run
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(to_yaml(run.config))
+    commands: list[list[str]] = []
+
+    def start(command: list[str], **options: Any) -> None:
+        commands.append(command)
+
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
+
+    assert [*only.advance()] == ["dense-seed0: resuming (1 of 1)"]
+    assert commands[0][1:] == [
+        *("-P", "-m", "moe_ffn.cli", "train", "--resume", "runs/gating/dense-seed0")
+    ]
+
+
+def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
+    only: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = only.jobs[0].run.folder
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("precious")
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", lambda *args, **options: None)
+
+    assert [*only.advance()] == ["dense-seed0: training (1 of 1)"]
+
+    (aside,) = folder.parent.glob("dense-seed0-unfinished-*")
+    assert not folder.exists()
+    assert (aside / "metrics.jsonl").read_text() == "precious"
+    assert capsys.readouterr().out == (
+        f"dense-seed0: an unfinished run with other options is now {aside}\n"
+    )
+
+
+def test_a_run_that_another_process_trains_is_waited_for(
+    only: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = only.jobs[0].run
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(to_yaml(run.config))
+    with locked(run.folder):
+        assert [*only.advance()] == [
+            "dense-seed0: is being trained by another process; waiting for that"
+        ]
+        only._asked_at = 0  # a second later
+        assert [*only.advance()] == [], "said once"
+        assert not only.is_done
+        (run.folder / "summary.json").write_text("{}")
+    only._asked_at = 0
+    assert [*only.advance()] == ["dense-seed0: was trained by another process"]
+    assert only.is_done
+
+
+def test_two_sweeps_at_once_train_each_run_once(program: Program, tmp_path: Path) -> None:
+    def work() -> None:
+        sys.argv = ["sweep.py", "--config", "gating.yaml"]
+        with Path(f"{os.getpid()}.txt").open("w", 1) as log:
+            sys.stdout = sys.stderr = log
+            raise SystemExit(exit_on_bad_input(sweep.main))
+
+    assert fork_all([work, work]) == [0, 0]
+
+    printed = "".join(path.read_text() for path in tmp_path.glob("*.txt"))
+    assert sorted(re.findall(r"^(\S+): training", printed, re.MULTILINE)) == ALL
+    assert runs(tmp_path / "runs/gating") == ALL
+    for name in ALL:
+        log = (tmp_path / f"runs/gating/logs/{name}.log").read_text()
+        assert log.count("writing to") == 1
+
+
+# -- the processes
+
+
+def test_a_run_is_given_all_its_options(only: Sweep) -> None:
+    run = only.jobs[0].run
+    odd = 'a: b\t"c" \\ \N{SNOWMAN} \N{GRINNING FACE} \x85 \u2028 \\ud83d\\ude00 1e-3'
+    sample = run.config.sample.model_copy(update={"prompt": odd})
+    object.__setattr__(run, "config", run.config.model_copy(update={"sample": sample}))
+
+    python, *program, _, _ = [*training_command(run, False, False)][:7]
+    words = training_command(run, False, False)[5:]
+
+    assert [python, *program] == [sys.executable, "-P", "-m", "moe_ffn.cli", "train"]
+    keys, values = words[::2], words[1::2]
+    options = {key[2:]: parse_value(value, key) for key, value in zip(keys, values, strict=True)}
+    assert TrainConfig.model_validate(options) == run.config
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("5", "5")])
+def test_cores_are_shared_by_the_processes(
+    only: Sweep, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr("moe_ffn.studies.sweep.num_cores", lambda: 7)
+    threads: list[str] = []
+
+    def start(command: list[str], *, env: dict[str, str], **options: Any) -> None:
+        threads.append(env["OMP_NUM_THREADS"])
+
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
+    [*Sweep([only.jobs[0].run], num_at_once=2).advance()]
+    assert threads == [expected]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_runs_after_their_step(
+    program: Program, tmp_path: Path, signum: signal.Signals
+) -> None:
+    steps = ("--trainer.max_steps", "3000", "--jobs", "2", "--seeds", "0")
+    folder = tmp_path / "runs/gating"
+
+    def interrupt() -> None:
+        metrics = [folder / name / "metrics.jsonl" for name in ("dense-seed0", "moe-seed0")]
+        while not all(path.exists() and path.stat().st_size for path in metrics):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signum)
+
+    waiting = threading.Thread(target=interrupt, daemon=True)
+    waiting.start()
+    code, out, err = program("--config", "gating.yaml", *steps)
+    waiting.join()
+
+    assert code == 128 + signum
+    assert out.endswith("0 of 2 runs are done; the same command goes on with the rest\n")
+    assert err == ("interrupted\n" if signum == signal.SIGINT else "")
+    for name in ("dense-seed0", "moe-seed0"):
+        assert "SIGTERM after step" in (folder / f"logs/{name}.log").read_text()
+        assert list((folder / name / "checkpoints").glob("step*.ckpt"))
+
+
+def test_time_in_words() -> None:
+    assert [in_words(seconds) for seconds in (4.2, 130, 3600, 7 * 3600)] == [
+        *("4 s", "2 min", "60 min", "7.0 h")
+    ]
