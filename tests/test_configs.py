@@ -14,9 +14,12 @@ import torch
 import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("**/*.yaml"))
+FOLDER = Path(__file__).parents[1] / "configs"
+STUDIES = sorted(FOLDER.glob("studies/*.yaml"))
+CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES})
 SEQ_LEN = 16
 
 pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
@@ -44,7 +47,22 @@ def random_batch(vocab_size: int) -> LoadedBatch:
     return LoadedBatch(index=0, input_ids=token_ids[:, :-1], target_ids=token_ids[:, 1:])
 
 
+@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+def test_every_arm_of_a_study_makes_a_training_step(path: Path) -> None:
+    study = StudyConfig.read(path)
+    runs = study.planned_runs()
+    assert {run.main_arm for run in runs} == set(study.arm_names)
+    assert study.question
+    for run in {run.main_arm: run for run in runs}.values():
+        torch.manual_seed(0)
+        module = build(run.config, vocab_size=64)
+        loss = module.training_step(random_batch(64), 0)["loss"]
+        loss.backward()
+        assert loss.isfinite()
+
+
 def test_there_are_configs() -> None:
+    assert {"gating.yaml", "noise.yaml"} <= {path.name for path in STUDIES}
     assert {"moe.yaml", "dense.yaml", "swiglu.yaml", "vanilla_2017.yaml"} <= {
         p.name for p in CONFIGS
     }
