@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, FFNConfig, TokenContext, build_ffn, solve_widths
 from moe_ffn.ffn import WidthMatch
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.sizes import Budget
 
+DOCS = Path(__file__).parents[2] / "docs/training.md"
 D_MODEL, SEQ_LEN = 32, 24
 BUDGETS = get_args(Budget)
 DENSE = {"type": "dense", "d_ff": 400}
@@ -279,3 +283,13 @@ def test_a_budget_that_cannot_be_met_is_one_sentence(block: Any, said: str) -> N
     with pytest.raises(ConfigError) as raised:
         solve_widths(block, D_MODEL, SEQ_LEN, "model.ffn")
     assert str(raised.value) == said
+
+
+def test_the_examples_of_the_docs_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+    section = DOCS.read_text(encoding="utf-8").split("\n## Equal budgets\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (options,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    assert f"print(match)  # {capsys.readouterr().out}" in code
+    (match,) = TrainConfig.model_validate(yaml.safe_load(options)).matches
+    assert match.options == ("model.ffn.experts.d_ff",)
