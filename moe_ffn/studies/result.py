@@ -1,0 +1,368 @@
+"""What one run measured, as a small value: what is compared, fitted and committed beside a study."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_ffn.errors import ConfigError, explain
+from moe_ffn.files import read_text, write_whole
+from moe_ffn.runs.folder import TOKENIZER_FILE, reading
+from moe_ffn.runs.reader import Run
+from moe_ffn.runs.record import tokenizer_sha256
+from moe_ffn.runs.rows import Series
+from moe_ffn.training.monitoring.json_lines import (
+    STEP_SECONDS,
+    TRAIN_SECONDS,
+    VALIDATION_LOSS,
+)
+
+TRAINING_FLOPS = 3
+"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
+
+MAX_POINTS = 200
+"""Of a curve; neighbouring rows are one where there are more."""
+
+_SEED = re.compile(r"-seed\d+$")
+
+
+class _Value(BaseModel):
+    """Plain values of the right types, nothing else; a number that is not finite is null."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Cost(_Value):
+    """Size and cost of a part of the model; null where the run does not say."""
+
+    params: int | None = None
+    active_params: int | None = None
+    """Parameters that one token passes through, on average."""
+    flops_per_token: int | None = None
+    """Forward FLOPs of the matrix products."""
+
+
+class Budget(_Value):
+    """Of a run: the model, its feed-forward blocks alone, and the tokens of a step."""
+
+    model: Cost = Cost()
+    ffn: Cost = Cost()
+    tokens_per_step: int | None = None
+
+    @property
+    def training_flops_per_step(self) -> int | None:
+        """Forward and backward."""
+        per_token, tokens = self.model.flops_per_token, self.tokens_per_step
+        return None if per_token is None or tokens is None else TRAINING_FLOPS * per_token * tokens
+
+
+class Curve(_Value):
+    """A loss over training, in points of equal index."""
+
+    steps: list[int] = []
+    """Optimizer steps made."""
+    tokens: list[int | None] = []
+    """Tokens trained on."""
+    seconds: list[float | None] = []
+    """Seconds of training steps so far, validations left out."""
+    losses: list[float | None] = []
+    """Nats per token; in training the mean since the point before."""
+
+
+class Outcome(_Value):
+    """How a run ended."""
+
+    is_finished: bool = False
+    step: int | None = None
+    """The last one."""
+    validation_loss: float | None = None
+    """The last one, in nats per token."""
+    bits_per_byte: float | None = None
+    step_seconds: float | None = None
+    """The median of its steps: of each row of the log, and of those."""
+    tokens_per_second: float | None = None
+    """Tokens of a step over `step_seconds`."""
+    train_seconds: float | None = None
+    """Of training steps alone."""
+    wall_seconds: float | None = None
+    """From the first step to the end, validations and checkpoints included."""
+    num_tokens: int | None = None
+    """Tokens trained on."""
+    peak_memory_bytes: int | None = None
+    """On a GPU of its tensors, else of the process."""
+    max_violation: float | None = None
+    """MaxVio of the last validation, mean of the sparse layers; null without one."""
+    dropped_fraction: float | None = None
+    """Share of the (token, expert) pairs that were dropped there, mean of the layers."""
+    dead_experts: int | None = None
+    """Experts without a token there, of all layers."""
+    alarms: dict[str, int] = {}
+    """Kind of an alarm -> how many."""
+    num_skipped_steps: int | None = None
+
+
+class RunResult(_Value):
+    """One run: what it was, what it cost, and what came of it."""
+
+    arm: str
+    """Which block, or which options: runs of one arm differ in their seeds."""
+    seed: int
+    tuning: dict[str, Any] = {}
+    """Dotted option -> value, of a further run that only shows where the arm's optimum lies; empty for the
+    runs that are compared."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Every option, but for the places of its files."""
+    budget: Budget = Budget()
+    train: Curve = Curve()
+    validation: Curve = Curve()
+    outcome: Outcome = Outcome()
+    window_losses: list[float | None] = []
+    """Mean loss of each window of the last validation, in nats per token."""
+    machine: dict[str, str | int | None] = {}
+    """What it was run on: precision, threads, torch, processor, revision of the code."""
+    fingerprints: dict[str, str | None] = {}
+    """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
+
+    @property
+    def name(self) -> str:
+        """`swiglu-seed0`, the name of its folder in a study."""
+        return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def main_arm(self) -> str:
+        """The arm without the values of its tuning."""
+        ends = [f",{key.rpartition('.')[2]}={value}" for key, value in self.tuning.items()]
+        return self.arm.removesuffix("".join(ends))
+
+    def option(self, path: str) -> Any:
+        """An option by its dotted path; None where it is absent."""
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    @classmethod
+    def of_run(
+        cls, run: Run, arm: str | None = None, tuning: Mapping[str, Any] | None = None
+    ) -> Self:
+        """What the files of a run say, finished or not; what they lack is null.
+
+        Args:
+            arm: by default the name of its folder without `-seedN`.
+        """
+        facts, summary = run.facts, run.summary
+        counts = [
+            _whole(run.option(f"{section}.{key}"))
+            for section, key in (
+                ("data", "batch_size"),
+                ("data", "seq_len"),
+                ("trainer", "accumulate_grad_batches"),
+            )
+        ]
+        known = [count for count in counts if count is not None]
+        tokens_per_step = math.prod(known) if len(known) == len(counts) else None
+        seconds = run.series(TRAIN_SECONDS)
+        step_seconds = _median(run.series(STEP_SECONDS).values)
+        speed = tokens_per_step / step_seconds if tokens_per_step and step_seconds else None
+        last = {
+            key: run.series(f"validation/{key}").last if value is None else value
+            for key, value in {
+                "loss": summary.validation_loss,
+                "bits_per_byte": summary.validation_bits_per_byte,
+            }.items()
+        }
+        loads = [values.get("load") or [] for values in run.validated.values()]
+        return cls(
+            arm=arm or _SEED.sub("", run.folder.resolve().name),
+            seed=_whole(run.option("seed")) or 0,
+            tuning=dict(tuning or {}),
+            config=_kept_options(run.options),
+            budget=Budget(
+                model=Cost(
+                    params=facts.num_params,
+                    active_params=facts.num_active_params,
+                    flops_per_token=facts.flops_per_token,
+                ),
+                ffn=_cost_of_ffns(run),
+                tokens_per_step=tokens_per_step,
+            ),
+            train=_curve(run.series("train/loss"), seconds, tokens_per_step, is_mean=True),
+            validation=_curve(run.series(VALIDATION_LOSS), seconds, tokens_per_step),
+            outcome=Outcome(
+                is_finished=run.state == "finished",
+                step=run.step,
+                validation_loss=_rounded(last["loss"]),
+                bits_per_byte=_rounded(last["bits_per_byte"]),
+                step_seconds=_rounded(step_seconds, 6),
+                tokens_per_second=_rounded(speed or summary.tokens_per_second, 1),
+                train_seconds=_rounded(summary.train_seconds, 3),
+                wall_seconds=_rounded(summary.wall_seconds, 3),
+                num_tokens=summary.num_tokens,
+                peak_memory_bytes=summary.peak_memory_bytes,
+                max_violation=_layer_mean(run, "max_violation"),
+                dropped_fraction=_layer_mean(run, "dropped_fraction"),
+                dead_experts=sum(load.count(0) for load in loads) if loads else None,
+                alarms=dict(Counter(alarm.kind for alarm in run.alarms)),
+                num_skipped_steps=summary.num_skipped_steps,
+            ),
+            window_losses=summary.window_losses,
+            machine={
+                "precision": facts.precision,
+                "threads": facts.num_threads,
+                **facts.versions,
+                **facts.hardware,
+                "git_revision": facts.git_revision,
+            },
+            fingerprints={
+                "corpus": facts.corpus_sha256,
+                "tokenizer": facts.tokenizer_sha256 or _tokenizer_of(run.folder),
+                "validation": facts.validation_sha256,
+            },
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A result that was written before.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no such result.
+        """
+        with reading(path):
+            text = read_text(path, errors="replace")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise ConfigError(f"'{path}' is no result of a run: {explain(error)[0]}") from error
+
+    def to_json(self) -> str:
+        """Under 30 kB, one key a line but for lists; the same run gives the same text."""
+        return _json(self.model_dump(mode="json")) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        """Write it to `folder` under its name; OSError where that cannot be done."""
+        path = folder / f"{self.name}.json"
+        write_whole(path, self.to_json())
+        return path
+
+
+def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without the places of files, which are of one machine."""
+    kept = {key: value for key, value in options.items() if key != "run"}
+    if isinstance(data := kept.get("data"), Mapping):
+        kept["data"] = {key: value for key, value in data.items() if key != "cache_dir"}
+    return kept
+
+
+def _cost_of_ffns(run: Run) -> Cost:
+    """Of all feed-forward blocks; by their config where the run is too old to say it."""
+    facts = run.facts
+    if facts.ffn_params is None:
+        with suppress(ConfigError):
+            model, seq_len = run.config.model, run.config.data.seq_len
+            ffns = model.layer_ffns()
+            return Cost(
+                params=sum(ffn.num_params(model.d_model) for ffn in ffns),
+                active_params=sum(ffn.num_active_params(model.d_model) for ffn in ffns),
+                flops_per_token=sum(ffn.flops_per_token(model.d_model, seq_len) for ffn in ffns),
+            )
+    return Cost(
+        params=facts.ffn_params,
+        active_params=facts.ffn_active_params,
+        flops_per_token=facts.ffn_flops_per_token,
+    )
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """Indented JSON with each list on one line, so that a diff shows what changed and a file stays small."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    inner = indent + " "
+    lines = [f"{inner}{json.dumps(key)}: {_json(item, inner)}" for key, item in value.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _curve(
+    losses: Series, seconds: Series, tokens_per_step: int | None, *, is_mean: bool = False
+) -> Curve:
+    """The points of a series, thinned.
+
+    Args:
+        is_mean: a value is the mean since the one before, so that neighbours are averaged and not left out.
+    """
+    size = -(-len(losses) // MAX_POINTS) or 1
+    steps = list(losses.steps[size - 1 :: size])
+    values = list(losses.values[size - 1 :: size])
+    if is_mean:
+        values = [fmean(losses.values[i : i + size]) for i in range(0, len(steps) * size, size)]
+    if losses and steps[-1:] != [losses.steps[-1]]:  # the rest
+        steps.append(losses.steps[-1])
+        values.append(
+            fmean(losses.values[-(len(losses) % size) :]) if is_mean else losses.values[-1]
+        )
+    return Curve(
+        steps=steps,
+        tokens=[None if tokens_per_step is None else step * tokens_per_step for step in steps],
+        seconds=[_rounded(interpolate(seconds.steps, seconds.values, step), 3) for step in steps],
+        losses=[_rounded(value) for value in values],
+    )
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
+    """The value at `x` on the line through the points, ascending in x, which begins at (0, 0).
+
+    None behind the last point.
+    """
+    before = (0.0, 0.0)
+    for point in zip(xs, ys, strict=True):
+        if x <= point[0]:
+            share = (x - before[0]) / (point[0] - before[0]) if point[0] > before[0] else 1.0
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return None
+
+
+def _layer_mean(run: Run, key: str) -> float | None:
+    """A measure of the last validation, mean of the layers that have it, blocks inside blocks left out."""
+    values = [
+        _finite(measures.get(key))
+        for layer, measures in run.validated.items()
+        if not layer.endswith("/inner")
+    ]
+    found = [value for value in values if value is not None]
+    return _rounded(fmean(found)) if found else None
+
+
+def _tokenizer_of(folder: Path) -> str | None:
+    """The fingerprint of a run's tokenizer from its own file; None where that is lost."""
+    try:
+        return tokenizer_sha256(json.loads(read_text(folder / TOKENIZER_FILE)))
+    except (OSError, ValueError):
+        return None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = [value for value in values if math.isfinite(value)]
+    return median(found) if found else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _rounded(value: Any, digits: int = 5) -> float | None:
+    found = _finite(value)
+    return None if found is None else round(found, digits)

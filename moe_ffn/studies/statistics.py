@@ -1,0 +1,158 @@
+"""What a study may claim: intervals, paired differences, corrected p-values, and what it could have seen.
+
+n seeds, d the differences of the pairs, s their standard deviation (n - 1 in its denominator).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_ffn.errors import ConfigError, install
+
+LEVEL = 0.95
+"""Of every interval."""
+POWER = 0.8
+"""With which a study sees its smallest detectable difference."""
+NUM_RESAMPLES = 2000
+
+
+class Interval(NamedTuple):
+    """An estimate, and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """The value below which Student's t with so many degrees of freedom lies with this probability.
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
+    return float(_special().stdtrit(degrees, probability))
+
+
+def t_p_value(t: float, degrees: int) -> float:
+    """The two-sided p-value of Student's t."""
+    return float(2 * _special().stdtr(degrees, -abs(t)))
+
+
+def _special() -> Any:
+    try:
+        from scipy import special
+    except ImportError as error:
+        raise ConfigError(
+            f"intervals over seeds need scipy; install with: {install('studies')}"
+        ) from error
+    return special
+
+
+def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Their mean, plus and minus t(n - 1) s / sqrt(n): Student's interval over seeds.
+
+    None of fewer than two: one seed says nothing of how far another one would lie from it.
+    """
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    margin = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - margin, mean + margin)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The mean of d over the seeds that both arms have, by Student's paired t."""
+
+    interval: Interval
+    sd: float
+    """s of the differences."""
+    num_pairs: int
+    p_value: float
+    """Two-sided, of no difference; not corrected for other comparisons."""
+
+    def simultaneous(self, num_comparisons: int, level: float = LEVEL) -> Interval:
+        """The interval of a family that holds all its true values at once with probability `level`:
+        Bonferroni's, each at 1 - (1 - level) / num_comparisons.
+        """
+        return _interval(
+            self.interval.value, self.sd, self.num_pairs, 1 - (1 - level) / num_comparisons
+        )
+
+    def detectable(self, num_comparisons: int = 1) -> float:
+        """See `detectable_difference`, at the strictest step of Holm's correction."""
+        return detectable_difference(self.sd, self.num_pairs, alpha=(1 - LEVEL) / num_comparisons)
+
+
+def _interval(mean: float, sd: float, n: int, level: float) -> Interval:
+    margin = t_quantile((1 + level) / 2, n - 1) * sd / math.sqrt(n)
+    return Interval(mean, mean - margin, mean + margin)
+
+
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float]
+) -> PairedDifference | None:
+    """`values` minus `baseline` over the seeds that both have; None where those are fewer than two.
+
+    Pairs within a seed share their data order and their weights outside the block, so that what the seed
+    does to both leaves the difference.
+    """
+    d = [values[seed] - baseline[seed] for seed in values if seed in baseline]
+    if len(d) < 2:
+        return None
+    mean, sd = fmean(d), stdev(d)
+    error = sd / math.sqrt(len(d))
+    p_value = t_p_value(mean / error, len(d) - 1) if error else float(mean == 0)
+    return PairedDifference(_interval(mean, sd, len(d), LEVEL), sd, len(d), p_value)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values corrected for how many they are, in their order: Holm 1979.
+
+    The i-th smallest of m becomes the largest of (m - j + 1) p(j) over j <= i, at most 1. Whatever is then
+    below 0.05 is claimed with one chance in twenty that any of the claims is wrong.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected = [0.0] * len(p_values)
+    largest = 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def detectable_difference(
+    sd: float, num_pairs: int, *, alpha: float = 1 - LEVEL, power: float = POWER
+) -> float:
+    """The smallest true difference that a paired t-test at `alpha` finds with probability `power`.
+
+    It is nc s / sqrt(n), with nc the noncentrality at which the noncentral t of n - 1 degrees of freedom lies
+    above t(1 - alpha / 2) with probability `power` (Cohen 1988, chapter 2). s is taken for the true one.
+    """
+    special, degrees = _special(), num_pairs - 1
+    noncentrality = special.nctdtrinc(degrees, 1 - power, t_quantile(1 - alpha / 2, degrees))
+    return float(noncentrality) * sd / math.sqrt(num_pairs)
+
+
+def bootstrap_interval(values: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
+    """The mean over windows of text with its percentile interval from `NUM_RESAMPLES` resamples of them.
+
+    It measures how much the mean depends on which text was validated on, and nothing of the training seed.
+    Of two runs, give the differences window by window. Efron and Tibshirani 1993, chapter 13.
+    """
+    values_N = np.asarray(values, dtype=np.float64)
+    random = np.random.default_rng(seed)
+    means = np.sort(
+        [
+            values_N[random.integers(len(values_N), size=len(values_N))].mean()
+            for _ in range(NUM_RESAMPLES)
+        ]
+    )
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(values_N.mean()), float(low), float(high))

@@ -1,0 +1,125 @@
+"""Intervals, p-values and what a study could have seen: by hand, and by scipy."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import pytest
+from scipy import stats
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.studies.statistics import (
+    Interval,
+    bootstrap_interval,
+    detectable_difference,
+    holm,
+    mean_interval,
+    paired_difference,
+)
+
+
+def test_the_interval_of_five_seeds_by_hand() -> None:
+    # Mean 3, standard deviation sqrt(2.5), t(0.975, 4) = 2.7764 from the tables.
+    margin = 2.7764 * math.sqrt(2.5) / math.sqrt(5)
+
+    found = mean_interval([1, 2, 3, 4, 5])
+
+    assert found == pytest.approx((3, 3 - margin, 3 + margin), abs=1e-4)
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert mean_interval([2.5]) is None
+    assert mean_interval([]) is None
+    assert paired_difference({0: 2.5}, {0: 2.4}) is None
+    assert paired_difference({0: 2.5, 1: 2.5}, {0: 2.4, 2: 2.4}) is None, "one seed of both"
+
+
+def test_a_paired_difference_by_hand() -> None:
+    # d = -0.1, -0.2, -0.3: mean -0.2, s = 0.1, t = -0.2 / (0.1 / sqrt(3)) = -3.4641,
+    # t(0.975, 2) = 4.3027; p = 1 - 3.4641 / sqrt(2 + 12), the closed form of two degrees.
+    values, baseline = {0: 1.9, 1: 2.0, 2: 2.1, 7: 0.0}, {0: 2.0, 1: 2.2, 2: 2.4, 8: 9.0}
+    margin = 4.30265 * 0.1 / math.sqrt(3)
+
+    found = paired_difference(values, baseline)
+
+    assert found is not None
+    assert found.num_pairs == 3
+    assert found.sd == pytest.approx(0.1)
+    assert found.interval == pytest.approx((-0.2, -0.2 - margin, -0.2 + margin), abs=1e-5)
+    assert found.p_value == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-6)
+
+
+def test_a_paired_difference_is_scipy_s() -> None:
+    rng = random.Random(0)
+    baseline = {seed: 2 + rng.gauss(0, 0.05) for seed in range(10)}
+    values = {seed: loss - 0.01 + rng.gauss(0, 0.01) for seed, loss in baseline.items()}
+
+    found = paired_difference(values, baseline)
+
+    assert found is not None
+    expected = stats.ttest_rel(list(values.values()), list(baseline.values()))
+    limits = expected.confidence_interval(0.95)
+    assert found.p_value == pytest.approx(expected.pvalue)
+    assert found.interval[1:] == pytest.approx((limits.low, limits.high))
+    wider = expected.confidence_interval(1 - 0.05 / 4)
+    assert found.simultaneous(4)[1:] == pytest.approx((wider.low, wider.high))
+    assert found.simultaneous(1) == pytest.approx(found.interval)
+
+
+def test_equal_pairs_and_pairs_that_differ_by_the_same() -> None:
+    equal = paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})
+    shifted = paired_difference({0: 1.5, 1: 2.5}, {0: 1.0, 1: 2.0})
+
+    assert equal is not None
+    assert shifted is not None
+    assert (equal.p_value, equal.interval) == (1.0, Interval(0, 0, 0))
+    assert (shifted.p_value, shifted.interval) == (0.0, Interval(0.5, 0.5, 0.5))
+
+
+def test_holm_s_correction_by_hand() -> None:
+    # 4 x 0.01 = 0.04; 3 x 0.02 = 0.06; 2 x 0.03 = 0.06; 1 x 0.04, which may not be below 0.06.
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([0.03]) == [0.03]
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.005])
+@pytest.mark.parametrize("num_pairs", [3, 5, 10, 40])
+def test_the_detectable_difference_is_found_with_a_power_of_80_percent(
+    num_pairs: int, alpha: float
+) -> None:
+    difference = detectable_difference(0.02, num_pairs, alpha=alpha)
+
+    degrees = num_pairs - 1
+    quantile = stats.t.ppf(1 - alpha / 2, degrees)
+    power = stats.nct.sf(quantile, degrees, difference / 0.02 * math.sqrt(num_pairs))
+    assert power == pytest.approx(0.8, abs=1e-6)
+
+
+def test_the_detectable_difference_of_a_published_table() -> None:
+    # G*Power's own example of a paired test: d_z = 0.5 at alpha 0.05 takes 34 pairs for a power of 0.80778.
+    assert detectable_difference(1.0, 34, power=0.80778) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_the_window_bootstrap_has_the_width_of_the_normal_interval() -> None:
+    rng = random.Random(0)
+    windows = [rng.gauss(-0.02, 0.1) for _ in range(400)]
+
+    found = bootstrap_interval(windows)
+
+    mean, error = stats.tmean(windows), stats.sem(windows)
+    assert found.value == pytest.approx(mean)
+    assert (found.low, found.high) == pytest.approx(
+        (mean - 1.96 * error, mean + 1.96 * error), abs=0.1 * error
+    )
+    assert bootstrap_interval(windows) == found, "the same resamples each time"
+
+
+def test_without_scipy_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+
+    with pytest.raises(ConfigError, match=r"^intervals over seeds need scipy; install with: pip"):
+        mean_interval([1.0, 2.0])
