@@ -137,6 +137,17 @@ class StudyConfig(Config, frozen=True):
         """The arms that are compared, in the order of the file."""
         return [arm.name for arm in self._arms()]
 
+    @property
+    def tuned_arms(self) -> dict[str, tuple[str, Options]]:
+        """Arm of a run of tuning -> the arm that is compared, and the options it is tuned by."""
+        if self.tuning is None:
+            return {}
+        return {
+            self._name(arm, values): (arm, values)
+            for arm in self.arm_names
+            for values in _combinations(self.tuning.grid)
+        }
+
     def _arms(self) -> Iterator[_Arm]:
         for name, options in (self.arms or {"": {}}).items():
             for values in _combinations(self.grid):

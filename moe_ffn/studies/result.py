@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
@@ -16,18 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.runs.folder import TOKENIZER_FILE, reading
+from moe_ffn.runs.folder import CONFIG_FILE, TOKENIZER_FILE, reading
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.record import tokenizer_sha256
 from moe_ffn.runs.rows import Series
+from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.training.monitoring.json_lines import (
     STEP_SECONDS,
     TRAIN_SECONDS,
     VALIDATION_LOSS,
 )
-
-TRAINING_FLOPS = 3
-"""FLOPs of a training step over those of its forward pass: the backward pass costs two more."""
 
 MAX_POINTS = 200
 """Of a curve; neighbouring rows are one where there are more."""
@@ -41,36 +39,12 @@ class _Value(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Cost(_Value):
-    """Size and cost of a part of the model; null where the run does not say."""
-
-    params: int | None = None
-    active_params: int | None = None
-    """Parameters that one token passes through, on average."""
-    flops_per_token: int | None = None
-    """Forward FLOPs of the matrix products."""
-
-
-class Budget(_Value):
-    """Of a run: the model, its feed-forward blocks alone, and the tokens of a step."""
-
-    model: Cost = Cost()
-    ffn: Cost = Cost()
-    tokens_per_step: int | None = None
-
-    @property
-    def training_flops_per_step(self) -> int | None:
-        """Forward and backward."""
-        per_token, tokens = self.model.flops_per_token, self.tokens_per_step
-        return None if per_token is None or tokens is None else TRAINING_FLOPS * per_token * tokens
-
-
 class Curve(_Value):
     """A loss over training, in points of equal index."""
 
     steps: list[int] = []
     """Optimizer steps made."""
-    tokens: list[int | None] = []
+    tokens: list[int] = []
     """Tokens trained on."""
     seconds: list[float | None] = []
     """Seconds of training steps so far, validations left out."""
@@ -82,7 +56,7 @@ class Outcome(_Value):
     """How a run ended."""
 
     is_finished: bool = False
-    step: int | None = None
+    step: int = 0
     """The last one."""
     validation_loss: float | None = None
     """The last one, in nats per token."""
@@ -95,8 +69,6 @@ class Outcome(_Value):
     """Of training steps alone."""
     wall_seconds: float | None = None
     """From the first step to the end, validations and checkpoints included."""
-    num_tokens: int | None = None
-    """Tokens trained on."""
     peak_memory_bytes: int | None = None
     """On a GPU of its tensors, else of the process."""
     max_violation: float | None = None
@@ -116,12 +88,14 @@ class RunResult(_Value):
     arm: str
     """Which block, or which options: runs of one arm differ in their seeds."""
     seed: int
+    main_arm: str
+    """The arm without the values of its tuning."""
     tuning: dict[str, Any] = {}
     """Dotted option -> value, of a further run that only shows where the arm's optimum lies; empty for the
     runs that are compared."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Every option, but for the places of its files."""
-    budget: Budget = Budget()
+    budget: Budget
     train: Curve = Curve()
     validation: Curve = Curve()
     outcome: Outcome = Outcome()
@@ -137,12 +111,6 @@ class RunResult(_Value):
         """`swiglu-seed0`, the name of its folder in a study."""
         return f"{self.arm}-seed{self.seed}"
 
-    @property
-    def main_arm(self) -> str:
-        """The arm without the values of its tuning."""
-        ends = [f",{key.rpartition('.')[2]}={value}" for key, value in self.tuning.items()]
-        return self.arm.removesuffix("".join(ends))
-
     def option(self, path: str) -> Any:
         """An option by its dotted path; None where it is absent."""
         value: Any = self.config
@@ -152,27 +120,27 @@ class RunResult(_Value):
 
     @classmethod
     def of_run(
-        cls, run: Run, arm: str | None = None, tuning: Mapping[str, Any] | None = None
+        cls,
+        run: Run,
+        arm: str | None = None,
+        main_arm: str | None = None,
+        tuning: Mapping[str, Any] | None = None,
     ) -> Self:
         """What the files of a run say, finished or not; what they lack is null.
 
         Args:
             arm: by default the name of its folder without `-seedN`.
+            main_arm, tuning: of a run of tuning, see their fields.
+
+        Raises:
+            ConfigError: they do not say its budget.
         """
-        facts, summary = run.facts, run.summary
-        counts = [
-            _whole(run.option(f"{section}.{key}"))
-            for section, key in (
-                ("data", "batch_size"),
-                ("data", "seq_len"),
-                ("trainer", "accumulate_grad_batches"),
-            )
-        ]
-        known = [count for count in counts if count is not None]
-        tokens_per_step = math.prod(known) if len(known) == len(counts) else None
+        arm = arm or arm_of(run)
+        summary, facts = run.summary, run.facts
+        step, tokens_per_step = run.step or 0, _tokens_per_step(run)
         seconds = run.series(TRAIN_SECONDS)
         step_seconds = _median(run.series(STEP_SECONDS).values)
-        speed = tokens_per_step / step_seconds if tokens_per_step and step_seconds else None
+        speed = tokens_per_step / step_seconds if step_seconds else summary.tokens_per_second
         last = {
             key: run.series(f"validation/{key}").last if value is None else value
             for key, value in {
@@ -182,31 +150,23 @@ class RunResult(_Value):
         }
         loads = [values.get("load") or [] for values in run.validated.values()]
         return cls(
-            arm=arm or _SEED.sub("", run.folder.resolve().name),
+            arm=arm,
+            main_arm=main_arm or arm,
             seed=_whole(run.option("seed")) or 0,
             tuning=dict(tuning or {}),
             config=_kept_options(run.options),
-            budget=Budget(
-                model=Cost(
-                    params=facts.num_params,
-                    active_params=facts.num_active_params,
-                    flops_per_token=facts.flops_per_token,
-                ),
-                ffn=_cost_of_ffns(run),
-                tokens_per_step=tokens_per_step,
-            ),
+            budget=_budget(run, step * tokens_per_step),
             train=_curve(run.series("train/loss"), seconds, tokens_per_step, is_mean=True),
             validation=_curve(run.series(VALIDATION_LOSS), seconds, tokens_per_step),
             outcome=Outcome(
                 is_finished=run.state == "finished",
-                step=run.step,
+                step=step,
                 validation_loss=_rounded(last["loss"]),
                 bits_per_byte=_rounded(last["bits_per_byte"]),
                 step_seconds=_rounded(step_seconds, 6),
-                tokens_per_second=_rounded(speed or summary.tokens_per_second, 1),
+                tokens_per_second=_rounded(speed, 1),
                 train_seconds=_rounded(summary.train_seconds, 3),
                 wall_seconds=_rounded(summary.wall_seconds, 3),
-                num_tokens=summary.num_tokens,
                 peak_memory_bytes=summary.peak_memory_bytes,
                 max_violation=_layer_mean(run, "max_violation"),
                 dropped_fraction=_layer_mean(run, "dropped_fraction"),
@@ -254,6 +214,11 @@ class RunResult(_Value):
         return path
 
 
+def arm_of(run: Run) -> str:
+    """The name of its folder without `-seedN`."""
+    return _SEED.sub("", run.folder.resolve().name)
+
+
 def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options without the places of files, which are of one machine."""
     kept = {key: value for key, value in options.items() if key != "run"}
@@ -262,23 +227,24 @@ def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _cost_of_ffns(run: Run) -> Cost:
-    """Of all feed-forward blocks; by their config where the run is too old to say it."""
+def _tokens_per_step(run: Run) -> int:
+    """ConfigError where the options that say it are lost."""
+    keys = ("data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
+    counts = [run.option(key) for key in keys]
+    for key, count in zip(keys, counts, strict=True):
+        if _whole(count) is None:
+            raise ConfigError(f"'{run.folder}' does not say its {key}: {CONFIG_FILE} is damaged")
+    return math.prod(counts)
+
+
+def _budget(run: Run, tokens: int) -> Budget:
+    """What the run says of its size; by its config where it is too old to, or has lost it."""
     facts = run.facts
-    if facts.ffn_params is None:
-        with suppress(ConfigError):
-            model, seq_len = run.config.model, run.config.data.seq_len
-            ffns = model.layer_ffns()
-            return Cost(
-                params=sum(ffn.num_params(model.d_model) for ffn in ffns),
-                active_params=sum(ffn.num_active_params(model.d_model) for ffn in ffns),
-                flops_per_token=sum(ffn.flops_per_token(model.d_model, seq_len) for ffn in ffns),
-            )
-    return Cost(
-        params=facts.ffn_params,
-        active_params=facts.ffn_active_params,
-        flops_per_token=facts.ffn_flops_per_token,
-    )
+    model = (facts.num_params, facts.num_active_params, facts.flops_per_token)
+    ffn = (facts.ffn_params, facts.ffn_active_params, facts.ffn_flops_per_token)
+    if None not in (*model, *ffn):
+        return Budget(Cost(*model), Cost(*ffn), tokens)  # pyright: ignore[reportArgumentType]
+    return replace(Budget.of(run.config), tokens=tokens)
 
 
 def _json(value: Any, indent: str = "") -> str:
@@ -291,7 +257,7 @@ def _json(value: Any, indent: str = "") -> str:
 
 
 def _curve(
-    losses: Series, seconds: Series, tokens_per_step: int | None, *, is_mean: bool = False
+    losses: Series, seconds: Series, tokens_per_step: int, *, is_mean: bool = False
 ) -> Curve:
     """The points of a series, thinned.
 
@@ -310,7 +276,7 @@ def _curve(
         )
     return Curve(
         steps=steps,
-        tokens=[None if tokens_per_step is None else step * tokens_per_step for step in steps],
+        tokens=[step * tokens_per_step for step in steps],
         seconds=[_rounded(interpolate(seconds.steps, seconds.values, step), 3) for step in steps],
         losses=[_rounded(value) for value in values],
     )

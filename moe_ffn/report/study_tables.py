@@ -1,0 +1,325 @@
+"""A comparison as tables of text: for the terminal, as Markdown, and as data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from moe_ffn.errors import printable
+from moe_ffn.report.html import NONE, compact, number
+from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
+from moe_ffn.studies.statistics import Interval
+
+CSV_OPENING, MARKDOWN_OPENING = "arm,baseline,seeds,", "<!-- comparison of runs -->"
+"""How such files begin."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; all columns but the first are numbers."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str
+    """What its columns are."""
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """What there is to show of a comparison, the most important first."""
+    arms = comparison.arms
+    found = [_losses(comparison), _costs(arms)]
+    if any(arm.mean("max_violation") is not None or arm.alarms for arm in arms):
+        found.append(_routing(arms))
+    if len(arms) > 1:
+        found.append(_reached(comparison))
+    return [*found, *_tuning(comparison)]
+
+
+def _losses(comparison: Comparison) -> Table:
+    base = comparison.baseline.name
+    over = {arm.interval_over for arm in comparison.arms if arm.interval}
+    what = " or ".join(
+        {
+            "seeds": "the mean over seeds (Student's t)",
+            "windows": "windows of the text (bootstrap)",
+        }[o]
+        for o in sorted(over)
+    )
+    headers = ["arm", "seeds", "loss", "sd"]
+    legend = (
+        f"loss: final validation loss, nats per token, ± the 95 % interval of {what}; sd over seeds"
+        if over
+        else "loss: final validation loss, nats per token"
+    )
+    if len(comparison.arms) > 1:
+        headers += ["difference", "p"]
+        legend += (
+            f"; difference: from {base}, paired, ± its 95 % interval; p: two-sided, paired t, after Holm's "
+            "correction"
+        )
+    rows = []
+    for arm in comparison.arms:
+        row = [
+            arm.name,
+            str(len(arm.results)),
+            _with_margin(arm.loss, arm.interval),
+            number(arm.sd),
+        ]
+        if len(comparison.arms) > 1:
+            found = arm.difference
+            row += [
+                _with_margin(found.interval.value, found.interval, "+.4f") if found else NONE,
+                p_text(found.p_value) if found else NONE,
+            ]
+        rows.append(row)
+    return Table("Loss", headers, rows, legend)
+
+
+def _with_margin(value: float, interval: Interval | None, form: str = ".4f") -> str:
+    if interval is None:
+        return format(value, form)
+    return f"{value:{form}} ±{(interval.high - interval.low) / 2:.4f}"
+
+
+def _costs(arms: Sequence[Arm]) -> Table:
+    rows = [
+        [
+            arm.name,
+            compact(arm.budget.model.params),
+            compact(arm.budget.model.active_params),
+            compact(arm.budget.model.flops_per_token),
+            number(arm.tokens_per_second, ",.0f"),
+            compact(arm.mean("peak_memory_bytes")),
+        ]
+        for arm in arms
+    ]
+    speed = (
+        "of the median step, measured apart from the runs"
+        if all(arm.timed_step_seconds for arm in arms)
+        else "of the runs' median step, which other work on the machine slows"
+    )
+    return Table(
+        "Cost",
+        ["arm", "params", "active", "FLOPs", "tokens/s", "memory"],
+        rows,
+        f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}; memory: the "
+        "peak of the process in bytes, on a GPU of its tensors",
+    )
+
+
+def _routing(arms: Sequence[Arm]) -> Table:
+    rows = [
+        [
+            arm.name,
+            number(arm.mean("max_violation"), ".2f"),
+            number(arm.mean("dropped_fraction"), ".1%"),
+            number(arm.mean("dead_experts"), ".1f"),
+            ", ".join(f"{count} {kind}" for kind, count in arm.alarms.items()) or "0",
+        ]
+        for arm in arms
+    ]
+    return Table(
+        "Routing",
+        ["arm", "MaxVio", "dropped", "dead experts", "alarms"],
+        rows,
+        "of the last validation, mean of layers and seeds; MaxVio: the busiest expert over the even share, "
+        "minus 1; dropped: share of the (token, expert) pairs; dead experts: without a token, of all layers; "
+        "alarms: of all seeds",
+    )
+
+
+def _reached(comparison: Comparison) -> Table:
+    base = comparison.baseline
+    rows = [
+        [
+            arm.name,
+            *_share(arm, base, "steps", lambda value: f"{value:,.0f}"),
+            *_share(arm, base, "flops", compact),
+            *_share(arm, base, "seconds", lambda value: f"{value:,.0f}"),
+            " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
+        ]
+        for arm in comparison.arms
+    ]
+    return Table(
+        f"To the final loss of {base.name}",
+        ["arm", "steps", "FLOPs", "seconds", "frontier of"],
+        rows,
+        f"in brackets over what {base.name} takes for all; FLOPs: forward and backward; seconds: of those "
+        "steps at the median step; frontier: no other arm has both a lower loss and less of that cost",
+    )
+
+
+def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> list[str]:
+    reached, whole = arm.reached, base.reached
+    if reached is None or reached.num_reached < reached.num_seeds:
+        count = (
+            f" ({reached.num_reached} of {reached.num_seeds})"
+            if reached and reached.num_reached
+            else ""
+        )
+        return [f"not reached{count}"]
+    value = getattr(reached, key)
+    all_of_it = {
+        "steps": base.steps,
+        "flops": base.training_flops,
+        "seconds": base.training_seconds,
+    }[key]
+    if value is None or whole is None:
+        return [NONE]
+    return [f"{text(value)} ({value / all_of_it:.2f})" if all_of_it else text(value)]
+
+
+def _tuning(comparison: Comparison) -> Iterator[Table]:
+    for tuning in comparison.tuning:
+        rows = [
+            [arm, *(number(losses.get(value)) for value in tuning.values)]
+            for arm, losses in tuning.losses.items()
+        ]
+        yield Table(
+            f"Final loss by {tuning.option}",
+            ["arm", *tuning.values],
+            rows,
+            f"mean over the seeds that all values of an arm have. {tuning.verdict}",
+        )
+
+
+# -- where they are shown
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Tables, what differs, and the verdicts."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(printable(text, also="\n"), style=style))
+
+    if comparison.question:
+        say(comparison.question, "bold")
+    for table in tables(comparison):
+        shown = RichTable(
+            title=Text(printable(table.title), style="bold"),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        for place, name in enumerate(table.headers):
+            shown.add_column(Text(name), justify="right" if place else "left", overflow="fold")
+        for row in table.rows:
+            shown.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(shown)
+        say(f"{table.legend}\n", "dim")
+    for line in _difference_lines(comparison):
+        say(line)
+    for sentence in comparison.verdicts:
+        say(sentence, "bold")
+    for note in comparison.notes:
+        say(f"note: {note}", "yellow")
+
+
+def _difference_lines(comparison: Comparison) -> Iterator[str]:
+    if len(comparison.arms) < 2:
+        return
+    yield f"What differs from {comparison.baseline.name}"
+    for arm in comparison.arms[1:]:
+        yield f"  {arm.name}: {'; '.join(arm.differs) or 'nothing'}"
+    yield ""
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The same as Markdown."""
+    lines = [MARKDOWN_OPENING, ""]
+    lines += [plain(comparison.question), ""] if comparison.question else []
+    lines += [*(f"- {plain(sentence)}" for sentence in comparison.verdicts), ""]
+    for table in tables(comparison):
+        lines += [f"**{plain(table.title)}**", ""]
+        lines += _markdown_rows([table.headers, *table.rows])
+        lines += ["", plain(table.legend) + ".", ""]
+    if len(comparison.arms) > 1:
+        lines += [f"**What differs from {plain(comparison.baseline.name)}**", ""]
+        for arm in comparison.arms[1:]:
+            lines += [f"- {plain(arm.name)}: {plain('; '.join(arm.differs) or 'nothing')}"]
+        lines += [""]
+    lines += [f"*{plain(note)}*\n" for note in comparison.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_rows(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    for place, row in enumerate(rows):
+        yield f"| {' | '.join(map(plain, row))} |"
+        if place == 0:
+            yield f"| --- |{' ---: |' * (len(row) - 1)}"
+
+
+def plain(text: str) -> str:
+    """`text` in Markdown without a meaning of its own: an arm may be called `<b>` or `a|b`."""
+    return re.sub(r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", text)
+
+
+def to_csv(comparison: Comparison) -> str:
+    """One row an arm, every number in full; a cell without a value is empty."""
+    rows = [_record(arm, comparison.baseline) for arm in comparison.arms]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _record(arm: Arm, base: Arm) -> dict[str, Any]:
+    interval, found, reached = arm.interval, arm.difference, arm.reached
+    simultaneous = found.simultaneous if found else None
+    budget = arm.budget
+    return {
+        "arm": arm.name,
+        "baseline": base.name,
+        "seeds": len(arm.results),
+        "loss": arm.loss,
+        "loss_low": interval.low if interval else None,
+        "loss_high": interval.high if interval else None,
+        "loss_interval_over": arm.interval_over if interval else None,
+        "loss_sd": arm.sd,
+        "difference": found.interval.value if found else None,
+        "difference_low": found.interval.low if found else None,
+        "difference_high": found.interval.high if found else None,
+        "difference_over": found.over if found else None,
+        "difference_simultaneous_low": simultaneous.low if simultaneous else None,
+        "difference_simultaneous_high": simultaneous.high if simultaneous else None,
+        "p_holm": found.p_value if found else None,
+        "detectable_difference": found.detectable if found else None,
+        "params": budget.model.params,
+        "active_params": budget.model.active_params,
+        "flops_per_token": budget.model.flops_per_token,
+        "ffn_params": budget.ffn.params,
+        "ffn_active_params": budget.ffn.active_params,
+        "ffn_flops_per_token": budget.ffn.flops_per_token,
+        "tokens": budget.tokens,
+        "training_flops": arm.training_flops,
+        "training_seconds": arm.training_seconds,
+        "tokens_per_second": arm.tokens_per_second,
+        **{
+            key: arm.mean(key)
+            for key in (
+                "bits_per_byte",
+                "wall_seconds",
+                "peak_memory_bytes",
+                "max_violation",
+                "dropped_fraction",
+                "dead_experts",
+                "num_skipped_steps",
+            )
+        },
+        "alarms": sum(arm.alarms.values()),
+        "steps_to_baseline": reached.steps if reached else None,
+        "flops_to_baseline": reached.flops if reached else None,
+        "seconds_to_baseline": reached.seconds if reached else None,
+        **{f"on_frontier_of_{kind.lower()}": int(arm.on_frontier[kind]) for kind in COSTS},
+        "differs": "; ".join(arm.differs),
+    }

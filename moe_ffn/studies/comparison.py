@@ -1,0 +1,638 @@
+"""Arms side by side: their losses with intervals, differences to a baseline, what they cost, what differs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+from moe_ffn.config_files import validate
+from moe_ffn.errors import ConfigError, did_you_mean, show
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.option_tree import flatten
+from moe_ffn.studies.budget import Budget
+from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.statistics import (
+    Interval,
+    PairedDifference,
+    bootstrap_interval,
+    holm,
+    mean_interval,
+    paired_difference,
+)
+
+SIGNIFICANT = 0.05
+"""A difference is claimed where its p-value, after Holm's correction, is below."""
+
+Over = Literal["seeds", "windows"]
+"""What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
+
+UNCOMPARED = ("seed", "logging", "checkpoints", "sample")
+"""Sections that do not change what is trained."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
+
+    interval: Interval
+    over: Over
+    num_pairs: int
+    """Seeds that both have, or windows."""
+    p_value: float | None = None
+    """After Holm's correction; None over windows, of which no claim about training is made."""
+    simultaneous: Interval | None = None
+    """Wide enough that all intervals of the comparison hold at once (Bonferroni)."""
+    detectable: float | None = None
+    """The smallest difference that this many seeds would have shown; see `detectable_difference`."""
+
+    @property
+    def is_claimed(self) -> bool:
+        return self.p_value is not None and self.p_value < SIGNIFICANT
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When an arm's validation loss came down to the baseline's final one, mean over its seeds."""
+
+    num_reached: int
+    """Seeds in which it did; the rest of the fields are None where that is not all of them."""
+    num_seeds: int
+    steps: float | None = None
+    flops: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: its runs, and what they say together."""
+
+    name: str
+    results: Sequence[RunResult]
+    """One run a seed, by their seeds."""
+    differs: Sequence[str] = ()
+    """What is different from the baseline, a line each."""
+    difference: Difference | None = None
+    """From the baseline; None of itself, and where no pair was measured."""
+    reached: Reached | None = None
+    timed_step_seconds: float | None = None
+    """Seconds of a step where they were measured apart from the runs."""
+    on_frontier: Mapping[str, bool] = field(default_factory=dict)
+    """Kind of cost -> whether no other arm has both a lower loss and a lower cost; see `COSTS`."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return [result.seed for result in self.results]
+
+    @cached_property
+    def losses(self) -> Mapping[int, float]:
+        """Seed -> final validation loss."""
+        found = {r.seed: r.outcome.validation_loss for r in self.results}
+        return {seed: loss for seed, loss in found.items() if loss is not None}
+
+    @property
+    def loss(self) -> float:
+        """Mean final validation loss, in nats per token."""
+        return fmean(self.losses.values())
+
+    @property
+    def sd(self) -> float | None:
+        """Standard deviation over the seeds; None of one."""
+        return stdev(self.losses.values()) if len(self.losses) > 1 else None
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """Of the mean over seeds; of one seed over the windows of its validation, None where it has none."""
+        if len(self.losses) > 1:
+            return mean_interval(list(self.losses.values()))
+        windows = _finite(self.results[0].window_losses)
+        return bootstrap_interval(windows) if len(windows) > 1 else None
+
+    @property
+    def interval_over(self) -> Over:
+        return "seeds" if len(self.losses) > 1 else "windows"
+
+    @property
+    def budget(self) -> Budget:
+        return self.results[0].budget
+
+    @property
+    def steps(self) -> float:
+        return fmean(result.outcome.step for result in self.results)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step: measured apart, or the median of the runs' own."""
+        return self.timed_step_seconds or self.mean("step_seconds")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.timed_step_seconds:
+            return self.budget.tokens / self.steps / self.timed_step_seconds
+        return self.mean("tokens_per_second")
+
+    @property
+    def training_flops(self) -> float:
+        """Forward and backward, of a whole run."""
+        return self.budget.training_flops
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Of all steps of a run at `step_seconds`."""
+        return None if self.step_seconds is None else self.steps * self.step_seconds
+
+    def mean(self, key: str) -> float | None:
+        """A field of `Outcome`, mean over the runs that have it."""
+        values = [getattr(result.outcome, key) for result in self.results]
+        found = [float(value) for value in values if value is not None]
+        return fmean(found) if found else None
+
+    @property
+    def alarms(self) -> Mapping[str, int]:
+        """Kind -> how many, over all runs."""
+        return sum((Counter(result.outcome.alarms) for result in self.results), Counter[str]())
+
+
+COSTS = {
+    "FLOPs": lambda arm: arm.training_flops,
+    "seconds": lambda arm: arm.training_seconds,
+    "parameters": lambda arm: arm.budget.model.params,
+}
+"""Kind of cost -> what a run of an arm takes of it; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Final losses by the value of an option that was tuned: whether the optimum moves between arms."""
+
+    option: str
+    """Dotted; of several that were tuned together, after each other with commas."""
+    values: Sequence[str]
+    losses: Mapping[str, Mapping[str, float]]
+    """Arm -> value -> mean final loss over the seeds that all values of the arm have."""
+
+    @property
+    def best(self) -> Mapping[str, str]:
+        """Arm -> the value of its lowest loss."""
+        return {
+            arm: min(found, key=found.__getitem__) for arm, found in self.losses.items() if found
+        }
+
+    @property
+    def verdict(self) -> str:
+        best = self.best
+        if len(set(best.values())) == 1:
+            return f"{self.option}: {next(iter(best.values()))} is the best of these for every arm."
+        each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
+        return f"{self.option}: the best one moves between arms: {each}."
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The arms of a study, or of any runs that compare, with the baseline first."""
+
+    arms: Sequence[Arm]
+    notes: Sequence[str] = ()
+    """What a reader has to know of the runs, a sentence each."""
+    tuning: Sequence[Tuning] = ()
+    question: str = ""
+
+    @property
+    def baseline(self) -> Arm:
+        return self.arms[0]
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def verdicts(self) -> list[str]:
+        """What the intervals allow to say of each arm, a sentence each."""
+        if len(self.arms) == 1:
+            return [_alone(self.baseline)]
+        return [_verdict(arm, self.baseline) for arm in self.arms[1:]]
+
+    @classmethod
+    def of(
+        cls,
+        results: Sequence[RunResult],
+        *,
+        baseline: str | None = None,
+        arms: Sequence[str] = (),
+        step_seconds: Mapping[str, float] | None = None,
+        question: str = "",
+    ) -> Comparison:
+        """Compare the runs, which have to be finished.
+
+        Args:
+            baseline: name of an arm; the first by default.
+            arms: names in the order in which they are shown; others come after them, as they are given.
+            step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
+
+        Raises:
+            ConfigError: the runs differ in data, tokenizer or validation windows; runs of one arm differ in
+                their options; there is no arm of that name.
+        """
+        require_comparable(results)
+        main = [result for result in results if not result.tuning]
+        if not main:
+            raise ConfigError("all runs are of tuning; give the runs that they are tuned for")
+        groups: dict[str, list[RunResult]] = {name: [] for name in arms}
+        for result in main:
+            groups.setdefault(result.arm, []).append(result)
+        groups = {name: sorted(g, key=lambda r: r.seed) for name, g in groups.items() if g}
+        if baseline is not None and baseline not in groups:
+            hint = did_you_mean(baseline, groups) or f"; the arms are {', '.join(groups)}"
+            raise ConfigError(
+                f"baseline: there is no finished run of an arm {show(baseline)}{hint}"
+            )
+        first = baseline or next(iter(groups))
+        names = [first, *(name for name in groups if name != first)]
+        for name in names:
+            _require_same_options(name, groups[name])
+        seconds = step_seconds or {}
+        found = [Arm(n, groups[n], timed_step_seconds=seconds.get(n)) for n in names]
+        found = _with_reached(_with_differences(found))
+        found = [
+            replace(
+                arm,
+                differs=what_differs(found[0].results[0], arm.results[0]),
+                on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
+            )
+            for arm in found
+        ]
+        return cls(found, _notes(found), _tunings(results, names), question)
+
+
+# -- the differences
+
+
+def _with_differences(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with their differences to the first, corrected for how many those are."""
+    base, others = arms[0], arms[1:]
+    paired = {arm.name: paired_difference(arm.losses, base.losses) for arm in others}
+    known = {name: found for name, found in paired.items() if found is not None}
+    corrected = dict(zip(known, holm([f.p_value for f in known.values()]), strict=True))
+    return [
+        base,
+        *(
+            replace(
+                arm,
+                difference=_over_seeds(known[arm.name], corrected[arm.name], len(known))
+                if arm.name in known
+                else _over_windows(arm, base),
+            )
+            for arm in others
+        ),
+    ]
+
+
+def _over_seeds(found: PairedDifference, corrected: float, num_comparisons: int) -> Difference:
+    return Difference(
+        found.interval,
+        "seeds",
+        found.num_pairs,
+        p_value=corrected,
+        simultaneous=found.simultaneous(num_comparisons),
+        detectable=found.detectable(num_comparisons),
+    )
+
+
+def _over_windows(arm: Arm, base: Arm) -> Difference | None:
+    """Of the one seed that both have, window by window; None where there is none, or no windows."""
+    of_base = {result.seed: result for result in base.results}
+    for result in arm.results:
+        if result.seed in of_base:
+            pairs = list(
+                zip(result.window_losses, of_base[result.seed].window_losses, strict=False)
+            )
+            found = [
+                ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None
+            ]
+            if len(found) > 1:
+                return Difference(bootstrap_interval(found), "windows", len(found))
+    return None
+
+
+def _verdict(arm: Arm, base: Arm) -> str:
+    found, baseline = arm.difference, base.name
+    if found is None:
+        shared = set(arm.losses) & set(base.losses)
+        why = "have one seed in common" if shared else "have no seed in common"
+        return f"{arm.name} and {baseline} {why}, so nothing is said of their difference."
+    mean, low, high = found.interval
+    ends = sorted((abs(low), abs(high)))
+    better = "better" if mean < 0 else "worse"
+    size = f"by {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token"
+    signed = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+    if found.over == "windows":
+        if low <= 0 <= high:
+            return (
+                f"{arm.name} and {baseline} differ by {signed} on this text in their one seed: no difference "
+                "seen. Another seed may say otherwise."
+            )
+        return (
+            f"{arm.name} is {better} than {baseline} {size} on this text in their one seed; what another "
+            "seed would say is not known."
+        )
+    seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
+    if found.is_claimed:
+        return f"{arm.name} is {better} than {baseline} {size} ({seen})."
+    return (
+        f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); {found.num_pairs} seeds that "
+        f"scatter so could have seen {found.detectable:.4f}."
+    )
+
+
+def _alone(arm: Arm) -> str:
+    if arm.sd is None:
+        return f"{arm.name}: one run of one seed, so nothing is said of what another would give."
+    assert arm.interval is not None
+    low, high = arm.interval[1:]
+    return (
+        f"{arm.name}: {arm.loss:.4f} [{low:.4f}, {high:.4f}] nats per token over {len(arm.losses)} seeds, "
+        f"whose standard deviation is {arm.sd:.4f}."
+    )
+
+
+def p_text(p_value: float | None) -> str:
+    """`0.03`, `< 0.001`; a dash where there is none."""
+    if p_value is None:
+        return "-"
+    return "< 0.001" if p_value < 0.001 else f"{p_value:.2g}"
+
+
+# -- what it costs to come to the baseline's loss
+
+
+def _with_reached(arms: Sequence[Arm]) -> list[Arm]:
+    base = arms[0]
+    return [replace(arm, reached=_reached(arm, base)) for arm in arms]
+
+
+def _reached(arm: Arm, base: Arm) -> Reached:
+    """A seed that the baseline has is held to the baseline's loss in it, another one to the mean."""
+    found = [
+        first_step_at(result, base.losses.get(result.seed, base.loss)) for result in arm.results
+    ]
+    steps = [step for step in found if step is not None]
+    if len(steps) < len(found):
+        return Reached(len(steps), len(found))
+    mean = fmean(steps)
+    return Reached(
+        len(steps),
+        len(found),
+        steps=mean,
+        flops=mean / arm.steps * arm.training_flops if arm.steps else None,
+        seconds=None if arm.step_seconds is None else mean * arm.step_seconds,
+    )
+
+
+def first_step_at(result: RunResult, loss: float) -> float | None:
+    """The step at which the validation curve, its points joined by lines, first is at this loss or below.
+
+    None where it never is; the first validation's own step where that is below already.
+    """
+    before: tuple[float, float] | None = None
+    for step, value in zip(result.validation.steps, result.validation.losses, strict=True):
+        if value is None:
+            continue
+        if value <= loss:
+            if before is None:
+                return float(step)
+            share = (before[1] - loss) / (before[1] - value)
+            return before[0] + share * (step - before[0])
+        before = step, value
+    return None
+
+
+def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
+    cost = COSTS[kind](arm)
+    if cost is None:
+        return False
+    for other in arms:
+        theirs = COSTS[kind](other)
+        if theirs is None or other is arm:
+            continue
+        is_beaten = other.loss <= arm.loss and theirs <= cost
+        if is_beaten and (other.loss < arm.loss or theirs < cost):
+            return False
+    return True
+
+
+# -- what differs
+
+
+def what_differs(base: RunResult, other: RunResult) -> list[str]:
+    """The options in which `other` differs from `base`, a line each: `model.d_model: 128 -> 256`.
+
+    A family whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
+    """
+    return [
+        f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
+        for path, old, new in _differences(base.config, other.config)
+    ]
+
+
+def _differences(
+    base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*base, *other]):
+        path, old, new = f"{prefix}{key}", base.get(key), other.get(key)
+        if path in UNCOMPARED or old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and _type(old) == _type(new):
+            yield from _differences(old, new, f"{path}.")
+        else:
+            yield path, old, new
+
+
+def _type(options: Mapping[str, Any]) -> Any:
+    return options.get("type")
+
+
+def _described(path: str, value: Any, result: RunResult) -> str:
+    if not isinstance(value, Mapping):
+        return value if isinstance(value, str) else json.dumps(value)
+    if path == "model.ffn":
+        try:
+            return validate(DecoderConfig, result.config["model"]).ffn.describe()
+        except ConfigError:  # code that is not trusted, or an option of another version
+            pass
+    return str(_type(value) or json.dumps(value))
+
+
+def identity(result: RunResult) -> str:
+    """Equal for runs that differ in nothing but their seed, and what does not change training."""
+    kept = {key: value for key, value in result.config.items() if key not in UNCOMPARED}
+    return json.dumps(kept, sort_keys=True)
+
+
+def few_words(base: RunResult, other: RunResult) -> str:
+    """What differs as a name: `moe,learning_rate=0.001`; empty where nothing does."""
+    parts: list[str] = []
+    for path, _, new in _differences(base.config, other.config):
+        if isinstance(new, Mapping) and _type(new):
+            parts.append(str(_type(new)).rpartition("/")[2])
+        else:
+            text = new if isinstance(new, str) else json.dumps(new)
+            parts.append(f"{path.rpartition('.')[2]}={text}")
+    return ",".join(parts)
+
+
+# -- whether runs compare
+
+
+def require_comparable(results: Sequence[RunResult]) -> None:
+    """ConfigError where the losses do not compare: other data, another tokenizer, other validation windows.
+
+    It names the option at fault, both values, and the runs.
+    """
+    for what, of_result in {
+        "read other text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
+        "have other tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
+        "validate on other windows": lambda r: (
+            r.fingerprints.get("validation"),
+            *(r.option(f"data.{key}") for key in VALIDATION_OPTIONS),
+        ),
+        "predict other tokens (model.causal)": lambda r: (
+            r.option("model.causal"),
+            None if r.option("model.causal") else r.option("objective.masked_fraction"),
+        ),
+    }.items():
+        groups: dict[Any, list[RunResult]] = {}
+        for result in results:
+            groups.setdefault(of_result(result), []).append(result)
+        if len(groups) > 1:
+            one, other = list(groups.values())[:2]
+            raise ConfigError(
+                f"the runs {what}, so that their losses do not compare: {_data_difference(one, other)}"
+            )
+
+
+VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
+
+
+def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
+    """`data.seq_len is 128 in a and b, 256 in c`; the fingerprint where no option tells."""
+    keys = ("data.", "model.causal", "objective.masked_fraction")
+    ours, theirs = flatten(one[0].config), flatten(other[0].config)
+    for key in ours | theirs:
+        if key.startswith(keys) and key != "data.batch_size" and ours.get(key) != theirs.get(key):
+            old, new = show(ours.get(key)), show(theirs.get(key))
+            return f"{key} is {old} in {_names(one)}, {new} in {_names(other)}"
+    for key, value in one[0].fingerprints.items():
+        found = other[0].fingerprints.get(key)
+        if found != value:
+            return (
+                f"the sha256 of the {key} is {str(value)[:12]} in {_names(one)}, {str(found)[:12]} in "
+                f"{_names(other)}"
+            )
+    return f"{_names(one)} and {_names(other)}"
+
+
+def _names(results: Sequence[RunResult]) -> str:
+    first = results[0].name
+    return first if len(results) == 1 else f"{first} and {len(results) - 1} more"
+
+
+def _require_same_options(arm: str, results: Sequence[RunResult]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for path, old, new in _differences(first.config, other.config):
+            raise ConfigError(
+                f"the runs of arm '{arm}' have different options: {path} is {show(old)} in {first.name}, "
+                f"{show(new)} in {other.name}; name the arms differently"
+            )
+
+
+def _notes(arms: Sequence[Arm]) -> list[str]:
+    """What makes a comparison less than it looks, a sentence each."""
+    notes: list[str] = []
+    results = [result for arm in arms for result in arm.results]
+    tokens = {arm.name: arm.budget.tokens for arm in arms}
+    if len(set(tokens.values())) > 1:
+        least, most = (f(tokens, key=tokens.__getitem__) for f in (min, max))
+        notes.append(
+            f"The arms are not trained on equally many tokens: {least} on {tokens[least]:,}, {most} on "
+            f"{tokens[most]:,}; final losses are compared as they are."
+        )
+    if any(arm.interval_over == "windows" for arm in arms):
+        notes.append(
+            "One seed has no interval over seeds: nothing in one run says how far another one would lie from "
+            "it. Intervals of one seed are over windows of the validation text (bootstrap); they say how "
+            "much the text matters, and nothing of the training seed."
+        )
+    seeds = {tuple(arm.seeds) for arm in arms}
+    if len(seeds) > 1 and not any(arm.interval_over == "windows" for arm in arms):
+        notes.append(
+            "Not all arms have the same seeds: means are over all of an arm, differences over the seeds that "
+            "it shares with the baseline."
+        )
+    for key, what in {
+        "precision": "losses and seconds may differ by it",
+        "processor": "seconds do not compare",
+        "gpu": "seconds do not compare",
+        "threads": "seconds do not compare",
+        "torch": "seconds do not compare",
+    }.items():
+        found = Counter(str(result.machine.get(key)) for result in results)
+        if len(found) > 1:
+            notes.append(f"The runs differ in {key} ({', '.join(sorted(found))}): {what}.")
+    return notes
+
+
+# -- tuning
+
+
+def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
+    """A table for each set of options that was tuned."""
+    tuned: dict[tuple[str, ...], list[RunResult]] = {}
+    for result in results:
+        if result.tuning and result.main_arm in arms:
+            tuned.setdefault(tuple(result.tuning), []).append(result)
+    return [_tuning(keys, found, results, arms) for keys, found in tuned.items()]
+
+
+def _tuning(
+    keys: tuple[str, ...],
+    tuned: Sequence[RunResult],
+    results: Sequence[RunResult],
+    arms: Sequence[str],
+) -> Tuning:
+    def point(result: RunResult) -> tuple[Any, ...]:
+        return tuple(result.tuning.get(key, result.option(key)) for key in keys)
+
+    losses: dict[str, dict[tuple[Any, ...], dict[int, float]]] = {}
+    # The runs that are compared are points too, at what they have.
+    for result in [*tuned, *(result for result in results if not result.tuning)]:
+        loss = result.outcome.validation_loss
+        if result.main_arm in arms and loss is not None:
+            of_arm = losses.setdefault(result.main_arm, {})
+            of_arm.setdefault(point(result), {})[result.seed] = loss
+    table: dict[str, dict[str, float]] = {}
+    points: dict[tuple[Any, ...], None] = {}
+    for arm in arms:
+        found = losses.get(arm, {})
+        if len(found) < 2:
+            continue
+        seeds = set.intersection(*(set(by_seed) for by_seed in found.values()))
+        if seeds:
+            points |= dict.fromkeys(found)
+            table[arm] = {
+                _point_text(p): fmean(by_seed[seed] for seed in seeds)
+                for p, by_seed in found.items()
+            }
+    in_order = sorted(points, key=lambda p: [(isinstance(v, str), v) for v in p])
+    return Tuning(", ".join(keys), [_point_text(p) for p in in_order], table)
+
+
+def _point_text(point: tuple[Any, ...]) -> str:
+    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in point)
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]

@@ -1,0 +1,228 @@
+"""The results that a comparison is made of: from folders of runs, of studies, and of committed results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import read_object
+from moe_ffn.runs.folder import is_run, reading
+from moe_ffn.runs.reader import read_run
+from moe_ffn.studies.comparison import few_words, identity
+from moe_ffn.studies.config import STUDY_FILE, StudyConfig
+from moe_ffn.studies.result import RunResult, arm_of
+
+TIMING_FILE = "timing.json"
+"""In the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What was found, in the order in which it was given."""
+
+    results: Sequence[RunResult]
+    left_out: Mapping[Path, str] = field(default_factory=dict)
+    """Folder of a run that is not compared -> why."""
+    study: StudyConfig | None = None
+    """The study, where all are of one."""
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Arm -> seconds of a step; see `TIMING_FILE`."""
+    study_files: Sequence[Path] = ()
+    """Those of the study that belong beside its results."""
+
+
+def gather(
+    paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> Gathered:
+    """Read every run, and every committed result, each once.
+
+    Args:
+        paths: folders of runs, folders that hold runs or results, files of results.
+        on_progress: called with how many are read, and how many there are.
+
+    Raises:
+        ConfigError: a folder holds none, or something cannot be read.
+    """
+    sources = list(
+        {source.path.resolve(): source for p in paths for source in _sources(p)}.values()
+    )
+    found: list[tuple[RunResult, _Source]] = []
+    left_out: dict[Path, str] = {}
+    studies = {source.folder: source.study for source in sources if source.study}
+    for done, source in enumerate(sources):
+        on_progress(done, len(sources))
+        result = source.read()
+        if why := _unfit(result):
+            left_out[source.path] = why
+        else:
+            found.append((result, source))
+    on_progress(len(sources), len(sources))
+    if not found:
+        path, why = next(iter(left_out.items()))
+        more = f", and {len(left_out) - 1} more are like it" if len(left_out) > 1 else ""
+        raise ConfigError(f"no finished run to compare: '{path}' {why}{more}; finish them first")
+    return Gathered(
+        results=_each_once(_named(found)),
+        left_out=left_out,
+        study=next(iter(studies.values())) if len(studies) == 1 else None,
+        step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
+        study_files=[
+            path
+            for folder in studies
+            for name in (STUDY_FILE, TIMING_FILE)
+            if (path := folder / name).is_file()
+        ],
+    )
+
+
+Found = list[tuple[RunResult, "_Source"]]
+
+
+def _named(found: Found) -> Found:
+    """The results with names of their arms that tell them apart, and are the same within an arm.
+
+    Runs that are of no study are one arm where they differ in their seeds alone, whatever their folders are
+    called. Equal names of different arms get the folder that holds them before.
+    """
+    of_no_study: dict[str, Found] = {}
+    for result, source in found:
+        if source.study is None and source.path.is_dir():
+            of_no_study.setdefault(identity(result), []).append((result, source))
+    names: dict[Path, str] = {}
+    first = next(iter(of_no_study.values()))[0][0] if of_no_study else None
+    for group in of_no_study.values():
+        if first is not None and len({result.arm for result, _ in group}) > 1:
+            name = few_words(first, group[0][0]) or str(group[0][0].option("model.ffn.type"))
+            names |= {source.path: name for _, source in group}
+    found = [
+        (_renamed(result, names.get(source.path, result.arm)), source) for result, source in found
+    ]
+    identities: dict[str, set[str]] = {}
+    for result, _ in found:
+        identities.setdefault(result.arm, set()).add(identity(result))
+    return [
+        (_renamed(result, f"{source.folder.name}/{result.arm}"), source)
+        if len(identities[result.arm]) > 1
+        else (result, source)
+        for result, source in found
+    ]
+
+
+def _renamed(result: RunResult, arm: str) -> RunResult:
+    if arm == result.arm:
+        return result
+    main = arm if result.main_arm == result.arm else result.main_arm
+    return result.model_copy(update={"arm": arm, "main_arm": main})
+
+
+def _each_once(found: Found) -> list[RunResult]:
+    """One result for each arm and seed, such as of a run and its committed result.
+
+    Raises:
+        ConfigError: two runs of an arm have one seed, and ended differently.
+    """
+    results: dict[tuple[str, int], tuple[RunResult, _Source]] = {}
+    for result, source in found:
+        known, other = results.setdefault((result.arm, result.seed), (result, source))
+        if known.outcome.validation_loss != result.outcome.validation_loss:
+            raise ConfigError(
+                f"'{other.path}' and '{source.path}' are two runs of arm '{result.arm}' with seed "
+                f"{result.seed}; give one of them"
+            )
+    return [result for result, _ in results.values()]
+
+
+def read_timing(folder: Path) -> dict[str, float]:
+    """Seconds of a step of each arm, from the `TIMING_FILE` of a study; empty where there is none."""
+    found = read_object(folder / TIMING_FILE) or {}
+    seconds = {
+        arm: values.get("seconds_per_step")
+        for arm, values in found.items()
+        if isinstance(values, Mapping)
+    }
+    return {arm: value for arm, value in seconds.items() if isinstance(value, float)}
+
+
+def _unfit(result: RunResult) -> str:
+    """Why a run cannot be compared, as a verb phrase; empty where it can."""
+    outcome = result.outcome
+    if not outcome.is_finished:
+        max_steps = result.option("trainer.max_steps")
+        return f"is not finished: it is at step {outcome.step or 0} of {max_steps or '?'}"
+    if outcome.validation_loss is None:
+        return "has no finite validation loss"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A run, or a result, that is to be read."""
+
+    path: Path
+    study: StudyConfig | None = None
+    """The study it is of."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds it."""
+        return self.path.resolve().parent
+
+    def read(self) -> RunResult:
+        if self.path.is_file():
+            return RunResult.read(self.path)
+        run = read_run(self.path)
+        arm = arm_of(run)
+        return RunResult.of_run(run, arm, *(self._tuned.get(arm) or (arm, {})))
+
+    @property
+    def _tuned(self) -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+        return self.study.tuned_arms if self.study else {}
+
+
+def _sources(path: Path) -> Iterator[_Source]:
+    """The run or result at `path`, or all that it holds.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if path.is_file():
+        yield _Source(path, None)
+        return
+    if not path.is_dir():
+        raise ConfigError(
+            f"'{path}' does not exist; give the folder of a run, or one that holds runs"
+        )
+    if is_run(path):
+        yield _Source(path, _study_of(path.resolve().parent))
+        return
+    with reading(path):
+        entries = sorted(path.iterdir(), key=lambda entry: _in_order(entry.name))
+    study = _study_of(path)
+    found = [entry for entry in entries if is_run(entry)]
+    # Of a study's folder `timing.json` is no result.
+    found += [e for e in entries if e.suffix == ".json" and e.is_file() and e.name != TIMING_FILE]
+    if not found:
+        raise ConfigError(
+            f"'{path}' holds no runs and no results of runs; give the folder of a run, such as "
+            "runs/my-run, or one that holds runs"
+        )
+    yield from (_Source(entry, study) for entry in found)
+
+
+def _study_of(folder: Path) -> StudyConfig | None:
+    """The study whose folder this is; None where it is none.
+
+    Raises:
+        ConfigError: its file is damaged.
+    """
+    path = folder / STUDY_FILE
+    return StudyConfig.read(path) if path.is_file() else None
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """`seed2` before `seed10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

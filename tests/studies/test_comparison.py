@@ -1,0 +1,362 @@
+"""Arms compared by hand-made results: differences, costs, what differs, refusals, and what is said."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.studies.comparison import Comparison, first_step_at, what_differs
+from moe_ffn.studies.result import RunResult
+from tests.helpers.results import SHA, make_result
+
+MOE = {"model.ffn.type": "moe"}
+SWIGLU = {"model.ffn": {"type": "swiglu"}}
+
+
+def gating(num_seeds: int = 5) -> list[RunResult]:
+    """gelu at 2.0 and a little more each seed; swiglu 0.1 below it, relu as good in the mean."""
+    return [
+        make_result(arm, seed, 2.0 + 0.01 * seed + shift + (0.002 if seed % 2 else -0.002) * spread)
+        for seed in range(num_seeds)
+        for arm, shift, spread in (("gelu", 0, 0), ("swiglu", -0.1, 1), ("relu", 0.0001, 9))
+    ]
+
+
+# -- differences
+
+
+def test_each_arm_has_its_mean_and_its_paired_difference() -> None:
+    found = Comparison.of(gating(), baseline="gelu")
+
+    assert [arm.name for arm in found.arms] == ["gelu", "swiglu", "relu"]
+    gelu, swiglu, relu = found.arms
+    assert gelu.loss == pytest.approx(2.02)
+    assert gelu.interval_over == "seeds"
+    assert gelu.difference is None
+    assert swiglu.difference is not None
+    assert swiglu.difference.interval.value == pytest.approx(-0.1004)
+    assert swiglu.difference.num_pairs == 5
+    # Paired, so that what the seed does to both is gone: the arms' own sd is 0.016, of the pairs 0.002.
+    assert swiglu.sd == pytest.approx(0.0158, abs=1e-3)
+    assert swiglu.difference.interval.high - swiglu.difference.interval.low < 0.007
+    assert swiglu.difference.simultaneous is not None
+    assert swiglu.difference.simultaneous.low < swiglu.difference.interval.low
+    assert relu.difference is not None
+    assert not relu.difference.is_claimed
+
+
+def test_p_values_are_corrected_by_holm_over_the_arms() -> None:
+    found = Comparison.of(gating(), baseline="gelu")
+    alone = Comparison.of([r for r in gating() if r.arm != "relu"], baseline="gelu")
+
+    both, one = (c.arm("swiglu").difference for c in (found, alone))
+    assert both is not None
+    assert one is not None
+    assert both.p_value == pytest.approx(2 * (one.p_value or 0))
+
+
+def test_the_verdicts_say_what_the_intervals_allow() -> None:
+    swiglu, relu = Comparison.of(gating(), baseline="gelu").verdicts
+
+    assert swiglu.startswith("swiglu is better than gelu by 0.1004 [0.09")
+    assert swiglu.endswith("] nats per token (5 seeds, p < 0.001).")
+    assert relu.startswith(
+        "relu: no difference from gelu seen, -0.0035 [-0.0280, +0.0210] (5 seeds"
+    )
+    assert "; 5 seeds that scatter so could have seen 0.0" in relu
+    worse = Comparison.of(gating(), baseline="swiglu").verdicts[0]
+    assert worse.startswith("gelu is worse than swiglu by 0.1004 [0.09")
+
+
+def test_of_one_seed_there_is_no_interval_over_seeds_and_that_is_said() -> None:
+    found = Comparison.of([make_result("gelu", loss=2.0), make_result("swiglu", loss=1.9)])
+
+    assert all(arm.interval is None and arm.sd is None for arm in found.arms)
+    (note,) = found.notes
+    assert note.startswith("One seed has no interval over seeds: nothing in one run says how far")
+    assert (
+        found.verdicts
+        == ["gelu and swiglu have no seed in common, so nothing is said of their difference."]
+        or found.verdicts == ["swiglu is better than gelu"]
+        or found.arms[1].difference is None
+    )
+
+
+def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
+    rng = random.Random(0)
+    windows = [2 + rng.gauss(0, 0.3) for _ in range(200)]
+    better = [loss - 0.05 + rng.gauss(0, 0.01) for loss in windows]
+
+    found = Comparison.of(
+        [make_result("gelu", windows=windows), make_result("swiglu", loss=1.95, windows=better)]
+    )
+
+    arm = found.arm("swiglu")
+    assert arm.interval_over == "windows"
+    assert arm.difference is not None
+    assert (arm.difference.over, arm.difference.num_pairs) == ("windows", 200)
+    assert arm.difference.p_value is None
+    assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
+    (verdict,) = found.verdicts
+    assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
+    assert verdict.endswith("in their one seed; what another seed would say is not known.")
+
+
+def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
+    found = Comparison.of([make_result("gelu", seed, 2 + seed / 100) for seed in range(5)])
+
+    assert found.verdicts == [
+        "swiglu and gelu have one seed in common, so nothing is said of their difference."
+    ]
+    other = Comparison.of([make_result("gelu", 0), make_result("swiglu", 1)])
+    assert other.verdicts == [
+        "swiglu and gelu have no seed in common, so nothing is said of their difference."
+    ]
+
+
+def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
+    rng = random.Random(0)
+    windows = [2 + rng.gauss(0, 0.3) for _ in range(200)]
+    better = [loss - 0.05 + rng.gauss(0, 0.01) for loss in windows]
+
+    found = Comparison.of(
+        [make_result("gelu", windows=windows), make_result("swiglu", loss=1.95, windows=better)]
+    )
+
+    arm = found.arm("swiglu")
+    assert arm.interval_over == "windows"
+    assert arm.difference is not None
+    assert (arm.difference.over, arm.difference.num_pairs) == ("windows", 200)
+    assert arm.difference.p_value is None
+    assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
+    (verdict,) = found.verdicts
+    assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
+    assert verdict.endswith("in their one seed; what another seed would say is not known.")
+
+
+def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
+    found = Comparison.of([make_result("gelu", seed, 2 + seed / 100) for seed in range(5)])
+
+    assert found.verdicts == [
+        "gelu: 2.0200 [2.0004, 2.0396] nats per token over 5 seeds, whose standard deviation is 0.0158."
+    ]
+
+
+# -- cost
+
+
+def test_a_curve_is_joined_by_lines() -> None:
+    result = make_result("moe", loss=1.0, curve=[4.0, 3.0, 2.0, 1.0])  # at steps 25, 50, 75, 100
+
+    assert first_step_at(result, 2.5) == pytest.approx(62.5)
+    assert first_step_at(result, 3.0) == 50
+    assert first_step_at(result, 5.0) == 25, "known from the first validation on"
+    assert first_step_at(result, 0.9) is None
+
+
+def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
+    dense = [make_result("dense", seed, 2.0, curve=[4, 3, 2.5, 0]) for seed in range(2)]
+    moe = [
+        make_result(
+            "moe", seed, 1.0, curve=[4, 3, 2 - seed, 0], flops_per_token=2000, step_seconds=1
+        )
+        for seed in range(2)
+    ]
+    short = [make_result("tiny", seed, 2.0 + seed) for seed in range(2)]
+
+    found = Comparison.of([*dense, *moe, *short], baseline="dense")
+
+    base, reached, not_reached = (arm.reached for arm in found.arms)
+    assert base is not None
+    assert base.steps == 100
+    # 3 at step 50; then 2 at 75, or 1 at 75 and so 2 at 62.5: 68.75.
+    assert reached is not None
+    assert reached.steps == pytest.approx(68.75)
+    assert reached.seconds == pytest.approx(68.75)
+    assert reached.flops == pytest.approx(68.75 * 10 * 3 * 2000)
+    assert not_reached is not None
+    assert (not_reached.num_reached, not_reached.steps) == (1, None)
+
+
+def test_seconds_are_those_that_were_measured_apart_where_there_are_some() -> None:
+    results = [make_result("a", seed, 2.0) for seed in range(2)]
+
+    found = Comparison.of(results, step_seconds={"a": 0.1}).arms[0]
+
+    assert found.training_seconds == pytest.approx(10)
+    assert found.tokens_per_second == pytest.approx(100)
+    assert Comparison.of(results).arms[0].training_seconds == pytest.approx(50)
+
+
+def test_the_frontier_is_what_no_other_arm_beats_in_both() -> None:
+    results = [
+        make_result(name, seed, loss + seed / 100, flops_per_token=flops)
+        for seed in range(2)
+        for name, loss, flops in (
+            ("cheap", 3.0, 10),
+            ("good", 2.0, 20),
+            ("beaten", 2.5, 20),
+            ("best", 1.0, 99),
+        )
+    ]
+
+    found = Comparison.of(results)
+
+    assert {arm.name: arm.on_frontier["FLOPs"] for arm in found.arms} == {
+        "cheap": True,
+        "good": True,
+        "beaten": False,
+        "best": True,
+    }
+    assert {arm.name for arm in found.arms if arm.on_frontier["seconds"]} == {"best"}
+
+
+# -- what differs
+
+
+def test_a_swap_of_the_block_is_one_line() -> None:
+    base, moe = make_result("dense", options=SWIGLU), make_result("moe", options=MOE)
+
+    assert what_differs(base, moe) == ["model.ffn: swiglu -> moe, 8 experts (swiglu), top_k k=2"]
+
+
+def test_other_options_are_a_line_each() -> None:
+    base = make_result("a")
+    other = make_result(
+        "b",
+        options={
+            "model.ffn.router.type": "sigmoid_top_k",
+            "optimizer.learning_rate": 0.01,
+            "model.ffn.capacity.factor": 1.25,
+            "logging.every_n_steps": 50,
+        },
+    )
+
+    assert what_differs(base, other) == [
+        "model.ffn.router: top_k -> sigmoid_top_k",
+        "model.ffn.capacity.factor: null -> 1.25",
+        "optimizer.learning_rate: 0.003 -> 0.01",
+    ]
+    assert what_differs(base, base) == []
+
+
+# -- tuning
+
+
+def test_tuning_is_beside_and_not_mixed_in() -> None:
+    tuned = {
+        ("gelu", 0.001): 2.4,
+        ("gelu", 0.01): 2.3,
+        ("swiglu", 0.001): 1.5,
+        ("swiglu", 0.01): 2.5,
+    }
+    results = [
+        *(r for r in gating() if r.arm != "relu"),
+        *(
+            make_result(
+                f"{arm},learning_rate={rate}",
+                seed,
+                loss,
+                main_arm=arm,
+                tuning={"optimizer.learning_rate": rate},
+                options={"optimizer.learning_rate": rate},
+            )
+            for (arm, rate), loss in tuned.items()
+            for seed in range(2)
+        ),
+    ]
+
+    found = Comparison.of(results, baseline="gelu")
+
+    assert [arm.name for arm in found.arms] == ["gelu", "swiglu"]
+    (table,) = found.tuning
+    assert table.values == ["0.001", "0.003", "0.01"]
+    # Over seeds 0 and 1 alone, which the runs of tuning have.
+    assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.005, "0.01": 2.3})
+    assert table.verdict == (
+        "optimizer.learning_rate: the best one moves between arms: 0.003 for gelu, 0.001 for swiglu."
+    )
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"options": {"data.seq_len": 128}, "fingerprints": SHA | {"validation": "w" * 64}},
+            "the runs validate on other windows, so that their losses do not compare: data.seq_len is 256 "
+            "in a-seed0 and 1 more, 128 in b-seed0",
+        ),
+        (
+            {"fingerprints": SHA | {"corpus": "d" * 64}},
+            "the runs read other text (data.corpus), so that their losses do not compare: the sha256 of the "
+            "corpus is cccccccccccc in a-seed0 and 1 more, dddddddddddd in b-seed0",
+        ),
+        (
+            {
+                "options": {"data.tokenizer": {"type": "bpe", "vocab_size": 512}},
+                "fingerprints": SHA | {"tokenizer": "u" * 64},
+            },
+            "the runs have other tokenizers (data.tokenizer), so that their losses do not compare: "
+            "data.tokenizer.type is 'bytes' in a-seed0 and 1 more, 'bpe' in b-seed0",
+        ),
+        (
+            {"options": {"model.causal": False}},
+            "the runs predict other tokens (model.causal), so that their losses do not compare: "
+            "model.causal is True in a-seed0 and 1 more, False in b-seed0",
+        ),
+    ],
+    ids=["windows", "corpus", "tokenizer", "task"],
+)
+def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], message: str) -> None:
+    results = [make_result("a", 0), make_result("a", 1), make_result("b", 0, **changes)]
+
+    with pytest.raises(ConfigError) as raised:
+        Comparison.of(results)
+
+    assert str(raised.value) == message
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        Comparison.of(gating(), baseline="swigl")
+
+    assert str(raised.value) == (
+        "baseline: there is no finished run of an arm 'swigl'; did you mean 'swiglu'?"
+    )
+
+
+def test_runs_of_one_arm_have_the_same_options() -> None:
+    results = [make_result("a", 0), make_result("a", 1, options={"optimizer.learning_rate": 0.01})]
+
+    with pytest.raises(ConfigError) as raised:
+        Comparison.of(results)
+
+    assert str(raised.value) == (
+        "the runs of arm 'a' have different options: optimizer.learning_rate is 0.003 in a-seed0, 0.01 in "
+        "a-seed1; name the arms differently"
+    )
+
+
+def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
+    results = [
+        make_result("short", steps=50, machine={"threads": 1, "precision": "32-true"}),
+        make_result("long", steps=100, machine={"threads": 2, "precision": "bf16-mixed"}),
+    ]
+
+    notes = Comparison.of(results).notes
+
+    assert (
+        "The arms are not trained on equally many tokens: short on 500, long on 1,000; final losses are "
+        "compared as they are." in notes
+    )
+    assert "The runs differ in threads (1, 2): seconds do not compare." in notes
+    assert (
+        "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ by it."
+        in notes
+    )
