@@ -64,13 +64,18 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     write_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """The values that `seal` wrote; None where the folder is missing or anything in it has changed since."""
+def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
+    """The values that `seal` wrote; None where the folder is missing or anything in it has changed since.
+
+    Args:
+        only: the one file whose content is looked at; None for all.
+    """
     meta = read_object(folder / _META)
     try:
         if meta is None or meta.pop(_DIGEST) != _digest(meta):
             return None
-        intact = all(_sha256(folder / name) == digest for name, digest in meta["files"].items())
+        digests = meta["files"] if only is None else {only: meta["files"][only]}
+        intact = all(_sha256(folder / name) == digest for name, digest in digests.items())
     except (OSError, KeyError):
         return None
     return meta if intact else None

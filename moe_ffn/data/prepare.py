@@ -122,7 +122,9 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
         plan = plan_split(
             _watched(config.corpus.documents(), report, "reading"), config.validation_percent
         )
-        folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, plan)
+        folder = expand_path(config.cache_dir, "data.cache_dir") / _key(
+            config, plan.documents.corpus_sha256
+        )
         meta = read_meta(folder)
         if meta is None:
             say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
@@ -152,11 +154,24 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     )
 
 
-def _key(config: DataConfig, plan: SplitPlan) -> str:
+def cached_validation(config: DataConfig, corpus_sha256: str) -> np.ndarray | None:
+    """The validation split as token ids, (num_tokens,), from the cache alone: no corpus is read.
+
+    None where the cache does not hold it whole.
+    """
+    folder = expand_path(config.cache_dir, "data.cache_dir") / _key(config, corpus_sha256)
+    name = "validation.bin"
+    meta = read_meta(folder, only=name)
+    if meta is None:
+        return None
+    return np.fromfile(folder / name, dtype=meta["dtype"])
+
+
+def _key(config: DataConfig, corpus_sha256: str) -> str:
     """A digest of everything that the tokens depend on: content and names, tokenizer, split."""
     parts = {
         "format": _FORMAT,
-        "corpus": plan.documents.corpus_sha256,
+        "corpus": corpus_sha256,
         "tokenizer": config.tokenizer.to_dict(),
         "validation_percent": config.validation_percent,
     }

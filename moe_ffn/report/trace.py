@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError, escaped
@@ -179,13 +180,18 @@ def visits_by_layer(
     for name, routing in routings.items():
         here = visits_of(routing)
         gate = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
-        if gate is not None:
-            outer = routings[gate]
-            came_from = outer.token_ids_N[outer.computed_N].tolist()
-            moved = dict(zip(came_from, here, strict=True))
-            here = [moved.get(token) for token in range(outer.num_tokens)]
+        came_from = origin(routings, name, gates)
+        if gate is not None and came_from is not None:
+            moved = dict(zip(came_from.tolist(), here, strict=True))
+            here = [moved.get(token) for token in range(routings[gate].num_tokens)]
         visits[name] = here
     return visits
+
+
+def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
+    """Where each token of a block inside a mixture of depths stands in the sequence; None of other blocks."""
+    gate = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
+    return None if gate is None else routings[gate].token_ids_N[routings[gate].computed_N]
 
 
 def visits_of(routing: Routing) -> list[Visit | None]:

@@ -1,0 +1,234 @@
+"""What each expert takes: its tokens with their contexts, on the validation split.
+
+    run = moe_ffn.load_run("runs/x")
+    routed = route_validation(run)
+    expert_tokens(routed, "layer_03")
+
+T tokens, N (token, expert) pairs, E experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from moe_ffn.data.batches import spread_starts
+from moe_ffn.data.prepare import cached_validation
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.trace import origin, visible
+from moe_ffn.runs.reader import Run
+
+MAX_FLOPS = 2e10
+"""Of the forward passes: a second or two on two cores."""
+
+MAX_TOKENS = 32_768
+
+MIN_COUNT = 5
+"""A token that came to an expert less often says nothing of what the expert prefers."""
+
+CONTEXT = 24
+"""Bytes of text before a token; half as many after it."""
+
+NOWHERE = -1
+"""In `RoutedLayer.heaviest_T`, for a token that no expert computed."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedLayer:
+    """The experts of a layer's router, and what they computed."""
+
+    experts: tuple[str, ...]
+    """The name of each: its number, after a word such as `zero` where it has no network; `through` of a
+    mixture of depths."""
+    token_ids_N: np.ndarray
+    """The place in the text of the token of each pair that an expert computed, in [0, T)."""
+    expert_ids_N: np.ndarray
+    heaviest_T: np.ndarray
+    """The expert with the largest weight at each token; `NOWHERE` where none computed it."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedText:
+    """Tokens of the validation split, in windows of one length, and where each layer sent them."""
+
+    vocabulary: tuple[bytes, ...]
+    ids_T: np.ndarray
+    """The token at each place, window after window."""
+    seq_len: int
+    """Tokens of a window."""
+    layers: Mapping[str, RoutedLayer]
+    """By name: `layer_03`, and `layer_03/inner` inside a mixture of depths."""
+
+    def text(self, start: int, end: int) -> bytes:
+        return b"".join(self.vocabulary[token] for token in self.ids_T[start:end])
+
+
+def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
+    """Send windows spread over the validation split through the best weights of a run, in evaluation.
+
+    Args:
+        num_tokens: at most so many, but a window at least; None for as many as take a second or two.
+
+    Raises:
+        ConfigError: the run has no good checkpoint, or the text it was validated on is in no cache any more.
+    """
+    saved = run.saved_model
+    data, decoder = saved.config.data, saved.decoder
+    tokens = cached_validation(data, run.facts.corpus_sha256 or "")
+    if tokens is None:
+        raise ConfigError(
+            f"the validation text of '{run.folder}' is not in data.cache_dir '{data.cache_dir}' any more"
+        )
+    if num_tokens is None:
+        cost = run.facts.flops_per_token or 0
+        num_tokens = int(min(MAX_TOKENS, MAX_FLOPS / max(cost, 1)))
+    starts = spread_starts(len(tokens), data.seq_len, max(num_tokens // data.seq_len, 1))
+    ids_WS = np.stack([tokens[start : start + data.seq_len] for start in starts]).astype(np.int64)
+    infos = saved.config.model.routers()
+    gates = [name for name, info in infos.items() if info.is_gate]
+    pairs: dict[str, list[tuple[np.ndarray, ...]]] = {}
+    names: dict[str, tuple[str, ...]] = {}
+    for window, ids_S in enumerate(torch.from_numpy(ids_WS)):
+        with torch.no_grad():
+            routings = decoder(ids_S[None]).routings
+        for name, routing in routings.items():
+            computed_N = routing.computed_N
+            places_N = routing.token_ids_N[computed_N]
+            came_from = origin(routings, name, gates)
+            if came_from is not None:
+                places_N = came_from[places_N]
+            parts = (
+                places_N + window * data.seq_len,
+                routing.expert_ids_N[computed_N],
+                routing.weights_N[computed_N].float(),
+            )
+            pairs.setdefault(name, []).append(tuple(part.numpy() for part in parts))
+            info = infos.get(name)
+            numbers = tuple(map(str, range(routing.num_experts)))
+            known = info.expert_names() if info is not None else numbers
+            names[name] = ("through",) if info is not None and info.is_gate else known
+    layers = {name: _layer(names[name], found, ids_WS.size) for name, found in pairs.items()}
+    return RoutedText(saved.tokenizer.token_bytes, ids_WS.reshape(-1), data.seq_len, layers)
+
+
+def _layer(
+    experts: tuple[str, ...], found: list[tuple[np.ndarray, ...]], num_tokens: int
+) -> RoutedLayer:
+    token_ids_N, expert_ids_N, weights_N = map(np.concatenate, zip(*found, strict=True))
+    heaviest_T = np.full(num_tokens, NOWHERE)
+    # Of several values for one place the last stays.
+    order_N = np.argsort(weights_N, kind="stable")
+    heaviest_T[token_ids_N[order_N]] = expert_ids_N[order_N]
+    return RoutedLayer(experts, token_ids_N, expert_ids_N, heaviest_T)
+
+
+# -- what an expert takes
+
+
+@dataclass(frozen=True)
+class TopToken:
+    """One token of the vocabulary, at one expert."""
+
+    token: str
+    """As `visible` writes it."""
+    count: int
+    """How often the expert computed it."""
+    share: float
+    """Of all the tokens that the expert computed."""
+    lift: float
+    """That share over the token's share of the text: above 1 the expert has more of it than chance gives."""
+    contexts: tuple[tuple[str, str, str], ...]
+    """Some places where the expert computed it: the text before, the token, the text after."""
+
+
+@dataclass(frozen=True)
+class ExpertTokens:
+    """What one expert of a layer computes."""
+
+    expert: str
+    """Its name."""
+    share: float
+    """Of the layer's pairs that an expert computed."""
+    most_frequent: tuple[TopToken, ...]
+    """By their counts."""
+    most_typical: tuple[TopToken, ...]
+    """By share x log lift, what a token adds to the divergence (Kullback and Leibler) of the expert's tokens
+    from the text; of those that came at least `MIN_COUNT` times, and more often than by chance."""
+
+
+def expert_tokens(
+    routed: RoutedText, layer: str, *, num_tokens: int = 8, num_contexts: int = 3
+) -> list[ExpertTokens]:
+    """The tokens that each expert of a layer takes most often, and those it takes more often than chance.
+
+    Args:
+        layer: a name in `routed.layers`.
+        num_tokens: of each list.
+        num_contexts: places in the text for each token, spread over those there are.
+    """
+    here = routed.layers[layer]
+    vocab_size = len(routed.vocabulary)
+    base_V = np.bincount(routed.ids_T, minlength=vocab_size) / len(routed.ids_T)
+    found: list[ExpertTokens] = []
+    for expert, name in enumerate(here.experts):
+        places = np.sort(here.token_ids_N[here.expert_ids_N == expert])
+        counts_V = np.bincount(routed.ids_T[places], minlength=vocab_size)
+        shares_V = counts_V / max(len(places), 1)
+        lifts_V = np.divide(shares_V, base_V, out=np.zeros(vocab_size), where=base_V > 0)
+        surplus_V = shares_V * np.log(np.maximum(lifts_V, 1))
+
+        def token(place: int, of: np.ndarray = places, counts: np.ndarray = counts_V) -> TopToken:
+            spread = _spread(of[routed.ids_T[of] == place], num_contexts)
+            return TopToken(
+                visible(routed.vocabulary[place]),
+                int(counts[place]),
+                contexts=tuple(_context(routed, int(at)) for at in spread),
+                share=float(counts[place] / len(of)),
+                lift=float(counts[place] / len(of) / base_V[place]),
+            )
+
+        frequent = [v for v in np.argsort(-counts_V, kind="stable") if counts_V[v]]
+        typical = [
+            v
+            for v in np.argsort(-surplus_V, kind="stable")
+            if surplus_V[v] > 0 and counts_V[v] >= MIN_COUNT
+        ]
+        found.append(
+            ExpertTokens(
+                name,
+                len(places) / max(len(here.token_ids_N), 1),
+                tuple(map(token, frequent[:num_tokens])),
+                tuple(map(token, typical[:num_tokens])),
+            )
+        )
+    return found
+
+
+def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
+    """At most so many of them, evenly chosen."""
+    count = min(max_items, len(items))
+    return items[np.arange(count) * len(items) // max(count, 1)]
+
+
+def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
+    """The text before a token, the token, and the text after, within its window."""
+    start = place - place % routed.seq_len
+    before = routed.text(max(start, place - CONTEXT), place)[-CONTEXT:]
+    after = routed.text(place + 1, min(start + routed.seq_len, place + CONTEXT))[: CONTEXT // 2]
+    token = visible(routed.vocabulary[routed.ids_T[place]])
+    return visible(before) if before else "", token, visible(after) if after else ""
+
+
+def stretches(routed: RoutedText, layer: str, num_tokens: int) -> list[tuple[int, bytes]]:
+    """The first tokens as text, cut where the expert with the largest weight changes: (expert, text)."""
+    ids = routed.ids_T[:num_tokens].tolist()
+    experts = routed.layers[layer].heaviest_T[:num_tokens].tolist()
+    pairs = zip(experts, ids, strict=True)
+    return [
+        (expert, b"".join(routed.vocabulary[token] for _, token in group))
+        for expert, group in groupby(pairs, key=lambda pair: pair[0])
+    ]

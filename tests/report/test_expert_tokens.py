@@ -1,0 +1,137 @@
+"""What each expert takes, held to a routed text made by hand, and of a run that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moe_ffn
+from moe_ffn.data.prepare import cached_validation, prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.expert_tokens import (
+    MIN_COUNT,
+    NOWHERE,
+    RoutedLayer,
+    RoutedText,
+    expert_tokens,
+    route_validation,
+    stretches,
+)
+from tests.helpers import tiny_runs
+
+VOCABULARY = (b"a", b"b", b"\n", b"")
+
+
+def routed(text: str, experts_T: list[int], seq_len: int = 6) -> RoutedText:
+    """Each token of a text of `ab\\n` at one expert; -1 at none."""
+    ids_T = np.array(["ab\n".index(c) for c in text])
+    heaviest_T = np.array(experts_T)
+    places = np.flatnonzero(heaviest_T >= 0)
+    layer = RoutedLayer(("0", "1", "zero2"), places, heaviest_T[places], heaviest_T)
+    return RoutedText(VOCABULARY, ids_T, seq_len, {"layer_00": layer})
+
+
+def test_an_expert_s_tokens_by_count_and_by_what_it_has_more_of_than_chance() -> None:
+    text = "aaaaaaaabbbb" + "bbbbbbbbbbbb"
+    found = expert_tokens(routed(text, [0] * 12 + [1] * 12), "layer_00")
+
+    first, second, unused = found
+    assert [(t.token, t.count, t.share) for t in first.most_frequent] == [
+        ("a", 8, pytest.approx(2 / 3)),
+        ("b", 4, pytest.approx(1 / 3)),
+    ]
+    # a is 2/3 of expert 0 and 1/3 of the text; b is half as frequent here as in the text.
+    assert [(t.token, t.lift) for t in first.most_typical] == [("a", pytest.approx(2.0))]
+    assert [(t.token, t.lift) for t in second.most_typical] == [("b", pytest.approx(1.5))]
+    assert [e.share for e in found] == [0.5, 0.5, 0]
+    assert (unused.expert, unused.most_frequent, unused.most_typical) == ("zero2", (), ())
+
+
+def test_a_token_seen_a_few_times_is_not_called_typical() -> None:
+    rare = "a" * (MIN_COUNT - 1)
+    typical = expert_tokens(routed(rare + 20 * "b", [0] * len(rare) + [1] * 20), "layer_00")
+    assert typical[0].most_typical == ()
+    assert [t.token for t in typical[0].most_frequent] == ["a"]
+
+
+def test_contexts_end_where_their_window_does() -> None:
+    (token,) = expert_tokens(
+        routed("bbabb\n" + "babbbb", [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]), "layer_00"
+    )[0].most_frequent
+    assert token.contexts == (("bb", "a", r"bb\n"), ("b", "a", "bbbb"))
+
+
+def test_of_many_places_a_few_are_shown_spread_over_the_text() -> None:
+    text = "a\n" * 50
+    (first, *_), *_ = (
+        e.most_frequent for e in expert_tokens(routed(text, [0] * 100, 2), "layer_00")
+    )
+    assert first.count == 50
+    assert first.contexts == (("", "a", r"\n"),) * 3
+
+
+def test_the_running_text_is_cut_where_the_expert_changes() -> None:
+    found = stretches(routed("aab\nbb", [0, 0, 1, NOWHERE, 1, 1]), "layer_00", 5)
+    assert found == [(0, b"aa"), (1, b"b"), (NOWHERE, b"\n"), (1, b"b")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of depths around an MoE, trained for two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    ffn = "{type: mixture_of_depths, ffn: {type: moe, num_experts: 4, router: {type: top_k, k: 2}}}"
+    argv = tiny_runs.options(folder, **{"trainer.max_steps": "2"})
+    done = tiny_runs.run_here(*argv, "--model.causal", "false", "--model.ffn", ffn)
+    assert done.code == 0, done.stderr
+    return next(path.parent for path in folder.rglob("facts.json"))
+
+
+def test_a_run_s_validation_text_is_routed_as_its_model_does(trained: Path) -> None:
+    run = moe_ffn.load_run(trained)
+    found = route_validation(run)
+
+    text = found.text(0, found.seq_len)
+    routing = run.routing(text)["layer_00"]
+    gate, inner = found.layers["layer_00"], found.layers["layer_00/inner"]
+    assert gate.experts == ("through",)
+    assert inner.experts == ("0", "1", "2", "3")
+    through = gate.token_ids_N[gate.token_ids_N < found.seq_len]
+    assert sorted(through) == sorted(routing.token_ids_N[routing.computed_N].tolist())
+    # A token that goes past the block comes to none of the experts in it.
+    assert set(inner.token_ids_N.tolist()) == set(gate.token_ids_N.tolist())
+    at_none = np.flatnonzero(inner.heaviest_T == NOWHERE)
+    assert set(at_none.tolist()) == set(range(len(found.ids_T))) - set(gate.token_ids_N.tolist())
+    shares = [expert.share for expert in expert_tokens(found, "layer_00/inner")]
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = moe_ffn.load_run(trained)
+    data = run.config.data
+    sha256 = run.facts.corpus_sha256 or ""
+    kept = cached_validation(data, sha256)
+    assert kept is not None
+    assert kept.tolist() == prepare(data, progress=False).validation.tolist()
+    assert cached_validation(data, "another corpus") is None
+
+    cache = Path(data.cache_dir)
+    moved = cache.rename(cache.with_name("moved"))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"the validation text of '.*' is not in data.cache_dir"
+        ):
+            route_validation(run)
+        shutil.copytree(moved, cache)
+        (damaged,) = cache.glob("*/validation.bin")
+        damaged.write_bytes(damaged.read_bytes()[:-2])
+        assert cached_validation(data, sha256) is None
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+        moved.rename(cache)
+    assert json.loads((trained / "facts.json").read_text())["corpus_sha256"] == sha256
