@@ -207,6 +207,8 @@ class Metric:
     formula: str
     """One line of Markdown, E experts, k of them for a token, p its scores divided by their sum."""
     healthy: str
+    healthy_range: tuple[float, float] | None = None
+    """Where `healthy` names numbers that hold for every layer and run: the lowest and the highest."""
     source: str = ""
     """A link in Markdown."""
     requires: str = ""
@@ -267,6 +269,7 @@ LAYER_METRICS = _table(
         unit="dimensionless",
         formula="the busiest expert over the even share, minus 1",
         healthy="0 is balance; below 1, E / k - 1 at worst",
+        healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
         measure=Measure(lambda pairs_E: max_violation(_load(pairs_E)), (PAIRS,)),
@@ -289,6 +292,7 @@ LAYER_METRICS = _table(
         unit="share",
         formula="share of the (token, expert) pairs whose expert was full",
         healthy="0 to 0.1",
+        healthy_range=(0, 0.1),
         measured="every batch",
         measure=Measure(
             lambda pairs_E, num_dropped: num_dropped / pairs_E.sum().clamp(min=1), (PAIRS, DROPPED)
@@ -326,6 +330,7 @@ LAYER_METRICS = _table(
         unit="count",
         formula="experts without a token for `logging.alarms.after_steps` steps",
         healthy="0",
+        healthy_range=(0, 0),
         measured="row",
         row_end=lambda row: (row.idle_steps_E >= row.dead_after_steps).sum(),
         label="dead experts",
@@ -349,6 +354,7 @@ LAYER_METRICS = _table(
         unit="nats",
         formula="largest absolute router logit",
         healthy="below 20 or so; growth without end comes before instability",
+        healthy_range=(0, 20),
         measured="last step",
         measure=Measure(
             torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
@@ -485,6 +491,7 @@ LAYER_METRICS = _table(
         unit="count",
         formula="tokens that reached the router with NaN or infinity",
         healthy="0",
+        healthy_range=(0, 0),
         measured="every batch",
         measure=Measure(
             torch.clone, (_counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
@@ -553,6 +560,7 @@ RUN_METRICS = _table(
         unit="count",
         formula="optimizer steps of the row that were not taken",
         healthy="0",
+        healthy_range=(0, 0),
         rows=("train",),
     ),
 )

@@ -19,13 +19,19 @@ STEP_AXIS = "optimizer step"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Beside the colour, so that lines are told apart in print and by people who see no red or green."""
 
-SERIES = ("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00", "#3a9bd6", "#5b3a9e", "#6b6f75")
-"""Colours on a light ground: Okabe and Ito's, told apart without red or green, made darker. Their roles are
-`series-0` and on; report.css has those on a dark ground."""
+SERIES = (
+    *("#0072b2", "#d55e00", "#00875f", "#b5509a", "#b37a00"),
+    *("#3a9bd6", "#5b3a9e", "#6b6f75", "#a3123f", "#5d7a00"),
+)
+"""Colours on a light ground: Okabe and Ito's, told apart without red or green, made darker, and two more.
+Their roles are `series-0` and on; report.css has those on a dark ground."""
 
 LIGHT = {f"series-{number}": colour for number, colour in enumerate(SERIES)}
 LIGHT |= {role: colour for role, (_, colour) in LOAD_SCALE.items()}
 """Role -> colour on a light ground."""
+
+HEALTHY = "#1a7f37"
+"""The colour, almost transparent, behind healthy values; page.js takes it from the style sheet."""
 
 Value = float | None
 """None where nothing finite was measured: JSON has no NaN, and plotly draws a gap."""
@@ -45,6 +51,17 @@ _FORMS = {
 def form_of(metric: Metric) -> str:
     """How a value reads (d3)."""
     return _FORMS.get(metric.unit, ",.4~g")
+
+
+def text_of(metric: Metric, value: float) -> str:
+    """A value of a metric, as it reads beside its line."""
+    return format(value, form_of(metric).replace("~", ""))
+
+
+def style_of(number: int) -> tuple[int, str]:
+    """The number of a colour in `SERIES`, and a dash: together different for the first 60 numbers."""
+    turn, colour = divmod(number, len(SERIES))
+    return colour, DASHES[(colour + turn) % len(DASHES)]
 
 
 def scale_of(metric: Metric) -> tuple[str, str | None]:
@@ -138,7 +155,7 @@ def line_figure(
     note: str = "",
     x_axis: str = STEP_AXIS,
 ) -> go.Figure:
-    """Lines over a common x; the legend stands above, where it wraps on a phone.
+    """Lines over a common x; the legend stands above, where it wraps on a phone, with the last values.
 
     Args:
         max_points: of a line, see `average`.
@@ -151,12 +168,16 @@ def line_figure(
         grid = average([line.series], max_points)
         # JSON has no infinity: what is beyond a float stands at its end.
         steps = [min(step * line.scale, sys.float_info.max) for step in grid.steps]
-        role, dash = line.number % len(SERIES), DASHES[line.number % len(DASHES)]
-        traces.append(_line(steps, grid.values[0], line.name, metric, role, dash))
+        traces.append(_line(steps, grid.values[0], line.name, metric, *style_of(line.number)))
     span = [step for series in found for step in series.steps]
     for name, value in levels.items():
         traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
-    x_options: dict[str, Any] = {"title": axis_title(x_axis), "hoverformat": ",~r"}
+    # From the first step on: of a single validation plotly would make an axis from 99 to 101.
+    x_options: dict[str, Any] = {
+        "title": axis_title(x_axis),
+        "hoverformat": ",~r",
+        "rangemode": "tozero",
+    }
     if x_axis == STEP_AXIS:
         x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
     axis, ticks = scale_of(metric)
@@ -169,8 +190,29 @@ def line_figure(
         "xaxis": x_options,
         "yaxis": {"title": axis_title(axis), "tickformat": ticks, "automargin": True},
     }
+    if metric.healthy_range is not None:
+        low, high = metric.healthy_range
+        layout["yaxis"]["rangemode"] = "tozero"
+        layout["shapes"] = [healthy_band(low, high)]
     note = f"{note} {describe_points(found, max_points)}".strip()
     return figure(traces, layout, title or metric.title, note)
+
+
+def healthy_band(low: float, high: float) -> dict[str, Any]:
+    """A ground behind the values from low to high."""
+    across = {"xref": "paper", "x0": 0, "x1": 1}
+    # Where one value alone is healthy it is a line.
+    line = {"width": 0 if high > low else 3, "color": HEALTHY}
+    return {
+        "type": "rect",
+        "y0": low,
+        "y1": high,
+        "fillcolor": HEALTHY,
+        "line": line,
+        "opacity": 0.1 if high > low else 0.35,
+        "layer": "below",
+        **across,
+    }
 
 
 def _line(
@@ -185,13 +227,15 @@ def _line(
     colour = LIGHT.get(f"series-{role}", "gray")
     # A point alone is no line, and few of them show where the rows are.
     has_markers = len(steps) <= 40 and role != "quiet"
+    measured = [value for value in values if value is not None]
+    last = f" {text_of(metric, measured[-1])}" if measured else ""
     return go.Scatter(
         x=list(steps),
         y=list(values),
-        name=label(name),
+        name=f"{label(name)}{last}",
         mode="lines+markers" if has_markers else "lines",
         line={"dash": dash, "width": 2, "color": colour},
         marker={"size": 5, "color": colour},
-        hovertemplate=f"%{{y:{form_of(metric)}}}",
-        meta={"colour": role},
+        hovertemplate=f"%{{y:{form_of(metric)}}}<extra>{label(name)}</extra>",
+        meta={"colour": role, "name": label(name)},
     )

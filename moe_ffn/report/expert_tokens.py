@@ -9,7 +9,7 @@ T tokens, N (token, expert) pairs, E experts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,14 +18,16 @@ import torch
 
 from moe_ffn.data.batches import spread_starts
 from moe_ffn.data.prepare import cached_validation
-from moe_ffn.errors import ConfigError
+from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.model.decoder import short_name
+from moe_ffn.report.tables import evenly_chosen
 from moe_ffn.report.trace import origin, visible
 from moe_ffn.runs.reader import Run
 
 MAX_FLOPS = 2e10
 """Of the forward passes: a second or two on two cores."""
 
-MAX_TOKENS = 32_768
+MAX_TOKENS, BATCH_TOKENS = 32_768, 4096
 
 MIN_COUNT = 5
 """A token that came to an expert less often says nothing of what the expert prefers."""
@@ -92,9 +94,10 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
     gates = [name for name, info in infos.items() if info.is_gate]
     pairs: dict[str, list[tuple[np.ndarray, ...]]] = {}
     names: dict[str, tuple[str, ...]] = {}
-    for window, ids_S in enumerate(torch.from_numpy(ids_WS)):
+    per_batch = max(BATCH_TOKENS // data.seq_len, 1)
+    for first, ids_BS in enumerate(torch.from_numpy(ids_WS).split(per_batch)):
         with torch.no_grad():
-            routings = decoder(ids_S[None]).routings
+            routings = decoder(ids_BS).routings
         for name, routing in routings.items():
             computed_N = routing.computed_N
             places_N = routing.token_ids_N[computed_N]
@@ -102,7 +105,7 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
             if came_from is not None:
                 places_N = came_from[places_N]
             parts = (
-                places_N + window * data.seq_len,
+                places_N + first * per_batch * data.seq_len,
                 routing.expert_ids_N[computed_N],
                 routing.weights_N[computed_N].float(),
             )
@@ -211,7 +214,7 @@ def expert_tokens(
 def _spread(items: np.ndarray, max_items: int) -> np.ndarray:
     """At most so many of them, evenly chosen."""
     count = min(max_items, len(items))
-    return items[np.arange(count) * len(items) // max(count, 1)]
+    return items[(2 * np.arange(count) + 1) * len(items) // max(2 * count, 1)]
 
 
 def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
@@ -223,12 +226,71 @@ def _context(routed: RoutedText, place: int) -> tuple[str, str, str]:
     return visible(before) if before else "", token, visible(after) if after else ""
 
 
-def stretches(routed: RoutedText, layer: str, num_tokens: int) -> list[tuple[int, bytes]]:
-    """The first tokens as text, cut where the expert with the largest weight changes: (expert, text)."""
-    ids = routed.ids_T[:num_tokens].tolist()
-    experts = routed.layers[layer].heaviest_T[:num_tokens].tolist()
-    pairs = zip(experts, ids, strict=True)
+def stretches(routed: RoutedText, layer: str, window: int) -> list[tuple[int, bytes]]:
+    """A window as text, cut where the expert with the largest weight changes: (expert, text)."""
+    places = slice(window * routed.seq_len, (window + 1) * routed.seq_len)
+    ids, experts = routed.ids_T[places], routed.layers[layer].heaviest_T[places]
+    pairs = zip(experts.tolist(), ids.tolist(), strict=True)
     return [
         (expert, b"".join(routed.vocabulary[token] for _, token in group))
         for expert, group in groupby(pairs, key=lambda pair: pair[0])
     ]
+
+
+# -- for a page
+
+MAX_LAYERS, MAX_EXPERTS, TEXT_TOKENS = 8, 32, 768
+"""Layers shown, evenly chosen; experts of a layer, the busiest; tokens of running text, in whole windows."""
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer as the page shows it."""
+
+    title: str
+    names: Sequence[str]
+    """Of its experts."""
+    windows: Sequence[Sequence[tuple[int, str]]]
+    """Stretches of text by expert, see `stretches`."""
+    experts: Sequence[tuple[int, ExpertTokens]]
+    """The busiest, by their number."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a page shows of what experts take; or why it does not."""
+
+    num_tokens: int = 0
+    layers: Sequence[LayerView] = ()
+    problem: str = ""
+
+
+def view(run: Run) -> View | None:
+    """None of a run without sparse layers, or that is being trained: its processor has other work."""
+    if not run.layers or run.is_going_on:
+        return None
+    try:
+        routed = route_validation(run)
+        layers = [
+            _layer_view(routed, name) for name in evenly_chosen(list(routed.layers), MAX_LAYERS)
+        ]
+    except (
+        Exception
+    ) as error:  # of any kind, as of code from outside: the rest of the page is not lost to it
+        return View(problem=first_line(error))
+    return View(len(routed.ids_T), layers)
+
+
+def _layer_view(routed: RoutedText, name: str) -> LayerView:
+    num_windows = min(max(TEXT_TOKENS // routed.seq_len, 1), len(routed.ids_T) // routed.seq_len)
+    experts = enumerate(expert_tokens(routed, name, num_contexts=1))
+    busiest = sorted(experts, key=lambda found: -found[1].share)[:MAX_EXPERTS]
+    return LayerView(
+        f"layer {short_name(name)}",
+        routed.layers[name].experts,
+        [
+            [(expert, text.decode("utf-8", "backslashreplace")) for expert, text in found]
+            for found in (stretches(routed, name, window) for window in range(num_windows))
+        ],
+        sorted(busiest, key=lambda found: found[0]),
+    )

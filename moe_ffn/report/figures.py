@@ -36,7 +36,7 @@ from moe_ffn.report.drawing import (
     line_figure,
     scale_of,
 )
-from moe_ffn.report.tables import measured
+from moe_ffn.report.tables import FLOPS_PER_FORWARD, measured, tokens_per_step
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
@@ -49,6 +49,9 @@ MAX_LAYER_POINTS = 250
 MAX_LINES = 6
 """More layers than this become rows of a heat map."""
 
+MAX_TEXTS = 12
+"""More experts than this have no numbers in the cells of their co-activation."""
+
 MAX_CELLS = 4000
 """Of a heat map of layers."""
 
@@ -59,9 +62,6 @@ ROW_NAMES = {"train": "training", "validation": "validation"}
 
 FLOPS = "training FLOPs"
 """The other x axis of losses of several runs."""
-
-FLOPS_PER_FORWARD = 3
-"""A training step costs its forward pass and, for the backward pass, twice as much again."""
 
 
 class NotMeasuredError(LookupError):
@@ -91,10 +91,7 @@ def curve(run: Run, key: str) -> go.Figure:
     levels: dict[str, float] = {}
     if key == "loss" and run.summary.unigram_loss is not None:
         levels["unigram model"] = run.summary.unigram_loss
-    if key == "objective" and run.series("train/objective"):
-        keys["training loss"] = "train/loss"
-    note = metric.sentence if key == "objective" else ""
-    return _curves(run, metric, keys, note, levels)
+    return _curves(run, metric, keys, levels=levels)
 
 
 BEFORE_WEIGHTS = Metric(
@@ -116,6 +113,11 @@ def balancing_losses(run: Run) -> go.Figure:
     names = [name for name in sorted(BALANCING_LOSSES) if run.series(f"train/{name}")]
     notes = [note for name in names if (note := BALANCING_LOSSES[name].note)]
     keys = {name.replace("_", " "): f"train/{name}" for name in names}
+    objective, loss = (run.series(f"train/{name}").last for name in ("objective", "loss"))
+    if objective is not None and loss is not None:
+        notes.append(
+            f"Weighted, all of them add {objective - loss:.4f} nats to the loss at the end."
+        )
     return _curves(run, BEFORE_WEIGHTS, keys, " ".join(notes))
 
 
@@ -217,18 +219,27 @@ def coactivation(run: Run, layer: int | str) -> go.Figure:
     name = _find_layer(run, layer, found)
     metric = LAYER_METRICS["coactivation"]
     experts = range(len(found[name]))
+    shares = np.array(found[name], dtype=float)
+    # That an expert shares all tokens with itself would leave the rest one colour.
+    np.fill_diagonal(shares, np.nan)
+    k = run.validated[name].get("experts_per_token")
+    even = ""
+    if isinstance(k, float) and len(experts) > 1:
+        even = f" Even would be {(k - 1) / (len(experts) - 1):.1%} everywhere off the diagonal."
     return heat_figure(
         experts,
         experts,
-        np.array(found[name], dtype=float),
+        shares,
         ("expert j", "expert i"),
         title=f"{metric.title}, {_title(name)}",
-        note="On the validation split.",
+        note=f"On the validation split.{even}",
         bar=_bar(metric),
         hover=f"of the tokens of expert %{{y}}, <b>%{{z:{form_of(metric)}}}</b> went to expert %{{x}} too",
         height=440,
         colorscale="Cividis",
         zmin=0,
+        # Where there is room, numbers need no pointer.
+        texttemplate="%{z:.0%}" if len(experts) <= MAX_TEXTS else None,
         meta={"is_packed": True},
     )
 
@@ -320,16 +331,8 @@ def mean_over_layers(run: Run, metric: Metric) -> Series:
 
 def flops_per_step(run: Run) -> float | None:
     """FLOPs of one optimizer step, forward and backward; None where the run does not say."""
-    counts = [
-        run.fact("flops_per_token"),
-        run.option("data.batch_size"),
-        run.option("data.seq_len"),
-        run.option("trainer.accumulate_grad_batches"),
-    ]
-    if not all(isinstance(count, int | float) and math.isfinite(count) for count in counts):
-        return None
-    flops = math.prod(counts, start=float(FLOPS_PER_FORWARD))
-    return flops if math.isfinite(flops) else None
+    tokens, cost = tokens_per_step(run), run.facts.flops_per_token
+    return None if tokens is None or cost is None else float(FLOPS_PER_FORWARD) * tokens * cost
 
 
 # -- what they share

@@ -58,15 +58,15 @@ def number(value: Any, form: str = ".4f") -> str:
     return format(value, form) if math.isfinite(value) else "NaN" if value != value else "infinite"
 
 
-def compact(count: Any) -> str:
-    """2,450,000 as `2.45 M`; a dash where it is no finite number."""
+def compact(count: Any, unit: str = "") -> str:
+    """2,450,000 as `2.45 M`, and with a unit as `2.45 MB`; a dash where it is no finite number."""
     size = finite(count)
     if size is None:
         return NONE
-    for unit, suffix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if size >= unit:
-            return f"{size / unit:.2f}{suffix}"
-    return f"{size:.0f}"
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= factor:
+            return f"{size / factor:.2f} {prefix}{unit}"
+    return f"{size:.0f} {unit}".strip()
 
 
 # -- the templates

@@ -61,8 +61,10 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
     # Only now: without plotly the import of this module should still succeed.
     from plotly.offline import get_plotlyjs
 
+    from moe_ffn.report import expert_tokens
     from moe_ffn.report.drawing import LIGHT
     from moe_ffn.report.plots import plots_of_run, plots_of_runs
+    from moe_ffn.report.trace_view import PALETTE
 
     plots = plots_of_runs(runs) if len(runs) > 1 else plots_of_run(runs[0])
     return render(
@@ -71,6 +73,8 @@ def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> st
         tables=tables,
         reload_every=reload_every if any(run.is_going_on for run in runs) else None,
         light=LIGHT,
+        takes=expert_tokens.view(runs[0]) if len(runs) == 1 else None,
+        grounds=PALETTE,
         plots=plots,
         figures={plot.name: plot.figures for of_section in plots.values() for plot in of_section},
         plotly=get_plotlyjs(),

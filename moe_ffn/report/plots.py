@@ -17,14 +17,25 @@ from moe_ffn.report import figures, tables
 from moe_ffn.report.drawing import STEP_AXIS
 from moe_ffn.runs.reader import Run
 
-MAX_PLACES = 6
-"""Load heat maps of more layers than this have one place, with a choice."""
-
 MAX_PAIRS = 200_000
 """Of experts in all co-activation heat maps together; some of the layers are left out beyond it."""
 
 NOT_COMPARED = ("objective", "skipped_steps")
 """An objective is a sum by weights that differ between runs; a skipped step is one run's own matter."""
+
+NOT_DRAWN = {
+    "bits_per_byte": "the loss in another unit",
+    "objective": "the loss, and what balancing adds to it, which is said beside the balancing losses",
+    "load_cv": "as MaxVio",
+    "entropy_of_mean": "as MaxVio",
+}
+"""Metrics that say what another one does; the page has no plot of them, the rows have them."""
+
+FOLDED = {"tokens_per_second", "learning_rate"}
+"""Curves that the reader unfolds: a card has the throughput, the config the schedule."""
+
+FIRST = ("max_violation", "dropped_fraction", "entropy", "logit_max", "churn", "dead_experts")
+"""The metrics of layers that the page shows at once; the others are below them, folded."""
 
 NOT_MEASURED = 65535
 """In the packed shares of a heat map; the shares themselves end one below."""
@@ -49,14 +60,24 @@ class Plot:
 
 
 def plots_of_run(run: Run) -> dict[str, list[Plot]]:
-    """Each section of `run.html` -> its plots, each only where it was measured."""
-    keys = [key for key in RUN_METRICS if _is_telling(run, key)]
-    curves = [_plot(figures.curve(run, key), is_wide=key == "loss") for key in keys]
+    """Each section of `run.html`, in its order -> its plots, each only where it was measured."""
+    keys = [key for key in RUN_METRICS if key not in NOT_DRAWN and _has_values(run, key)]
+    curves = [
+        _plot(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
+    ]
     if any(run.series(f"train/{name}") for name in BALANCING_LOSSES):
         curves.append(_plot(figures.balancing_losses(run)))
-    measures = [_plot(figures.measure(run, key)) for key in tables.moving_measures(run)]
+    # A balancing loss that is drawn of the whole model is not drawn again of each layer.
+    drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
+    moving = [key for key in tables.moving_measures(run) if key not in drawn]
+    first = [key for key in FIRST if key in moving]
     return _named(
-        curves=curves, loads=_loads(run), measures=measures, coactivation=_coactivations(run)
+        curves=curves,
+        more_curves=[_plot(figures.curve(run, key)) for key in keys if key in FOLDED],
+        loads=_loads(run),
+        coactivation=_coactivations(run),
+        measures=[_plot(figures.measure(run, key)) for key in first],
+        more_measures=[_plot(figures.measure(run, key)) for key in moving if key not in first],
     )
 
 
@@ -96,21 +117,19 @@ def _choice(found: Mapping[str, Any], **options: Any) -> Plot:
     return Plot(plain, list(found), **{**about, **options})
 
 
-def _is_telling(run: Run, key: str) -> bool:
-    """False where a metric was always 0, as the steps skipped, and of an objective that is the loss alone."""
+def _has_values(run: Run, key: str) -> bool:
+    """False where a metric was always 0, as the steps skipped."""
     found = [run.series(f"{row}/{key}").values for row in RUN_METRICS[key].rows]
-    if key == "objective" and found[0] == run.series("train/loss").values:
-        return False
     return any(value for values in found for value in values)
 
 
 def _loads(run: Run) -> list[Plot]:
-    """A heat map per sparse layer; where the layers are many, one with a choice."""
+    """One heat map with a choice of sparse layer."""
     found: dict[str, Any] = {_layer(layer): figures.load(run, layer) for layer in run.loads}
-    if len(found) <= MAX_PLACES:
-        return [_plot(figure) for figure in found.values()]
+    if not found:
+        return []
     note = max((figure.layout.meta["note"] for figure in found.values()), key=len)
-    return [_choice(found, title="Load of each expert", note=note, is_wide=True)]
+    return [_choice(found, title="Load of each expert", note=note)]
 
 
 def _coactivations(run: Run) -> list[Plot]:

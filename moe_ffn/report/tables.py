@@ -44,6 +44,9 @@ IN_SUMMARY = {
 }
 """Column of the rows -> what a summary calls its last value, or the mean of the whole run."""
 
+FLOPS_PER_FORWARD = 3
+"""A training step costs its forward pass and, for the backward pass, twice as much again."""
+
 UNCOMPARED = ("run.", "logging.")
 """Options that change no result."""
 
@@ -154,6 +157,87 @@ def best_loss(run: Run) -> float | None:
     if not values or last is None or min(values) >= last - 5e-5:
         return None
     return min(values)
+
+
+def beside_unigram(run: Run) -> str:
+    """`0.8448 below it (27%)`: the validation loss beside the unigram model's; empty where one is lost."""
+    loss, unigram = finite(final(run, "validation/loss")), finite(run.summary.unigram_loss)
+    if loss is None or not unigram:
+        return ""
+    side = "below" if loss <= unigram else "above"
+    return f"{abs(unigram - loss):.4f} {side} it ({abs(1 - loss / unigram):.0%})"
+
+
+def tokens_per_step(run: Run) -> int | None:
+    """Tokens of an optimizer step, of all ranks; None where the options are lost."""
+    options = "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches"
+    counts = [run.option(option) for option in options]
+    return math.prod(counts) if all(isinstance(count, int) for count in counts) else None
+
+
+def tokens_seen(run: Run) -> float | None:
+    """Tokens trained on so far."""
+    known = finite(run.summary.num_tokens)
+    per_step = tokens_per_step(run)
+    return known if known is not None or per_step is None else per_step * (run.step or 0)
+
+
+def training_flops(run: Run) -> float | None:
+    """Of all tokens seen, forward and backward."""
+    tokens, cost = tokens_seen(run), finite(run.facts.flops_per_token)
+    return None if tokens is None or cost is None else FLOPS_PER_FORWARD * tokens * cost
+
+
+def duration(seconds: float | None) -> str:
+    """`1 h 23 min`, `4 min 5 s`, `12.3 s`; a dash where it is not known."""
+    if finite(seconds) is None or seconds is None:
+        return NONE
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+
+
+def hardware(run: Run) -> tuple[str, str]:
+    """`2 CPU cores`, and what they are; of a run on a GPU its name first. Dashes where that is not known."""
+    found = run.facts.hardware
+    processor, cores, gpu = (found.get(key) for key in ("processor", "num_cpus", "gpu"))
+    count = f"{cores} CPU core{'' if cores == 1 else 's'}" if cores else NONE
+    if gpu:
+        return str(gpu), f"{count}, {processor or NONE}"
+    return count, str(processor or NONE)
+
+
+# -- what is healthy at the end
+
+
+@dataclass(frozen=True)
+class Health:
+    """A metric of the layers at the end of a run, or so far, beside its healthy range."""
+
+    title: str
+    layers: Sequence[Cell]
+    """A text for each layer, empty where it has no such metric; and `bad` where it is out of the range."""
+    healthy: str
+
+
+def health(run: Run) -> list[Health]:
+    """The metrics with a healthy range that the run has, in the last row that has them."""
+    found: list[Health] = []
+    for metric in LAYER_METRICS.values():
+        measured_here = measured(run, metric)
+        if metric.healthy_range is None or not measured_here:
+            continue
+        low, high = metric.healthy_range
+        cells: list[Cell] = []
+        for layer in run.layers:
+            series = measured_here.get(layer)
+            value = None if series is None else series.last
+            kind = "" if value is None or low <= value <= high else "bad"
+            cells.append(("" if value is None else _measure(metric, value), kind))
+        found.append(Health(metric.title, cells, metric.healthy))
+    return found
 
 
 # -- alarms

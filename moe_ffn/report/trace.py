@@ -179,19 +179,35 @@ def visits_by_layer(
     visits: dict[str, list[Visit | None]] = {}
     for name, routing in routings.items():
         here = visits_of(routing)
-        gate = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
         came_from = origin(routings, name, gates)
-        if gate is not None and came_from is not None:
+        if came_from is not None:
             moved = dict(zip(came_from.tolist(), here, strict=True))
-            here = [moved.get(token) for token in range(routings[gate].num_tokens)]
+            outer = next(gate for gate in gates if name.startswith(f"{gate}/"))
+            here = [moved.get(token) for token in range(routings[outer].num_tokens)]
         visits[name] = here
     return visits
 
 
 def origin(routings: Mapping[str, Routing], name: str, gates: Sequence[str]) -> Tensor | None:
-    """Where each token of a block inside a mixture of depths stands in the sequence; None of other blocks."""
-    gate = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
-    return None if gate is None else routings[gate].token_ids_N[routings[gate].computed_N]
+    """Where each token of a block inside a mixture of depths came from, in the batch; -1 for padding.
+
+    None of other blocks, whose tokens are in their places.
+
+    Args:
+        gates: the routings of mixtures of depths, an outer one before those inside.
+    """
+    gate = next((gate for gate in reversed(gates) if name.startswith(f"{gate}/")), None)
+    if gate is None:
+        return None
+    inner, outer = routings[name], routings[gate]
+    chosen = outer.token_ids_N[outer.computed_N]
+    of_outer = origin(routings, gate, gates)
+    chosen = chosen if of_outer is None else of_outer[chosen]
+    if inner.mask_T is None:
+        return chosen
+    came_from = torch.full_like(inner.mask_T, -1, dtype=torch.int64)
+    came_from[inner.mask_T] = chosen
+    return came_from
 
 
 def visits_of(routing: Routing) -> list[Visit | None]:

@@ -35,7 +35,7 @@ class Written:
 
     def traces(self, title: str) -> dict[str, dict[str, Any]]:
         (figure,) = self.figures[title]
-        return {trace["name"]: trace for trace in figure["data"]}
+        return {trace["meta"]["name"]: trace for trace in figure["data"]}
 
     def of_one(self) -> dict[str, list[dict[str, Any]]]:
         """The plots without a choice."""
@@ -43,7 +43,10 @@ class Written:
 
 
 NO_PLOTS: dict[str, list[Any]] = {
-    section: [] for section in ("curves", "loads", "measures", "coactivation")
+    section: []
+    for section in (
+        *("curves", "more_curves", "loads", "measures", "more_measures", "coactivation"),
+    )
 }
 
 

@@ -75,8 +75,9 @@ def test_of_many_places_a_few_are_shown_spread_over_the_text() -> None:
 
 
 def test_the_running_text_is_cut_where_the_expert_changes() -> None:
-    found = stretches(routed("aab\nbb", [0, 0, 1, NOWHERE, 1, 1]), "layer_00", 5)
-    assert found == [(0, b"aa"), (1, b"b"), (NOWHERE, b"\n"), (1, b"b")]
+    text = routed("aaaaaa" + "aab\nbb", 6 * [0] + [0, 0, 1, NOWHERE, 1, 1])
+    assert stretches(text, "layer_00", 0) == [(0, b"aaaaaa")]
+    assert stretches(text, "layer_00", 1) == [(0, b"aa"), (1, b"b"), (NOWHERE, b"\n"), (1, b"bb")]
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def lines(figure: Any) -> dict[str, Any]:
     """Name of each line -> it."""
-    return {trace.name: trace for trace in figure.data}
+    return {trace.meta["name"]: trace for trace in figure.data}
 
 
 def check_line(trace: Any, series: Series) -> None:
@@ -52,10 +52,7 @@ CURVES = {
     "tokens_per_second": ("Throughput", {"training": "train/tokens_per_second"}),
     "learning_rate": ("Learning rate", {"learning rate": "train/learning_rate"}),
     "gradient_norm": ("Gradient norm", {"gradient norm": "train/gradient_norm"}),
-    "objective": (
-        "Objective",
-        {"objective": "train/objective", "training loss": "train/loss"},
-    ),
+    "objective": ("Objective", {"objective": "train/objective"}),
     "skipped_steps": ("Skipped steps", {"optimizer steps": "train/skipped_steps"}),
 }
 
@@ -132,7 +129,9 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
     summary = json.loads((run.folder / "summary.json").read_text())
     expected = summary["routing"]["layer_01"]["coactivation"]
     assert figure.layout.title.text == "Co-activation, layer 1"
-    np.testing.assert_allclose(figure.data[0].z, expected)
+    np.fill_diagonal(expected_EE := np.array(expected), np.nan)
+    np.testing.assert_allclose(figure.data[0].z, expected_EE)
+    assert "Even would be 33.3% everywhere off the diagonal." in figure.layout.meta["note"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
 
     means = np.mean([layer["max_violation"].values for layer in run.layers.values()], axis=0)
     (trace,) = figure.data
-    assert trace.name == "moe"
+    assert trace.meta["name"] == "moe"
     assert trace.y == pytest.approx(means, rel=1e-6)
     assert "Mean over the layers." in figure.layout.meta["note"]
 

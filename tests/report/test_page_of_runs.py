@@ -55,7 +55,7 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     colours = {"small": 0, "wide": 1, "dense": 2}
     for title, (figure, *_) in page.figures.items():
         for trace in figure["data"]:
-            assert trace["meta"]["colour"] == colours[trace["name"]], title
+            assert trace["meta"]["colour"] == colours[trace["meta"]["name"]], title
     assert page.traces("MaxVio").keys() == {"small", "wide"}
 
 

@@ -23,7 +23,7 @@ from moe_ffn.runs.reader import read_runs
 from moe_ffn.runs.rows import Series
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES
 from tests.helpers.synthetic_run import write_metrics, write_run
-from tests.helpers.written_page import Written
+from tests.helpers.written_page import Written, row_of
 
 
 def test_every_plot_has_axes_with_titles_a_legend_or_colour_bar_and_values_on_hover(
@@ -62,7 +62,6 @@ def test_loss_is_drawn_beside_that_of_the_unigram_model(page: Written) -> None:
     [
         ("Loss", "training", "train/loss"),
         ("Loss", "validation", "validation/loss"),
-        ("Bits per byte", "validation", "validation/bits_per_byte"),
         ("Throughput", "training", "train/tokens_per_second"),
         ("Learning rate", "learning rate", "train/learning_rate"),
         ("Gradient norm", "gradient norm", "train/gradient_norm"),
@@ -76,12 +75,15 @@ def test_a_curve_is_of_its_own_column(
     assert page.traces(title)[name]["y"] == pytest.approx(list(series.values), rel=1e-6)
 
 
-def test_the_objective_is_drawn_where_it_is_more_than_the_loss(page: Written) -> None:
-    traces = page.traces("Objective")
-
-    assert list(traces) == ["objective", "training loss"]
-    above = np.subtract(traces["objective"]["y"], traces["training loss"]["y"])
-    assert above == pytest.approx(np.full(60, 0.012))
+def test_what_another_plot_says_is_not_drawn_again(folder: Path, page: Written) -> None:
+    """The objective lies on the loss, bits per byte are the loss, a balancing loss is of the whole model."""
+    again = {"Objective", "Bits per byte", "Variation of the load", "Entropy of the mean"}
+    again |= {"Load-balancing loss", "Router z-loss"}
+    assert again.isdisjoint(page.figures)
+    assert "Balancing losses" in page.figures
+    assert "Weighted, all of them add 0.0120 nats to the loss at the end." in page.text
+    bits = json.loads((folder / "summary.json").read_text())["validation_bits_per_byte"]
+    assert f"bits per byte {bits:.4f}" in page.text
 
 
 def test_every_balancing_loss_of_a_run_is_drawn(tmp_path: Path) -> None:
@@ -121,22 +123,21 @@ def test_what_only_validation_measures_is_drawn_over_its_steps(page: Written) ->
 def test_units_and_notes_of_the_measures(page: Written) -> None:
     axis = {title: f["layout"]["yaxis"]["title"]["text"] for title, (f,) in page.of_one().items()}
 
-    assert axis["Router z-loss"] == "loss (squared nats)"
-    assert axis["Variation of the load"] == "CV (dimensionless)"
+    assert axis["Largest router logit"] == "largest absolute logit (nats)"
+    assert axis["MaxVio"] == "MaxVio (dimensionless)"
     assert "Experts without a token for logging.alarms.after_steps steps." in page.text
 
 
 def test_expert_0_stands_at_the_top_of_every_heat_map(page: Written) -> None:
-    titles = [f"Load, layer {layer}" for layer in range(4)] + ["Co-activation"]
-    for title in titles[:4]:
-        ((load,),) = [figure["data"] for figure in page.figures[title]]
+    drawn = [f for title in ("Load of each expert", "Co-activation") for f in page.figures[title]]
+    assert [f["layout"]["yaxis"]["autorange"] for f in drawn] == ["reversed"] * 8
+    for figure in page.figures["Load of each expert"]:
+        (load,) = figure["data"]
         assert (load["zmin"], load["zmax"]) == (0, 4), "as its colour bar says"
-    ranges = [f["layout"]["yaxis"]["autorange"] for title in titles for f in page.figures[title]]
-    assert ranges == ["reversed"] * 8
 
 
 def test_the_load_goes_into_the_page_as_two_bytes_a_share(folder: Path, page: Written) -> None:
-    ((trace,),) = [figure["data"] for figure in page.figures["Load, layer 0"]]
+    (trace,) = page.figures["Load of each expert"][0]["data"]
     packed = base64.b64decode(trace["meta"]["shares"])
     shares = struct.unpack(f"<{len(packed) // 2}H", packed)
     run = read_runs([folder])[0]
@@ -151,21 +152,52 @@ def test_packed_shares_keep_what_was_not_measured_apart() -> None:
     assert struct.unpack("<4H", packed) == (0, 65534, 65535, 32767)
 
 
+def test_a_single_validation_stands_on_an_axis_that_begins_at_0(tmp_path: Path) -> None:
+    """Of one point plotly makes an axis from 99 to 101."""
+    write_metrics(tmp_path / "metrics.jsonl", [{"step": 100, "validation/loss": 2.0}])
+    (figure,) = Written(tmp_path).figures["Loss"]
+    assert figure["data"][0]["x"] == [100]
+    assert figure["layout"]["xaxis"]["rangemode"] == "tozero"
+
+
+def test_the_last_values_and_the_healthy_ranges_need_no_pointer(
+    folder: Path, page: Written
+) -> None:
+    run = read_runs([folder])[0]
+    (loss,) = page.figures["Loss"]
+    assert [trace["name"] for trace in loss["data"]] == [
+        f"training {run.series('train/loss').last:.4f}",
+        f"validation {run.series('validation/loss').last:.4f}",
+        "unigram model 3.0800",
+    ]
+    (max_violation,) = page.figures["MaxVio"]
+    (band,) = max_violation["layout"]["shapes"]
+    assert (band["y0"], band["y1"]) == (0, 1)
+    last = [run.layers[f"layer_{n:02d}"]["max_violation"].last or 0 for n in range(4)]
+    cells = [f"{value:.2f}" for value in last]
+    assert row_of(page.text, ["MaxVio", *cells, "0 is balance; below 1, E / k - 1 at worst"])
+    logits = [run.layers[f"layer_{n:02d}"]["logit_max"].last or 0 for n in range(4)]
+    assert max(logits) < 20
+    dead = '<th scope="row">Dead experts</th><td>0</td><td class="bad">1</td><td>0</td>'
+    assert dead in page.body, "expert 1 of layer 1 is dead"
+
+
 def test_a_layer_has_one_colour_and_one_dash_in_every_plot(page: Written) -> None:
     for title in ("MaxVio", "Entropy per token", "Strongest pair of experts"):
         traces = page.traces(title)
-        looks = [(traces[f"layer {n}"]["meta"], traces[f"layer {n}"]["line"]) for n in range(4)]
+        looks = [
+            (traces[f"layer {n}"]["meta"]["colour"], traces[f"layer {n}"]["line"]) for n in range(4)
+        ]
         assert looks == [
-            ({"colour": number}, {"dash": dash, "width": 2, "color": LIGHT[f"series-{number}"]})
+            (number, {"dash": dash, "width": 2, "color": LIGHT[f"series-{number}"]})
             for number, dash in enumerate(("solid", "dash", "dot", "dashdot"))
         ], title
 
 
 def test_entropy_has_that_of_an_even_choice_beside_it(page: Written) -> None:
-    for title in ("Entropy per token", "Entropy of the mean"):
-        traces = page.traces(title)
-        assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
-        assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
+    traces = page.traces("Entropy per token")
+    assert list(traces) == ["layer 0", "layer 1", "layer 2", "layer 3", "log 8"]
+    assert traces["log 8"]["y"] == pytest.approx([math.log(8)] * 2)
     assert "low where it is sure. An even choice has log 8 = 2.079." in page.text
 
 
@@ -212,7 +244,7 @@ def test_many_layers_become_one_heat_map_with_a_choice(tmp_path: Path) -> None:
     page = Written(write_run(tmp_path / "big", layers=12, experts=16, rows=20))
 
     assert len(page.figures["Load of each expert"]) == 12
-    assert '<select aria-label="layer" data-plot="plot-7">' in page.body
+    assert '<select aria-label="layer" data-plot="plot-5">' in page.body
     (max_violation,) = page.figures["MaxVio"]
     assert max_violation["data"][0]["type"] == "heatmap"
     assert max_violation["data"][0]["y"] == [str(layer) for layer in range(12)]
@@ -247,7 +279,7 @@ def test_an_old_run_shows_what_it_has(tmp_path: Path) -> None:
     write_metrics(tmp_path / "metrics.jsonl", [row])
     page = Written(tmp_path)
 
-    assert list(page.figures) == ["Loss", "Load, layer 0"]
+    assert list(page.figures) == ["Loss", "Load of each expert"]
     assert "unknown block" in page.text
 
 
@@ -268,7 +300,10 @@ def test_co_activation_is_packed_and_of_many_large_matrices_some_are_shown(tmp_p
     summary = json.loads((folder / "summary.json").read_text())
     pairs = summary["routing"]["layer_00"]["coactivation"]
     shares = struct.unpack("<16H", base64.b64decode(figures[0]["data"][0]["meta"]["shares"]))
-    assert np.divide(shares, 65534) == pytest.approx(np.ravel(pairs), abs=1e-4), "row by row"
+    drawn = np.divide(shares, 65534).reshape(4, 4)
+    apart = ~np.eye(4, dtype=bool)
+    assert drawn[apart] == pytest.approx(np.array(pairs)[apart], abs=1e-4), "row by row"
+    assert set(np.diagonal(drawn) * 65534) == {65535}, "that all would be its own crushes the scale"
     axes = {axis: figures[0]["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")}
     assert axes == {"xaxis": "expert j", "yaxis": "expert i"}, "a row is of the tokens of expert i"
 
@@ -281,5 +316,5 @@ def test_co_activation_is_packed_and_of_many_large_matrices_some_are_shown(tmp_p
     first, last = page.figures["Co-activation"]
     assert "2 of 3 layers, evenly chosen." in page.text
     assert first["data"][0]["meta"]["rows"] == 300
-    assert base64.b64decode(last["data"][0]["meta"]["shares"])[:2] == struct.pack("<H", 16384)
+    assert base64.b64decode(last["data"][0]["meta"]["shares"])[2:4] == struct.pack("<H", 16384)
     assert page.size_of_data < 700_000

@@ -56,6 +56,9 @@
     for (const axis of [layout.xaxis, layout.yaxis]) {
       Object.assign(axis, { gridcolor: line, zerolinecolor: line, linecolor: line, showline: true });
     }
+    for (const band of layout.shapes || []) {
+      band.fillcolor = band.line.color = colour("good");
+    }
     Object.assign(layout.xaxis, { spikecolor: colour("quiet"), spikethickness: 1, spikedash: "dot" });
     return Object.assign(layout, {
       paper_bgcolor: colour("paper"), // not transparent: saved pictures have a ground too
@@ -69,6 +72,9 @@
       dragmode: fingers.matches ? false : "zoom",
     });
   }
+
+  // A plot that is folded away has no width to be drawn in.
+  const isShown = (name) => document.getElementById(name).getClientRects().length > 0;
 
   function draw(name) {
     const figure = plots[name][chosen[name] || 0];
@@ -84,7 +90,7 @@
   // Says on the page in which colours it is drawn.
   async function drawAll() {
     const colours = `${colour("paper")} ${colour("ink")}`;
-    await Promise.all(Object.keys(plots).map(draw));
+    await Promise.all(Object.keys(plots).filter(isShown).map(draw));
     document.documentElement.dataset.drawn = colours;
   }
 
@@ -106,6 +112,31 @@
     }
   }
 
+  for (const details of document.querySelectorAll("details:has(.plot)")) {
+    details.addEventListener("toggle", () => {
+      for (const plot of details.querySelectorAll(".plot")) if (details.open) draw(plot.id);
+    });
+  }
+  for (const select of document.querySelectorAll("select[data-shows]")) {
+    select.addEventListener("change", () => {
+      document.querySelectorAll(`.${select.dataset.shows}`).forEach((part, number) => {
+        part.hidden = number !== Number(select.value);
+      });
+    });
+  }
+  // One expert alone, or all of them again.
+  for (const button of document.querySelectorAll("button[data-expert]")) {
+    button.addEventListener("click", () => {
+      const view = button.closest(".layer-view");
+      const alone = button.getAttribute("aria-pressed") !== "true";
+      for (const other of view.querySelectorAll("button[data-expert]")) {
+        other.setAttribute("aria-pressed", String(alone && other === button));
+      }
+      for (const text of view.querySelectorAll("i[data-expert]")) {
+        text.classList.toggle("off", alone && text.dataset.expert !== button.dataset.expert);
+      }
+    });
+  }
   for (const select of document.querySelectorAll("select[data-plot]")) {
     select.addEventListener("change", () => {
       chosen[select.dataset.plot] = Number(select.value);
