@@ -83,10 +83,10 @@ class StudyConfig(Config, frozen=True):
     would_change_our_mind: str = ""
     """What would; for the page."""
     axis: str | None = None
-    """What the final loss is drawn against: a dotted option, or one of params, active_params, flops_per_token and
-    expansion (parameters of the feed-forward blocks over those that a token uses); the one numeric option of the
-    grid unless given."""
-    fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = []
+    """What the final loss is drawn against: a dotted option, or one of params, active_params, flops_per_token
+    and expansion, the parameters of the feed-forward blocks over those that a token uses. By default the one
+    numeric option of the grid."""
+    fit: Annotated[list[FitName], BeforeValidator(_one_is_a_list)] = Field(default=[])
     """Fits that the page shows: see docs/studies.md."""
     base: str | None = None
     """Config file with options of all runs, relative to the study's file; it becomes a part of `config`."""

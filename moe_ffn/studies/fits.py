@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_ffn.errors import ConfigError, install, show
+from moe_ffn.studies.statistics import LEVEL, Interval, mean_interval
 
 DELTA = 1e-3
 """Of the Huber loss, in log L: a residual beyond it counts by its size, not by its square."""
 
 NUM_RESAMPLES = 200
-COVERAGE = 95
-"""Percent of the intervals."""
 
 NUM_STARTS = 12
 """L-BFGS begins from so many points of the grid: those with the smallest Huber loss."""
@@ -38,14 +37,6 @@ NUM_STEPS = 40
 LOG_10 = math.log(10)
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Interval(NamedTuple):
-    """An estimate, and the ends of its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 # -- formulas
@@ -75,6 +66,8 @@ class Law:
     log_loss: Callable[[Mapping[str, Array], Mapping[str, Array]], Array]
     """Parameters as they are searched, (..., 1), and natural logarithms of the variables, (runs,), to
     log L, (..., runs). Analytic in the parameters, which may be complex: see `_with_slopes`."""
+    published: Mapping[str, float] = field(default_factory=dict)
+    """The parameters that its authors found, to compare with; of their data, in their units."""
 
 
 def _log_sum_exp(*terms: Array) -> Array:
@@ -101,6 +94,8 @@ CHINCHILLA = Law(
     log_loss=lambda p, x: _log_sum_exp(
         p["E"], p["A"] - p["alpha"] * x["N"], p["B"] - p["beta"] * x["D"]
     ),
+    # Section D.3; Besiroglu et al. 2024 find other values in the same runs.
+    published={"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28},
 )
 
 
@@ -139,6 +134,15 @@ CLARK = Law(
         "E_max": Parameter((4.0, 6.0), is_log=True, low=math.log(9), high=math.log(1e5)),
     },
     log_loss=_clark,
+    # Table 3, S-BASE.
+    published={
+        "a": -0.082,
+        "b": -0.108,
+        "c": 0.009,
+        "d": 1.104,
+        "E_start": 1.847,
+        "E_max": 314.478,
+    },
 )
 
 GRANULARITY = Law(
@@ -165,6 +169,16 @@ GRANULARITY = Law(
         p["a"] - p["alpha"] * x["N"],
         p["b"] - p["beta"] * x["D"],
     ),
+    # Table 1.
+    published={
+        "c": 0.47,
+        "g": 2.1,
+        "gamma": 0.58,
+        "a": 18.1,
+        "alpha": 0.115,
+        "b": 30.8,
+        "beta": 0.147,
+    },
 )
 
 
@@ -441,7 +455,7 @@ def _resampled(
 
 
 def _interval(value: float, resampled: Array) -> Interval:
-    low, high = np.percentile(resampled, [(100 - COVERAGE) / 2, (100 + COVERAGE) / 2])
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(value), float(low), float(high))
 
 
@@ -492,9 +506,13 @@ class Parabola:
     resampled: Array = field(repr=False, compare=False)
     """log of the size with the lowest loss in each resample, NaN where there is none."""
 
+    def curve(self, sizes: Array) -> Array:
+        """The losses at these sizes."""
+        return np.polyval(self.coefficients, np.log(sizes))
+
     def predict(self, size: float) -> float:
         """The loss at a size."""
-        return float(np.polyval(self.coefficients, math.log(size)))
+        return float(self.curve(np.array(size)))
 
 
 def fit_parabola(
@@ -536,7 +554,7 @@ def fit_parabola(
     elif math.isnan(vertex):
         end = "largest" if -b / (2 * a) >= high else "smallest"
         refusal = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
-    elif share > 1 - COVERAGE / 100:
+    elif share > 1 - LEVEL:
         refusal = (
             f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
             "have none among the sizes tried"
@@ -659,6 +677,12 @@ def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> 
     return float(flops[after - 1] * (flops[after] / flops[after - 1]) ** share)
 
 
+LEVERAGE_LIMITS = (
+    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
+    "decayed yet, and the loss is above what a shorter run ends at: there a leverage above 1 is a lower bound."
+)
+"""What leverage may not be used for."""
+
 Curve = tuple[Sequence[float], Sequence[float]]
 """Training FLOPs, rising, and the loss at each."""
 
@@ -671,7 +695,6 @@ class Leverage:
     """At the loss that both curves of a seed reach: the higher of their lowest."""
     interval: Interval | None
     """Geometric mean over the seeds, with an interval by Student's t; None of one seed."""
-    limits: str
 
 
 def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
@@ -681,7 +704,7 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
 
     Args:
         dense: seed -> curve of the dense model: of one run, or final losses of several sizes.
-        moe: the same of the MoE.
+        moe: the same of the MoE; of one point, such as its final loss, where that lies on the dense curve.
 
     Raises:
         ConfigError: they share no seed, a value is not positive and finite, or FLOPs do not rise.
@@ -695,30 +718,16 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
             _positive("loss", losses)
             if (
                 len(flops) != len(losses)
-                or len(flops) < 2
+                or not len(flops)
                 or np.any(np.diff(_positive("FLOPs", flops)) <= 0)
             ):
-                raise ConfigError(
-                    "a curve takes two points or more, a loss for each, and FLOPs that rise"
-                )
+                raise ConfigError("a curve takes a loss for each of its FLOPs, which rise")
         loss = max(min(dense[seed][1]), min(moe[seed][1]))
         costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
         if costs[0] is not None and costs[1] is not None:
             by_seed[seed] = costs[0] / costs[1]
     if not by_seed:
         raise ConfigError("the curves of the two arms have no loss in common")
-    logs = np.log(list(by_seed.values()))
-    interval = None
-    if len(logs) > 1:
-        from scipy.stats import t
-
-        mean = logs.mean()
-        half = t.ppf(0.5 + COVERAGE / 200, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs))
-        interval = Interval(*map(math.exp, (mean, mean - half, mean + half)))
-    return Leverage(
-        by_seed,
-        interval,
-        "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
-        "decayed yet, and the loss is above what a shorter run ends at: there a leverage above 1 is a lower "
-        "bound.",
-    )
+    mean = mean_interval([math.log(value) for value in by_seed.values()])
+    interval = Interval(*map(math.exp, mean)) if mean else None
+    return Leverage(by_seed, interval)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,36 +60,10 @@ SIZES = grid(N=[1e7, 3e7, 1e8, 3e8, 1e9], D=[3e8, 1e9, 3e9, 1e10])
 EXPERTS = grid(N=[15e6, 55e6, 370e6, 1.3e9], E=[1, 2, 4, 8, 32, 128, 512])
 GRAINS = grid(G=[1, 2, 4, 8, 16], N=[1e7, 1e8, 1e9], D=[1e9, 1e10, 1e11])
 
-PUBLISHED: dict[str, tuple[Law, dict[str, list[float]], Any, dict[str, float]]] = {
-    # Hoffmann et al. 2022, section D.3.
-    "chinchilla": (
-        CHINCHILLA,
-        SIZES,
-        chinchilla,
-        {"E": 1.69, "A": 406.4, "alpha": 0.34, "B": 410.7, "beta": 0.28},
-    ),
-    # Clark et al. 2022, table 3, S-BASE.
-    "clark": (
-        CLARK,
-        EXPERTS,
-        clark,
-        {"a": -0.082, "b": -0.108, "c": 0.009, "d": 1.104, "E_start": 1.847, "E_max": 314.478},
-    ),
-    # Krajewski et al. 2024, table 1.
-    "krajewski": (
-        GRANULARITY,
-        GRAINS,
-        krajewski,
-        {
-            "c": 0.47,
-            "g": 2.1,
-            "gamma": 0.58,
-            "a": 18.1,
-            "alpha": 0.115,
-            "b": 30.8,
-            "beta": 0.147,
-        },
-    ),
+PUBLISHED: dict[str, tuple[Law, dict[str, list[float]], Any, Mapping[str, float]]] = {
+    "chinchilla": (CHINCHILLA, SIZES, chinchilla, CHINCHILLA.published),
+    "clark": (CLARK, EXPERTS, clark, CLARK.published),
+    "krajewski": (GRANULARITY, GRAINS, krajewski, GRANULARITY.published),
 }
 
 
@@ -416,7 +390,14 @@ def test_leverage_is_how_much_less_compute_the_moe_takes(factor: float) -> None:
     found = leverage({0: curve(1)}, {0: curve(factor)})
     assert found.by_seed[0] == pytest.approx(factor, rel=0.01)
     assert found.interval is None, "of one seed"
-    assert "lower bound" in found.limits
+
+
+def test_leverage_of_a_final_loss_is_read_from_the_final_losses_of_other_sizes() -> None:
+    dense = ([1e12, 1e13, 1e14], [4.0, 3.0, 2.0])
+    assert leverage({0: dense}, {0: ([1e12], [2.5])}).by_seed[0] == pytest.approx(10**1.5)
+    assert leverage({0: dense}, {0: ([1e13], [3.5])}).by_seed[0] == pytest.approx(10**-0.5)
+    with pytest.raises(ConfigError, match="no loss in common"):
+        leverage({0: dense}, {0: ([1e13], [1.9])})
 
 
 def test_leverage_has_an_interval_over_seeds() -> None:
@@ -439,7 +420,7 @@ def test_arms_without_anything_in_common_have_no_leverage() -> None:
         leverage({0: curve(1)}, {1: curve(2)})
     with pytest.raises(ConfigError, match="the curves of the two arms have no loss in common"):
         leverage({0: ([1, 2], [9, 8])}, {0: ([1, 2], [5, 4])})
-    with pytest.raises(ConfigError, match="FLOPs that rise"):
+    with pytest.raises(ConfigError, match="a loss for each of its FLOPs, which rise"):
         leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
     with pytest.raises(ConfigError, match="loss: must be positive and finite"):
         leverage({0: ([1, 2], [9, math.nan])}, {0: curve(2)})

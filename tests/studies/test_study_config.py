@@ -225,7 +225,7 @@ def test_base_is_a_config_file_beside_the_study_and_stands_below_its_config(tmp_
 def test_a_base_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
     study = tmp_path / "mine.yaml"
     study.write_text("base: nothing.yaml\narms: {dense: {}}\n")
-    with pytest.raises(ConfigError, match="nothing.yaml: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: No such file or directory"):
         StudyConfig.read(study)
     study.write_text("base: [a.yaml]\narms: {dense: {}}\n")
     with pytest.raises(ConfigError, match="base: must be the path of a config file"):
