@@ -246,6 +246,27 @@ class FFNOutput:
         return f"{type(self).__name__}({lines})"
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The hidden units of one network at work, each a key-value memory: it adds its activation times its
+    value vector to the output (Geva et al. 2021, arXiv:2012.14913, equation 2).
+
+    N tokens that came to the network, F hidden units, D model width.
+    """
+
+    name: str
+    """`expert 3`, `shared expert`; empty for the only network of a block."""
+
+    token_ids_N: Tensor
+    """int64, which of the block's flattened tokens they are; padding is none of them."""
+
+    activations_NF: Tensor
+    """After the activation function and the gate, before any weight of a router."""
+
+    values_FD: Tensor
+    """The columns of the matrix `down`."""
+
+
 # -- names of routings, inside of what holds a block
 
 Value = TypeVar("Value")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe_ffn.config import TaggedConfig
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
+from moe_ffn.outputs import Memory
 
 
 class ExpertsConfig(TaggedConfig, frozen=True):
@@ -42,3 +43,7 @@ class Experts(nn.Module, ABC):
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         """Gather, compute, weight and add up as `plan` says; the shape and dtype of `x_TD`."""
+
+    def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
+        """The hidden units of each expert, and how its tokens activate them; empty where it has none."""
+        return []

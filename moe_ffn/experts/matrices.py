@@ -9,6 +9,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from moe_ffn.kernels.base import (
     GatedType,
 )
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
+from moe_ffn.outputs import Memory
 from moe_ffn.sizes import (
     HiddenWidth,
     gated_width,
@@ -86,6 +88,16 @@ class MatrixExperts(Experts):
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         return run_experts(x_TD, plan, self.weights(), self.config.backend)
+
+    def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
+        weights, found, start = self.weights(), list[Memory](), 0
+        for expert, end in enumerate(plan.offsets_E.tolist()):
+            ids_N, start = plan.token_ids_N[start:end], end
+            bias = None if weights.up_bias_EH is None else weights.up_bias_EH[expert]
+            hidden_NF = weights.activate(F.linear(x_TD[ids_N], weights.up_EHD[expert], bias))
+            values_FD = weights.down_EDF[expert].t()
+            found.append(Memory(f"expert {expert}", ids_N, hidden_NF, values_FD))
+        return found
 
     @property
     def dropout(self) -> float:

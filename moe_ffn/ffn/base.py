@@ -13,7 +13,7 @@ from moe_ffn.config import TaggedConfig
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
-from moe_ffn.outputs import FFNOutput, TokenContext
+from moe_ffn.outputs import FFNOutput, Memory, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.sizes import MatchConfig
 
@@ -160,3 +160,10 @@ class FFNBlock(nn.Module, ABC):
     def routers(self) -> dict[str, Router]:
         """The routers behind `FFNOutput.routings`, under the same names."""
         return {}
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        """The hidden units of each network in the block, and how `x` activates them.
+
+        Arguments as of `forward`. Empty where there are no units, or where none sees a token by itself.
+        """
+        return []

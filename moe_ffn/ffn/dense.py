@@ -26,6 +26,7 @@ from moe_ffn.kernels.base import (
 )
 from moe_ffn.outputs import (
     FFNOutput,
+    Memory,
     TokenContext,
     check_input,
     flatten_tokens,
@@ -167,8 +168,26 @@ class HiddenWidthFFN(FFNBlock):
         self.activation = ACTIVATIONS[activation]
 
     @abstractmethod
+    def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        """The activations of the hidden units, (..., d_ff), before the dropout."""
+
+    @abstractmethod
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         """(..., d_model), in any dtype."""
+
+    @property
+    @abstractmethod
+    def values_FD(self) -> Tensor:
+        """What each hidden unit adds to the output of its own token."""
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        hidden = self.hidden(x, context)
+        hidden_TF = hidden.reshape(-1, hidden.shape[-1])
+        real_T = torch.ones(len(hidden_TF), dtype=torch.bool, device=x.device)
+        if context is not None and context.mask is not None:
+            real_T = context.mask.reshape(-1)
+        (ids_N,) = real_T.nonzero(as_tuple=True)
+        return [Memory("", ids_N, hidden_TF[ids_N], self.values_FD)]
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model)
@@ -188,9 +207,15 @@ class DenseFFN(HiddenWidthFFN):
         self.up = nn.Linear(d_model, config.width(d_model), bias=config.bias)
         self.down = nn.Linear(config.width(d_model), d_model, bias=config.bias)
 
+    def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        return self.activation(self.up(without_padding(x, context)))
+
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
-        x = without_padding(x, context)
-        return self.down(self.dropout(self.activation(self.up(x))))
+        return self.down(self.dropout(self.hidden(x, context)))
+
+    @property
+    def values_FD(self) -> Tensor:
+        return self.down.weight.t()
 
 
 class GatedFFN(HiddenWidthFFN):
@@ -203,9 +228,16 @@ class GatedFFN(HiddenWidthFFN):
         self.up = nn.Linear(d_model, width, bias=config.bias)
         self.down = nn.Linear(width, d_model, bias=config.bias)
 
-    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
+    def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
         x = without_padding(x, context)
-        return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
+        return self.activation(self.gate(x)) * self.up(x)
+
+    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        return self.down(self.dropout(self.hidden(x, context)))
+
+    @property
+    def values_FD(self) -> Tensor:
+        return self.down.weight.t()
 
 
 class ConvFFN(HiddenWidthFFN):
@@ -217,14 +249,27 @@ class ConvFFN(HiddenWidthFFN):
         self.up = _PositionConv(d_model, width, config)
         self.down = _PositionConv(width, d_model, config)
 
-    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
+    def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        """(B, S, d_ff)"""
         x_TD, flat = flatten_tokens(x, context)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=flat.sequence_length)
-        mask_BS = flat.mask
-        if mask_BS is not None:
-            mask_BS = rearrange(mask_BS, "(b s) -> b s", s=flat.sequence_length)
-        hidden = self.dropout(self.activation(self.up(x_BSD, mask_BS)))
-        return self.down(hidden, mask_BS).reshape(x.shape)
+        return self.activation(self.up(x_BSD, _by_sequence(flat)))
+
+    def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
+        hidden = self.dropout(self.hidden(x, context))
+        _, flat = flatten_tokens(x, context)
+        return self.down(hidden, _by_sequence(flat)).reshape(x.shape)
+
+    @property
+    def values_FD(self) -> Tensor:
+        return self.down.weight_of_position().t()
+
+
+def _by_sequence(flat: TokenContext) -> Tensor | None:
+    """The mask of a flattened context, (B, S)."""
+    if flat.mask is None:
+        return None
+    return rearrange(flat.mask, "(b s) -> b s", s=flat.sequence_length)
 
 
 class _PositionConv(nn.Module):
@@ -251,3 +296,8 @@ class _PositionConv(nn.Module):
         padded = F.pad(x, (0, 0, *self.padding))
         windows = [padded.narrow(-2, first, length) for first in range(self.kernel_size)]
         return self.linear(torch.cat(windows, dim=-1))
+
+    def weight_of_position(self) -> Tensor:
+        """(out, in), what the input of a position adds to the output of the same one."""
+        d_in = self.linear.in_features // self.kernel_size
+        return self.linear.weight.narrow(1, self.padding[0] * d_in, d_in)

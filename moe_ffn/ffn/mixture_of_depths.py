@@ -16,7 +16,15 @@ from torch import Tensor
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
-from moe_ffn.outputs import FFNOutput, Routing, TokenContext, check_input, flatten_tokens, within
+from moe_ffn.outputs import (
+    FFNOutput,
+    Memory,
+    Routing,
+    TokenContext,
+    check_input,
+    flatten_tokens,
+    within,
+)
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
 
@@ -113,28 +121,14 @@ class MixtureOfDepthsFFN(FFNBlock):
         check_input(x, context, self.d_model)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
-        length = max(routing.sequence_length, 1)
-        weights_BS, chosen_BS = (
-            rearrange(value_T, "(b s) -> b s", s=length) for value_T in per_token(routing)
-        )
-        x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
-        # The chosen first, each part in its own order; as wide as the fullest sequence.
-        order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
-        width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
-        picked_BM = order_BS[:, :width]
-        index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
-        mask_BM = chosen_BS.gather(1, picked_BM)
-        ids_BM = flat.token_ids
-        if ids_BM is not None:
-            ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, picked_BM)
-        inner = self.ffn(
-            # A token that fills up a sequence may overflow in the block, and times 0 be NaN.
-            x_BSD.gather(1, index_BMD).masked_fill(~mask_BM.unsqueeze(-1), 0),
-            TokenContext(mask=mask_BM, token_ids=ids_BM),
-        )
+        weights_BS, chosen_BS = by_sequence(routing)
+        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS)
+        inner = self.ffn(x_BMD, inner_context)
         weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, picked_BM).unsqueeze(-1)
         passed_BMD = weights_BM1 * inner.hidden
-        hidden = torch.zeros(x_BSD.shape, dtype=passed_BMD.dtype, device=x.device)
+        shape = (*chosen_BS.shape, x.shape[-1])
+        hidden = torch.zeros(shape, dtype=passed_BMD.dtype, device=x.device)
+        index_BMD = repeat(picked_BM, "b m -> b m d", d=x.shape[-1])
         hidden = hidden.scatter_add(1, index_BMD, passed_BMD).to(x.dtype)
         return FFNOutput(
             hidden.reshape(x.shape),
@@ -147,6 +141,51 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        x_TD, flat = flatten_tokens(x, context)
+        _, chosen_BS = by_sequence(self.router(x_TD, flat))
+        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS)
+        length = chosen_BS.shape[1]
+        first_B1 = torch.arange(len(chosen_BS), device=x.device).unsqueeze(-1) * length
+        came_from = (first_B1 + picked_BM).flatten()
+        return [
+            replace(memory, token_ids_N=came_from[memory.token_ids_N])
+            for memory in self.ffn.memories(x_BMD, inner_context)
+        ]
+
+
+def pick(
+    x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor
+) -> tuple[Tensor, Tensor, TokenContext]:
+    """The chosen tokens of each sequence side by side: as wide as the fullest, M, others padded.
+
+    Returns:
+        x (B, M, D); the position that each came from, (B, M); and the context of the block inside.
+    """
+    length = chosen_BS.shape[1]
+    # The chosen first, each part in its own order.
+    order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
+    width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
+    picked_BM = order_BS[:, :width]
+    mask_BM = chosen_BS.gather(1, picked_BM)
+    ids_BM = flat.token_ids
+    if ids_BM is not None:
+        ids_BM = rearrange(ids_BM, "(b s) -> b s", s=length).gather(1, picked_BM)
+    index_BMD = repeat(picked_BM, "b m -> b m d", d=x_TD.shape[-1])
+    x_BMD = rearrange(x_TD, "(b s) d -> b s d", s=length).gather(1, index_BMD)
+    # A token that fills up a sequence may overflow in the block, and times 0 be NaN.
+    x_BMD = x_BMD.masked_fill(~mask_BM.unsqueeze(-1), 0)
+    return x_BMD, picked_BM, TokenContext(mask=mask_BM, token_ids=ids_BM)
+
+
+def by_sequence(routing: Routing) -> tuple[Tensor, Tensor]:
+    """The weight of each token and whether it was chosen, both (B, S); see `per_token`."""
+    length = max(routing.sequence_length, 1)
+    weights_BS, chosen_BS = (
+        rearrange(value_T, "(b s) -> b s", s=length) for value_T in per_token(routing)
+    )
+    return weights_BS, chosen_BS
 
 
 def per_token(routing: Routing) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
+from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
 
@@ -181,6 +181,15 @@ class MoEFFN(FFNBlock):
         routed, shared = self.combine(output.hidden, shared, x)
         share = share_of_norms(shared, routed, None if context is None else context.mask)
         return replace(output, hidden=routed + shared, shared_shares={"routing": share})
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        x_TD, flat = flatten_tokens(x, context)
+        routing = self.capacity.limit(self.router(x_TD, flat), training=self.training)
+        found = self.experts.memories(x_TD, make_plan(routing, self.num_experts))
+        if self.shared_expert is not None:
+            shared = self.shared_expert.memories(x_TD.view_as(x), context)
+            found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]
+        return found
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, d_model={self.d_model}"

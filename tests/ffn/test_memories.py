@@ -1,0 +1,115 @@
+"""Hidden units as key-value memories: activations times values are what a block computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import TokenContext, build_ffn
+from moe_ffn.ffn import FFNBlock
+
+D, B, S = 8, 2, 6
+
+BLOCKS: dict[str, Any] = {
+    "dense": "dense",
+    "swiglu": "swiglu",
+    "conv of one position": {"type": "conv", "kernel_size": 1},
+    "moe": {"type": "moe", "num_experts": 4, "experts": {"type": "mlp"}},
+    "hash": {"type": "moe", "num_experts": 4, "router": {"type": "hash", "k": 2}},
+    "full experts": {
+        "type": "moe",
+        "num_experts": 4,
+        "capacity": {"factor": 0.5, "eval_factor": 0.5},
+    },
+    "shared expert": {"type": "moe", "num_experts": 4, "shared_expert": "dense"},
+    "clamped": {"type": "moe", "num_experts": 2, "experts": {"type": "clamped_swiglu"}},
+    "experts without a network": {
+        "type": "moe",
+        "num_experts": 4,
+        "zero_computation": {"num_zero": 2},
+    },
+    "mixture of depths": {"type": "mixture_of_depths", "ffn": "swiglu"},
+    "mixture of depths around an moe": {
+        "type": "mixture_of_depths",
+        "ffn": {"type": "moe", "num_experts": 4},
+    },
+}
+
+
+def built(config: Any) -> FFNBlock:
+    torch.manual_seed(0)
+    return build_ffn(config, D).double().eval()
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bool) -> None:
+    """Each network's, weighted by the router's weight of the pair, and by that of the depths."""
+    ffn = built(BLOCKS[name])
+    x = torch.randn(B, S, D, dtype=torch.float64)
+    mask = torch.ones(B, S, dtype=torch.bool)
+    mask[1, 4:] = not padded
+    context = TokenContext(mask=mask, token_ids=torch.randint(0, 50, (B, S)))
+    with torch.no_grad():
+        output = ffn(x, context)
+        memories = ffn.memories(x, context)
+
+    sums = torch.zeros(B * S, D, dtype=torch.float64)
+    for memory in memories:
+        weights = torch.ones(len(memory.token_ids_N), dtype=torch.float64)
+        *outer, inner = output.routings.values() if output.routings else [None]
+        if memory.name.startswith("expert"):
+            chosen = inner.computed_N & (inner.expert_ids_N == int(memory.name.split()[1]))
+            weights = inner.weights_N[chosen]
+        gates = outer if memory.name.startswith("expert") else [r for r in [inner] if r is not None]
+        for gate in gates if name.startswith("mixture") else []:
+            of_token = torch.zeros(B * S, dtype=torch.float64)
+            of_token[gate.token_ids_N] = gate.weights_N
+            weights = weights * of_token[memory.token_ids_N]
+        added = weights[:, None] * (memory.activations_NF @ memory.values_FD)
+        sums.index_add_(0, memory.token_ids_N, added)
+        assert mask.flatten()[memory.token_ids_N].all(), "padding came to a network"
+
+    real = mask.flatten()
+    torch.testing.assert_close(sums[real], output.hidden.reshape(-1, D)[real])
+
+
+@pytest.mark.parametrize(("causal", "own"), [(True, 2), (False, 1)])
+def test_a_convolution_s_value_is_what_a_unit_adds_at_its_own_position(
+    causal: bool, own: int
+) -> None:
+    ffn: Any = built({"type": "conv", "kernel_size": 3, "causal": causal})
+    values_FD = ffn.memories(torch.randn(1, S, D, dtype=torch.float64))[0].values_FD
+    hidden = torch.zeros(1, S, 4 * D, dtype=torch.float64)
+    hidden[0, 3, 5] = 1
+
+    with torch.no_grad():
+        torch.testing.assert_close(ffn.down(hidden, None)[0, 3], values_FD[5])
+    assert ffn.down.padding[0] == own
+
+
+def test_what_has_no_units_of_tokens_has_no_memories() -> None:
+    x: Tensor = torch.randn(B, S, D, dtype=torch.float64)
+
+    assert built("identity").memories(x) == []
+    assert built("soft_moe").memories(x) == []
+
+
+def test_dropout_is_not_part_of_an_activation() -> None:
+    ffn = built({"type": "dense", "dropout": 0.5}).train()
+    x = torch.randn(B, S, D, dtype=torch.float64)
+
+    torch.testing.assert_close(
+        ffn.memories(x)[0].activations_NF, ffn.eval().memories(x)[0].activations_NF
+    )
+
+
+def test_names_say_which_network_it_is() -> None:
+    ffn = built({"type": "moe", "num_experts": 2, "shared_expert": "dense"})
+
+    memories = ffn.memories(torch.randn(B, S, D, dtype=torch.float64))
+
+    assert [memory.name for memory in memories] == ["expert 0", "expert 1", "shared expert"]
