@@ -18,6 +18,7 @@ PROGRAMS = {
     "compare": "train several configs, one after the other, and print their results side by side",
     "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
     "trace": "show which experts each token of a text goes to, layer by layer",
+    "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
     "dashboard": "make a workspace in wandb that shows the runs",
 }
 """Module of this package -> what it does."""

@@ -8,6 +8,7 @@ PROGRAMS = (
     "overhead",
     "report",
     "trace",
+    "inspect",
     "dashboard",
     "benchmark.__main__",
 )

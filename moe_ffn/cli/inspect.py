@@ -1,0 +1,89 @@
+"""Shows what the feed-forward blocks of a run store: units as key-value memories, experts by what they take.
+
+moe-ffn inspect runs/NAME [--layers 0,3] [--tokens N] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.cli.trace import parse_layers
+from moe_ffn.errors import ConfigError, command
+from moe_ffn.report.html import OPENING
+from moe_ffn.report.inspect.inspection import inspect_run
+from moe_ffn.report.inspect.text import text_of_file, text_of_run
+from moe_ffn.report.page import check_plotly
+from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.runs.reader import load_run
+
+PAGE = "inspect.html"
+MAX_TOP_K = 50
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog=command("inspect"), description=__doc__)
+    parser.add_run()
+    parser.add_argument("--layers", help="these layers alone, as in 0,3")
+    parser.add_argument(
+        "--tokens",
+        default="65536",
+        metavar="N",
+        help="tokens of the validation text to look at, in whole sequences (default: 65536)",
+    )
+    parser.add_argument(
+        "--top-k",
+        default="10",
+        metavar="K",
+        help=f"inputs kept of each unit, 2 to {MAX_TOP_K} (default: 10)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="look with this text instead of the validation split",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"where to write the page; {PAGE} in the run"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers too")
+    given = parser.parse_args(argv)
+    check_has_weights(given.run)
+    layers = None if given.layers is None else parse_layers(given.layers)
+    num_tokens = _count("--tokens", given.tokens, least=1)
+    top_k = _count("--top-k", given.top_k, least=2, most=MAX_TOP_K)
+    check_plotly()
+    output = given.output or given.run / PAGE
+    check_output("--output", output, OPENING)
+    if given.json is not None:
+        check_output("--json", given.json, "{")
+    run = load_run(given.run, trust_code=given.trust_code)
+    if given.text is None:
+        text = text_of_run(run, num_tokens)
+    else:
+        text = text_of_file(run, given.text, num_tokens)
+    found = inspect_run(run, text, layers, top_k=top_k)
+    # Only now: without plotly the import of this module should still succeed.
+    from moe_ffn.report.inspect.page import PageParts, inspection_html, numbers
+
+    write_output("--output", output, inspection_html(found))
+    if given.json is not None:
+        write_output("--json", given.json, json.dumps(numbers(found), allow_nan=False) + "\n")
+    console = Console(highlight=False, soft_wrap=False)
+    for sentence in (*PageParts(found).findings(), *PageParts(found).absent()):
+        console.print(sentence, markup=False)
+    for path in (output, given.json):
+        if path is not None:
+            print(f"written: {path}")
+    return 0
+
+
+def _count(option: str, text: str, least: int, most: int = 10**9) -> int:
+    number = whole_number(text, least, most)
+    if number is None:
+        raise ConfigError(f"{option}: must be a whole number from {least} to {most}, got '{text}'")
+    return number

@@ -1,0 +1,16 @@
+"""What the feed-forward blocks of a run store: units as key-value memories, experts by what they take.
+
+import moe_ffn
+from moe_ffn.report.inspect import figures, inspect_run, text_of_run
+
+run = moe_ffn.load_run("runs/x")
+found = inspect_run(run, text_of_run(run, num_tokens=65_536))
+found.units[0].share("token"), found.routers["layer_00"].agreement["token"].share
+figures.suffixes(found.units)
+"""
+
+from moe_ffn.report.inspect.inspection import Inspection as Inspection
+from moe_ffn.report.inspect.inspection import inspect_run as inspect_run
+from moe_ffn.report.inspect.text import Text as Text
+from moe_ffn.report.inspect.text import text_of_file as text_of_file
+from moe_ffn.report.inspect.text import text_of_run as text_of_run

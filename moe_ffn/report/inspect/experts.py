@@ -1,0 +1,320 @@
+"""What each expert takes, and what its router goes by.
+
+T tokens of a text, N (token, expert) pairs, E experts, A attributes' labels, L routers
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_ffn.outputs import Routing
+from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
+
+NUM_PERMUTATIONS = 5
+"""Of a label over the tokens, whose mean mutual information is what chance gives."""
+
+MAX_DOCUMENTS = 16
+"""Of the profile by document, the largest; the rest are one label."""
+
+NOT_REACHED = -1
+"""In `first_T`: the token did not come to this router."""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A label of each token, by which routing may go."""
+
+    name: str
+    labels_T: np.ndarray
+    names: tuple[str, ...] = ()
+    """Of the labels; empty where they are too many for a profile, as token ids."""
+
+
+def attributes(text: Text) -> list[Attribute]:
+    """What is known of each token of a text, without the model."""
+    ids, position, column = text.ids_T, text.position_T, text.column_T
+    previous = np.where(position > 0, np.roll(ids, 1), -1)
+    found = [
+        Attribute("token", ids),
+        Attribute("previous token", previous + 1),
+        Attribute("byte class", text.byte_class_T, BYTE_CLASSES),
+    ]
+    if text.syntax_T is not None:
+        found.append(Attribute("syntax class", text.syntax_T, SYNTAX_CLASSES))
+    parts = min(8, text.seq_len)
+    edges = np.linspace(0, text.seq_len, parts + 1).astype(int)
+    names = tuple(f"{a} to {b - 1}" for a, b in itertools.pairwise(edges))
+    labels = np.searchsorted(edges, position, side="right") - 1
+    found.append(Attribute("position in sequence", labels, names))
+    columns = (0, 1, 2, 4, 8, 16, 32, 64)
+    names = tuple(
+        f"{a} to {b - 1}" if b > a + 1 else f"{a}" for a, b in itertools.pairwise(columns)
+    )
+    labels = np.searchsorted(columns, column, side="right") - 1
+    found.append(Attribute("position in line", labels, (*names, "64 on")))
+    sizes = np.bincount(text.document_T)
+    largest = np.argsort(-sizes, kind="stable")[:MAX_DOCUMENTS]
+    place = np.full(len(sizes), len(largest))
+    place[largest] = np.arange(len(largest))
+    names = tuple(text.documents[d] for d in largest)
+    names += ("all others",) if len(sizes) > len(largest) else ()
+    found.append(Attribute("document", place[text.document_T], names))
+    return found
+
+
+@dataclass
+class Assignment:
+    """Which experts each token of the text chose at one router, gathered while batches pass."""
+
+    name: str
+    """`layer_03`, `layer_03/inner`."""
+    expert_names: tuple[str, ...]
+    num_tokens: int
+    """T"""
+    first_T: np.ndarray = field(init=False)
+    """The expert of the largest weight; E where the router chose none, NOT_REACHED where the token never
+    came."""
+    _pairs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.first_T = np.full(self.num_tokens, NOT_REACHED, dtype=np.int32)
+
+    def add(self, routing: Routing, came_from: np.ndarray) -> None:
+        """Count a batch, before any pair is dropped.
+
+        Args:
+            came_from: (routing.num_tokens,) the place in the text of each token; NOT_REACHED for padding.
+        """
+        real = routing.real_N
+        tokens = came_from[routing.token_ids_N[real].cpu().numpy()].astype(np.int32)
+        experts = routing.expert_ids_N[real].cpu().numpy().astype(np.int32)
+        weights = routing.weights_N[real].detach().float().cpu().numpy()
+        self.first_T[came_from[came_from >= 0]] = routing.num_experts
+        # The heaviest is written last; of equal ones the first that the router lists.
+        order = np.lexsort((-np.arange(len(weights)), weights))
+        self.first_T[tokens[order]] = experts[order]
+        self._pairs.append((tokens, experts))
+
+    @property
+    def num_experts(self) -> int:
+        """E"""
+        return len(self.expert_names)
+
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The token and the expert of each pair, (N,)."""
+        tokens, experts = zip(*self._pairs, strict=True)
+        return np.concatenate(tokens), np.concatenate(experts)
+
+    @property
+    def reached_T(self) -> np.ndarray:
+        return self.first_T != NOT_REACHED
+
+
+# -- agreement
+
+
+def mutual_information(a_N: np.ndarray, b_N: np.ndarray) -> float:
+    """I(a; b) in nats, of whole numbers from 0 on: the plug-in estimate from how often each pair occurs."""
+    if not len(a_N):
+        return 0.0
+    width = int(b_N.max()) + 1
+    counts = np.unique(a_N.astype(np.int64) * width + b_N, return_counts=True)[1]
+    return max(entropy(a_N) + entropy(b_N) - _entropy_of(counts), 0.0)
+
+
+def entropy(a_N: np.ndarray) -> float:
+    """H(a) in nats."""
+    return _entropy_of(np.bincount(a_N)) if len(a_N) else 0.0
+
+
+def _entropy_of(counts: np.ndarray) -> float:
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How much of a router's choice an attribute knows: I(expert; attribute) / H(expert)."""
+
+    share: float
+    """1 where the attribute alone decides; nan where there is no choice, since H is 0."""
+    chance: float
+    """The same with the attribute permuted over the tokens, which is above 0 where labels are many."""
+
+    @property
+    def above_chance(self) -> float:
+        """(share - chance) / (1 - chance): 0 at chance, 1 where the attribute decides."""
+        return (self.share - self.chance) / (1 - self.chance) if self.chance < 1 else math.nan
+
+
+def agreement(
+    expert_N: np.ndarray, label_N: np.ndarray, seed: int = 0, permutations: int = NUM_PERMUTATIONS
+) -> Agreement:
+    """How much of the experts the labels know; both whole numbers from 0 on."""
+    choice = entropy(expert_N)
+    if choice <= 1e-12:
+        return Agreement(math.nan, math.nan)
+    random = np.random.default_rng(seed)
+    _, label_N = np.unique(label_N, return_inverse=True)
+    permuted = [
+        mutual_information(expert_N, random.permutation(label_N)) for _ in range(permutations)
+    ]
+    return Agreement(
+        mutual_information(expert_N, label_N) / choice, float(np.mean(permuted)) / choice
+    )
+
+
+def same_tokens(a: Assignment, b: Assignment) -> float:
+    """2 I(a; b) / (H(a) + H(b)) of two routers' first choices, over the tokens that came to both.
+
+    1 where one is a renaming of the other; the numbers of the experts do not matter.
+    """
+    both = a.reached_T & b.reached_T
+    first, second = a.first_T[both], b.first_T[both]
+    total = entropy(first) + entropy(second)
+    return 2 * mutual_information(first, second) / total if total > 1e-12 else math.nan
+
+
+def depth_matrix(assignments: Sequence[Assignment]) -> np.ndarray:
+    """(L, L) of `same_tokens`."""
+    size = len(assignments)
+    found = np.ones((size, size))
+    for i in range(size):
+        for j in range(i):
+            found[i, j] = found[j, i] = same_tokens(assignments[i], assignments[j])
+    return found
+
+
+@dataclass(frozen=True)
+class TokenPrediction:
+    """How often the first choice is the one that a token's id had most often elsewhere in the text."""
+
+    accuracy: float
+    """Counted on every second window, judged on the windows between; a token that was not counted is given
+    the most frequent expert."""
+    most_frequent: float
+    """The accuracy of always guessing the most frequent expert."""
+
+
+def predict_by_token(assignment: Assignment, text: Text) -> TokenPrediction | None:
+    """None where the text has one window alone."""
+    reached = assignment.reached_T
+    is_even = (np.arange(len(text)) // text.seq_len) % 2 == 0
+    fit, judge = reached & is_even, reached & ~is_even
+    if not fit.any() or not judge.any():
+        return None
+    num = assignment.num_experts + 1
+    counts = np.zeros((text.tokenizer.vocab_size, num), dtype=np.int64)
+    np.add.at(counts, (text.ids_T[fit], assignment.first_T[fit]), 1)
+    usual = int(counts.sum(axis=0).argmax())
+    guess = np.where(counts.any(axis=1), counts.argmax(axis=1), usual)
+    truth = assignment.first_T[judge]
+    return TokenPrediction(
+        float((guess[text.ids_T[judge]] == truth).mean()), float((truth == usual).mean())
+    )
+
+
+# -- profiles
+
+
+def profile(assignment: Assignment, attribute: Attribute) -> np.ndarray:
+    """(E, A) pairs of each expert with each label."""
+    tokens, experts = assignment.pairs
+    counts = np.zeros((assignment.num_experts, len(attribute.names)), dtype=np.int64)
+    np.add.at(counts, (experts, attribute.labels_T[tokens]), 1)
+    return counts
+
+
+def lift(counts_EA: np.ndarray) -> np.ndarray:
+    """P(label | expert) / P(label): 1 where an expert takes its even part; nan where it has no pair."""
+    counts = counts_EA.astype(float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (
+            counts
+            * counts.sum()
+            / (counts.sum(axis=1, keepdims=True) * counts.sum(axis=0, keepdims=True))
+        )
+
+
+@dataclass(frozen=True)
+class TakenToken:
+    """A token id that an expert takes."""
+
+    token_id: int
+    share: float
+    """Of the expert's pairs."""
+    part: float
+    """Of the occurrences of this token at the router, those that chose the expert."""
+
+
+def top_tokens(assignment: Assignment, text: Text, num: int = 6) -> list[list[TakenToken]]:
+    """For each expert the tokens that set it apart: the largest p(token | expert) log lift."""
+    tokens, experts = assignment.pairs
+    counts = np.zeros((assignment.num_experts, text.tokenizer.vocab_size), dtype=np.int64)
+    np.add.at(counts, (experts, text.ids_T[tokens]), 1)
+    occurrences = np.bincount(text.ids_T[assignment.reached_T], minlength=text.tokenizer.vocab_size)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = np.where(counts > 1, counts * np.log(lift(counts)), -np.inf)
+    found: list[list[TakenToken]] = []
+    for row, scores in zip(counts, apart, strict=True):
+        best = np.argsort(-scores, kind="stable")[:num]
+        total = max(int(row.sum()), 1)
+        found.append(
+            [
+                TakenToken(int(v), float(row[v] / total), float(row[v] / occurrences[v]))
+                for v in best
+                if scores[v] > 0
+            ]
+        )
+    return found
+
+
+def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
+    """(E, E) how often two experts share a token, over how often they would if pairs were drawn by load.
+
+    count(i, j) / (c n_i n_j), c such that observed and expected pairs are equally many; nan on the diagonal.
+    None where no token has two experts.
+    """
+    tokens, experts = assignment.pairs
+    size = assignment.num_experts
+    chosen = np.zeros((assignment.num_tokens, size), dtype=np.float32)
+    chosen[tokens, experts] = 1
+    counts = (chosen.T @ chosen).astype(float)
+    loads = counts.diagonal().copy()
+    np.fill_diagonal(counts, 0)
+    expected = np.outer(loads, loads)
+    np.fill_diagonal(expected, 0)
+    if not counts.any():
+        return None
+    expected *= counts.sum() / expected.sum()
+    np.fill_diagonal(counts, np.nan)
+    return np.divide(counts, expected, out=np.full_like(counts, np.nan), where=expected > 0)
+
+
+def came_from(
+    routings: Mapping[str, Routing], gates: Sequence[str], first: int
+) -> dict[str, np.ndarray]:
+    """Where in the text the tokens of each routing of a batch stand, whose first has number `first`.
+
+    A block inside a mixture of depths sees the tokens that were let through, in their order.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, routing in routings.items():
+        places = np.arange(routing.num_tokens) + first
+        outer = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
+        if outer is not None:
+            gate = routings[outer]
+            passed = found[outer][gate.token_ids_N[gate.computed_N].cpu().numpy()]
+            is_real = np.ones(routing.num_tokens, dtype=bool)
+            if routing.mask_T is not None:
+                is_real = routing.mask_T.cpu().numpy()
+            places = np.full(routing.num_tokens, NOT_REACHED)
+            places[is_real] = passed
+        found[name] = places
+    return found

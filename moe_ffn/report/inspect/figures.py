@@ -1,0 +1,214 @@
+"""Figures of what feed-forward blocks store: functions that return a plotly figure, for a notebook too."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from moe_ffn.metrics.plotting import LOAD_OPTIONS, LOAD_SCALE, heat_figure
+from moe_ffn.metrics.table import Metric
+from moe_ffn.model.decoder import short_name
+from moe_ffn.report.drawing import Line, line_figure
+from moe_ffn.report.figures import MAX_LINES, NotMeasuredError
+from moe_ffn.report.inspect import experts
+from moe_ffn.report.inspect.experts import Attribute
+from moe_ffn.report.inspect.inspection import Inspection, Router
+from moe_ffn.report.inspect.units import AGREE, LONGEST_SUFFIX, LayerUnits
+from moe_ffn.runs.rows import Series
+
+_SUFFIX = Metric(
+    key="suffix_share",
+    title="Units that answer to the last n tokens",
+    quantity="share of units",
+    unit="share",
+    formula="",
+    healthy="",
+)
+
+
+def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
+    """Share of units whose top inputs have the same last n tokens, by layer, beside chance."""
+    note = (
+        f"At least {AGREE:.0%} of a unit's top inputs end in the same n tokens. Chance: inputs drawn at "
+        "random from those that the unit's network saw."
+    )
+    lengths = range(1, LONGEST_SUFFIX + 1)
+    if len(units) > MAX_LINES:
+        return heat_figure(
+            lengths,
+            [str(one.layer) for one in units],
+            _plain([one.suffix_shares() for one in units]),
+            ("n, tokens", "layer"),
+            title=_SUFFIX.title,
+            note=note,
+            bar={"title": _SUFFIX.quantity, "tickformat": ".0%"},
+            hover="layer %{y}, last %{x}: <b>%{z:.1%}</b>",
+            colorscale="Cividis",
+        )
+    steps = array("q", lengths)
+    lines = [
+        Line(f"layer {one.layer}", Series(steps, array("d", one.suffix_shares())), number)
+        for number, one in enumerate(units)
+    ]
+    chance = np.mean([one.suffix_chance for one in units], axis=0)
+    lines.append(Line("chance", Series(steps, array("d", chance)), 7))
+    return line_figure(lines, _SUFFIX, LONGEST_SUFFIX, note=note, x_axis="n, tokens")
+
+
+def agreements(found: Inspection) -> go.Figure:
+    """How much each attribute of a token knows of the router's first choice, above chance.
+
+    Raises:
+        NotMeasuredError: no block that was looked at routes.
+    """
+    routers = _routers(found)
+    names = [attribute.name for attribute in found.attributes]
+    values = [[router.agreement[name].above_chance for router in routers] for name in names]
+    figure = heat_figure(
+        range(len(routers)),
+        names,
+        _plain(values),
+        ("layer", ""),
+        title="Agreement of the first choice with what a token is",
+        note="Mutual information of the first choice and the attribute, over the entropy of the choice; 0 is "
+        "what a permuted attribute gives, 100 % that the attribute alone decides.",
+        bar={"title": "of the choice, above chance", "tickformat": ".0%"},
+        hover="layer %{x}, %{y}: <b>%{z:.1%}</b>",
+        colorscale="Cividis",
+        zmin=0,
+        zmax=1,
+    )
+    return _named_x(figure, [short_name(router.name) for router in routers])
+
+
+def taken(found: Inspection, router: Router | str, attribute: Attribute | str) -> go.Figure:
+    """What part of each label's tokens an expert takes, as a multiple of its part of all tokens.
+
+    Args:
+        router: or its name, such as `layer_03`.
+        attribute: or its name, such as `byte class`.
+
+    Raises:
+        NotMeasuredError: there is no such router or attribute, or the attribute has too many labels.
+    """
+    if isinstance(router, str):
+        router = _one(found.routers, router, "router")
+    if isinstance(attribute, str):
+        known = {a.name: a for a in found.attributes if a.names}
+        attribute = _one(known, attribute, "attribute")
+    counts = experts.profile(router.assignment, attribute)
+    occurs = np.flatnonzero(counts.sum(axis=0))
+    lift = experts.lift(counts)[:, occurs].T
+    shares = (counts[:, occurs] / np.maximum(counts.sum(axis=1, keepdims=True), 1)).T
+    figure = heat_figure(
+        range(router.assignment.num_experts),
+        [_short(attribute.names[label]) for label in occurs],
+        _plain(lift),
+        ("expert", ""),
+        title=f"By {attribute.name}",
+        note="",
+        hover=f"expert %{{x}}, {attribute.name} %{{y}}: <b>%{{z:.2f}}</b> times its part of the text,"
+        "<br><b>%{customdata:.1%}</b> of what the expert takes",
+        customdata=_plain(shares),
+        meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
+        **LOAD_OPTIONS | {"bar": LOAD_OPTIONS["bar"] | {"title": "times its part of the text"}},
+    )
+    return _named_x(figure, router.assignment.expert_names)
+
+
+def together(router: Router) -> go.Figure:
+    """How often two experts share a token, as a multiple of what their loads give.
+
+    Raises:
+        NotMeasuredError: no token has two experts.
+    """
+    lift = experts.coactivation_lift(router.assignment)
+    if lift is None:
+        raise NotMeasuredError(f"no token of {router.name} has two experts")
+    names = router.assignment.expert_names
+    figure = heat_figure(
+        range(len(names)),
+        range(len(names)),
+        _plain(lift),
+        ("expert j", "expert i"),
+        title="Experts that share tokens",
+        note="Tokens that chose both, over what two experts of their loads would share by chance.",
+        hover="experts %{y} and %{x}: <b>%{z:.2f}</b> times chance",
+        height=440,
+        meta={"stops": {role: place for role, (place, _) in LOAD_SCALE.items()}},
+        **LOAD_OPTIONS
+        | {
+            "bar": {
+                "title": "times chance",
+                "tickvals": [0, 1, 2, 3, 4],
+                "ticktext": ["0", "1 = chance", "2", "3", "≥ 4"],
+            }
+        },
+    )
+    return _named_x(figure, names)
+
+
+def depth(found: Inspection) -> go.Figure:
+    """How much the first choices of two layers know of each other.
+
+    Raises:
+        NotMeasuredError: fewer than two routers were looked at.
+    """
+    routers = _routers(found)
+    if len(routers) < 2:
+        raise NotMeasuredError("there is one router alone, so no other to compare with")
+    values = found.depth.copy()
+    np.fill_diagonal(values, np.nan)
+    names = [short_name(router.name) for router in routers]
+    figure = heat_figure(
+        range(len(names)),
+        names,
+        _plain(values),
+        ("layer", "layer"),
+        title="The same tokens together in two layers",
+        note="2 I(a; b) / (H(a) + H(b)) of the first choices of two layers: 1 where one is a renaming of the "
+        "other, about 0 where they know nothing of each other. The numbers of the experts do not matter.",
+        bar={"title": "normalised mutual information", "tickformat": ".2f"},
+        hover="layers %{y} and %{x}: <b>%{z:.3f}</b>",
+        height=360,
+        colorscale="Cividis",
+        zmin=0,
+    )
+    return _named_x(figure, names)
+
+
+def _routers(found: Inspection) -> list[Router]:
+    if not found.routers:
+        raise NotMeasuredError(f"run '{found.run.name}' routes no token in these layers")
+    return list(found.routers.values())
+
+
+def _one(known: Any, name: str, what: str) -> Any:
+    if name not in known:
+        raise NotMeasuredError(
+            f"there is no {what} '{name}'; there are {', '.join(known) or 'none'}"
+        )
+    return known[name]
+
+
+def _named_x(figure: go.Figure, names: Sequence[str]) -> go.Figure:
+    """Columns called by these names, of which a few are shown where they are many."""
+    every = max(-(-len(names) // 16), 1)
+    figure.layout.xaxis.tickvals = list(range(0, len(names), every))
+    figure.layout.xaxis.ticktext = [names[place] for place in range(0, len(names), every)]
+    return figure
+
+
+def _short(name: str, width: int = 22) -> str:
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+def _plain(values: Any) -> list[list[float | None]]:
+    """JSON has no NaN."""
+    return [
+        [round(float(value), 4) if np.isfinite(value) else None for value in row] for row in values
+    ]

@@ -1,0 +1,175 @@
+"""A run looked at with a text: every layer's units and routers, as one value.
+
+T tokens of a text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import FFNBlock
+from moe_ffn.model.decoder import Block, Decoder, layer_name, layer_number
+from moe_ffn.outputs import FFNOutput, within
+from moe_ffn.report.inspect import experts
+from moe_ffn.report.inspect.experts import Agreement, Assignment, Attribute, TokenPrediction
+from moe_ffn.report.inspect.text import Text
+from moe_ffn.report.inspect.units import LayerUnits, TopInputs, layer_units
+from moe_ffn.runs.reader import Run
+
+BATCH_TOKENS = 4096
+"""At once through the model, in whole windows, so that memory does not grow with the text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """One router and the experts it chooses from, on a text."""
+
+    assignment: Assignment
+    is_gate: bool
+    """Of a mixture of depths, which lets a token through a block or past it."""
+    agreement: Mapping[str, Agreement]
+    """Name of an attribute -> how much of the first choice it knows."""
+    by_token: TokenPrediction | None
+
+    @property
+    def name(self) -> str:
+        return self.assignment.name
+
+    @property
+    def layer(self) -> int:
+        return layer_number(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """What the feed-forward blocks of a run store."""
+
+    run: Run
+    text: Text
+    layers: tuple[int, ...]
+    """Those that were looked at."""
+    types: Mapping[int, str]
+    """The type of the block of each."""
+    units: tuple[LayerUnits, ...]
+    """Of the layers whose blocks have units that see tokens."""
+    routers: Mapping[str, Router]
+    attributes: tuple[Attribute, ...]
+
+    @property
+    def without_units(self) -> list[int]:
+        known = {units.layer for units in self.units}
+        return [layer for layer in self.layers if layer not in known]
+
+    @cached_property
+    def depth(self) -> np.ndarray:
+        """See `experts.depth_matrix`; the routers in order."""
+        return experts.depth_matrix([router.assignment for router in self.routers.values()])
+
+
+def inspect_run(
+    run: Run, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
+) -> Inspection:
+    """Look at a run's best weights with a text, in evaluation.
+
+    Args:
+        layers: these alone; None for all.
+        top_k: inputs kept of each unit.
+
+    Raises:
+        ConfigError: a layer that the model lacks, or a text with fewer than `top_k` tokens.
+    """
+    return inspect_model(run.model, run, text, layers, top_k=top_k)
+
+
+def inspect_model(
+    decoder: Decoder, run: Run, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
+) -> Inspection:
+    """The same with weights of your own choice, such as those of another checkpoint."""
+    ffns = decoder.config.layer_ffns()
+    for layer in layers or ():
+        if layer >= len(ffns):
+            raise ConfigError(
+                f"--layers: '{run.folder}' has no layer {layer}; it has 0 to {len(ffns) - 1}"
+            )
+    if len(text) < top_k:
+        raise ConfigError(
+            f"--top-k: must not exceed the tokens of the text ({len(text)}), got {top_k}; give more text"
+        )
+    shown = tuple(sorted(set(range(len(ffns)) if layers is None else layers)))
+    networks, assignments = observe(decoder, text, shown, top_k)
+    known = tuple(experts.attributes(text))
+    infos = decoder.config.routers()
+    routers: dict[str, Router] = {}
+    for name, assignment in assignments.items():
+        reached = assignment.reached_T
+        first = assignment.first_T[reached]
+        routers[name] = Router(
+            assignment,
+            is_gate=name in infos and infos[name].is_gate,
+            agreement={a.name: experts.agreement(first, a.labels_T[reached]) for a in known},
+            by_token=experts.predict_by_token(assignment, text),
+        )
+    return Inspection(
+        run=run,
+        text=text,
+        layers=shown,
+        types={layer: ffns[layer].type for layer in shown},
+        units=tuple(
+            layer_units(layer, found, text, decoder) for layer, found in networks.items() if found
+        ),
+        routers=routers,
+        attributes=known,
+    )
+
+
+@torch.no_grad()
+def observe(
+    decoder: Decoder, text: Text, layers: Sequence[int], top_k: int
+) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
+    """Run the windows of a text: the top inputs of each network of each layer, and where tokens went.
+
+    Of activations the k largest of each unit are kept, never all of them.
+    """
+    networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
+    assignments: dict[str, Assignment] = {}
+    infos = decoder.config.routers()
+    gates = [name for name, info in infos.items() if info.is_gate]
+    first = 0
+
+    def watch(layer: int) -> Callable[..., None]:
+        def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
+            for memory in cast("FFNBlock", ffn).memories(*args):
+                networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
+            routings = within(layer_name(layer), output.routings)
+            places = experts.came_from(routings, gates, first)
+            for name, routing in routings.items():
+                if name not in assignments:
+                    names = tuple(map(str, range(routing.num_experts)))
+                    if name in infos and not infos[name].is_gate:
+                        names = infos[name].expert_names()
+                    assignments[name] = Assignment(name, names, len(text))
+                assignments[name].add(routing, places[name])
+
+        return look
+
+    handles = [
+        cast("Block", decoder.layers[layer]).ffn.register_forward_hook(watch(layer))
+        for layer in layers
+    ]
+    try:
+        windows = torch.from_numpy(text.windows)
+        for batch in windows.split(max(BATCH_TOKENS // text.seq_len, 1)):
+            decoder(batch.to(decoder.embedding.weight.device))
+            first += batch.numel()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return networks, assignments

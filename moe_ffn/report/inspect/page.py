@@ -1,0 +1,339 @@
+"""The page of what a run's feed-forward blocks store, and the same as numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+from moe_ffn.model.decoder import short_name
+from moe_ffn.report import figures as run_figures
+from moe_ffn.report.html import render
+from moe_ffn.report.inspect import experts, figures
+from moe_ffn.report.inspect.inspection import Inspection, Router
+from moe_ffn.report.inspect.units import (
+    AGREE,
+    KINDS,
+    NEAR,
+    LayerUnits,
+    examples,
+    explanation,
+)
+from moe_ffn.report.plots import Plot, plain_figure
+from moe_ffn.report.trace_view import ground
+
+MAX_PASSAGE = 512
+"""Tokens of the text that is coloured by expert."""
+
+
+def inspection_html(found: Inspection) -> str:
+    """The document, plotly's script in it."""
+    from plotly.offline import get_plotlyjs
+
+    from moe_ffn.report.drawing import LIGHT
+
+    plots = _plots(found)
+    return render(
+        "inspect.html",
+        found=found,
+        runs=[found.run],
+        page=PageParts(found),
+        reload_every=None,
+        light=LIGHT,
+        plots=plots,
+        figures={plot.name: plot.figures for section in plots.values() for plot in section},
+        plotly=get_plotlyjs(),
+        time=time.strftime("%Y-%m-%d %H:%M:%S"),
+        KINDS=KINDS,
+        AGREE=AGREE,
+        NEAR=NEAR,
+        ground=ground,
+        short_name=short_name,
+    )
+
+
+def _plots(found: Inspection) -> dict[str, list[Plot]]:
+    choosers = [r for r in found.routers.values() if not r.is_gate and r.assignment.num_experts > 1]
+    sections: dict[str, list[Plot]] = {
+        "agreement": [],
+        "taken": [],
+        "pairs": [],
+        "time": [],
+        "units": [],
+    }
+    if choosers:
+        sections["agreement"].append(_plot([figures.agreements(found)]))
+        choices = [f"layer {short_name(router.name)}" for router in choosers]
+        for attribute in (a for a in found.attributes if a.names):
+            drawn = [figures.taken(found, router, attribute) for router in choosers]
+            sections["taken"].append(_plot(drawn, choices))
+        paired = {
+            f"layer {short_name(router.name)}": figures.together(router)
+            for router in choosers
+            if experts.coactivation_lift(router.assignment) is not None
+        }
+        if paired:
+            sections["pairs"].append(_plot(list(paired.values()), list(paired)))
+        if len(found.routers) > 1:
+            sections["pairs"].append(_plot([figures.depth(found)]))
+        if any("churn" in measures for measures in found.run.layers.values()):
+            sections["time"].append(_plot([run_figures.measure(found.run, "churn")]))
+    if found.units:
+        sections["units"].append(_plot([figures.suffixes(found.units)]))
+    for number, plot in enumerate(plot for section in sections.values() for plot in section):
+        plot.name = f"plot-{number}"
+    return sections
+
+
+def _plot(drawn: Sequence[Any], choices: Sequence[str] = ("",)) -> Plot:
+    return Plot([plain_figure(figure) for figure in drawn], choices, **drawn[0].layout.meta)
+
+
+class PageParts:
+    """What the template shows of an inspection, as texts."""
+
+    def __init__(self, found: Inspection) -> None:
+        self.found = found
+        self._random = random.Random(0)
+
+    def findings(self) -> list[str]:
+        """The main numbers in sentences."""
+        found, lines = self.found, list[str]()
+        known = [r for r in found.routers.values() if not math.isnan(r.agreement["token"].share)]
+        if known:
+            shares = [r.agreement["token"].above_chance for r in known]
+            layers = [short_name(r.name) for r in known]
+            lines.append(
+                f"The token alone decides {_by_layer(shares, layers)} of the first choice, above chance."
+            )
+            others = [a.name for a in found.attributes if a.name != "token"]
+            best = {
+                name: float(np.mean([r.agreement[name].above_chance for r in known]))
+                for name in others
+            }
+            strongest = sorted(best, key=lambda name: -best[name])
+            lines.append(
+                "Of the rest, routing goes most by "
+                + ", then ".join(f"{name} ({best[name]:.0%})" for name in strongest[:3])
+                + f", least by {strongest[-1]} ({best[strongest[-1]]:.1%}); means over the layers."
+            )
+        judged = [units for units in found.units if units.num_judged]
+        for kind, words in (("token", "one token"), ("suffix", "a suffix of two or more tokens")):
+            if judged:
+                shares = [units.share(kind) for units in judged]
+                chance = max(units.chance[kind] for units in judged)
+                layers = [str(units.layer) for units in judged]
+                lines.append(
+                    f"Of the units {_by_layer(shares, layers)} answer to {words}; by chance at most "
+                    f"{chance:.1%}."
+                )
+        return lines
+
+    def unit_rows(self) -> list[list[str]]:
+        rows: list[list[str]] = []
+        for units in self.found.units:
+            kinds = units.kind_U[units.judged_U]
+            row = [str(units.layer), f"{len(units):,}", f"{len(units) - units.num_judged:,}"]
+            row += [f"{_percent(units.share(k))} ({_percent(units.chance[k])})" for k in KINDS]
+            row.append(_percent(float((kinds == "none").mean())) if len(kinds) else "-")
+            agree = "-"
+            if units.next_agreement is not None and units.next_chance is not None:
+                agree = f"{_percent(units.next_agreement)} ({_percent(units.next_chance)})"
+            rows.append([*row, agree])
+        return rows
+
+    def unit_examples(self, units: LayerUnits) -> list[dict[str, Any]]:
+        text = self.found.text
+        return [
+            {
+                "name": units.name(unit),
+                "kind": units.kind_U[unit],
+                "what": explanation(units, unit, text),
+                "contexts": [text.context(int(t)) for t in _distinct(units.tokens_Uk[unit])[:4]],
+                "activation": f"{units.activations_Uk[unit, 0]:.2f}",
+                "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
+            }
+            for unit in examples(units)
+        ]
+
+    def agreement_rows(self) -> list[list[str]]:
+        """A router a row: share (chance) of each attribute, and how well the token predicts."""
+        rows: list[list[str]] = []
+        for router in self.found.routers.values():
+            row = [short_name(router.name)]
+            for attribute in self.found.attributes:
+                one = router.agreement[attribute.name]
+                row.append(f"{_percent(one.share)} ({_percent(one.chance)})")
+            guess = router.by_token
+            row.append(
+                f"{_percent(guess.accuracy)} ({_percent(guess.most_frequent)})" if guess else "-"
+            )
+            rows.append(row)
+        return rows
+
+    def expert_rows(self, router: Router) -> list[dict[str, Any]]:
+        text, assignment = self.found.text, router.assignment
+        tokens, chosen = assignment.pairs
+        loads = np.bincount(chosen, minlength=assignment.num_experts) / max(len(chosen), 1)
+        rows: list[dict[str, Any]] = []
+        for expert, top in enumerate(experts.top_tokens(assignment, text)):
+            mine = tokens[chosen == expert]
+            contexts = []
+            for one in top[:3]:
+                places = mine[text.ids_T[mine] == one.token_id]
+                contexts.append(text.context(int(places[self._random.randrange(len(places))]), 16))
+            rows.append(
+                {
+                    "name": assignment.expert_names[expert],
+                    "number": expert,
+                    "load": _percent(float(loads[expert])),
+                    "tokens": [
+                        (text.token(one.token_id), f"{one.share:.0%}", f"{one.part:.0%}")
+                        for one in top
+                    ],
+                    "contexts": contexts,
+                }
+            )
+        return rows
+
+    def passage(self, router: Router) -> list[tuple[str, int, str]]:
+        """The middle window: each token, its first expert or -1, and what is said of it."""
+        text, assignment = self.found.text, router.assignment
+        start = (len(text) // text.seq_len // 2) * text.seq_len
+        passage: list[tuple[str, int, str]] = []
+        for place in range(start, start + min(text.seq_len, MAX_PASSAGE)):
+            first = int(assignment.first_T[place])
+            shown = text.token(int(text.ids_T[place])).replace("␣", " ").replace("\\n", "⏎\n")
+            if 0 <= first < assignment.num_experts:
+                passage.append((shown, first, f"expert {assignment.expert_names[first]}"))
+            else:
+                passage.append((shown, -1, "no expert" if first >= 0 else "did not come here"))
+        return passage
+
+    @property
+    def top_k(self) -> int:
+        return self.found.units[0].tokens_Uk.shape[1] if self.found.units else 0
+
+    def blocks(self) -> str:
+        """`layers 0 to 3: moe`."""
+        types = self.found.types
+        return "; ".join(
+            f"{kind} in layer {', '.join(str(layer) for layer in types if types[layer] == kind)}"
+            for kind in dict.fromkeys(types.values())
+        )
+
+    def absent(self) -> list[str]:
+        """What has no units to show, and why."""
+        return [
+            f"Layer {layer} ({self.found.types[layer]}) has no hidden units that see single tokens, so "
+            "nothing is listed."
+            for layer in self.found.without_units
+        ]
+
+    @staticmethod
+    def lines(token: str) -> Markup:
+        """Escaped, but for its line ends."""
+        return Markup("\n").join(token.split("\n"))
+
+    def over_training(self) -> str:
+        """What there is of the time before."""
+        if any("churn" in measures for measures in self.found.run.layers.values()):
+            return ""
+        return "This run logged no churn, so nothing is known of how routing came to be."
+
+
+def _distinct(tokens_k: np.ndarray) -> list[int]:
+    return [token for token in tokens_k.tolist() if token >= 0]
+
+
+def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
+    """`65%, 40% (layer 0, 1)`; of many layers the range and the mean."""
+    if len(shares) > 6:
+        low, high, mean = min(shares), max(shares), sum(shares) / len(shares)
+        return f"{low:.0%} to {high:.0%} (mean over {len(shares)} layers {mean:.0%})"
+    return f"{', '.join(f'{share:.0%}' for share in shares)} (layer {', '.join(layers)})"
+
+
+def _percent(share: float) -> str:
+    if math.isnan(share):
+        return "-"
+    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
+
+
+def numbers(found: Inspection) -> dict[str, Any]:
+    """All of it as plain values, fit for JSON; nan is None."""
+    text = found.text
+    layers: list[dict[str, Any]] = []
+    for units in found.units:
+        kinds = units.kind_U
+        layers.append(
+            {
+                "layer": units.layer,
+                "num_units": len(units),
+                "num_judged": units.num_judged,
+                "share": {kind: _finite(units.share(kind)) for kind in KINDS},
+                "chance": {kind: _finite(units.chance[kind]) for kind in KINDS},
+                "suffix_share": [_finite(share) for share in units.suffix_shares()],
+                "suffix_chance": [_finite(share) for share in units.suffix_chance],
+                "next_agreement": _finite(units.next_agreement),
+                "next_chance": _finite(units.next_chance),
+                "units": [
+                    {
+                        "name": units.name(unit),
+                        "kind": kinds[unit] if units.judged_U[unit] else None,
+                        "suffix": int(units.suffix_U[unit]),
+                        "activations": [_finite(a) for a in units.activations_Uk[unit]],
+                        "contexts": [
+                            "".join(text.context(t)) for t in _distinct(units.tokens_Uk[unit])[:3]
+                        ],
+                        "promotes": [text.token(int(v)) for v in units.promoted_Up[unit]],
+                    }
+                    for unit in range(len(units))
+                ],
+            }
+        )
+    routers: dict[str, Any] = {}
+    for name, router in found.routers.items():
+        tops = experts.top_tokens(router.assignment, text)
+        profiles: dict[str, Any] = {}
+        for attribute in (a for a in found.attributes if a.names):
+            counts = experts.profile(router.assignment, attribute)
+            profiles[attribute.name] = {"labels": list(attribute.names), "pairs": counts.tolist()}
+        lift = experts.coactivation_lift(router.assignment)
+        guess = router.by_token
+        routers[name] = {
+            "experts": list(router.assignment.expert_names),
+            "agreement": {
+                key: {"share": _finite(one.share), "chance": _finite(one.chance)}
+                for key, one in router.agreement.items()
+            },
+            "token_predicts": None
+            if guess is None
+            else {"accuracy": guess.accuracy, "most_frequent": guess.most_frequent},
+            "top_tokens": [
+                [{"token": text.token(t.token_id), "share": t.share, "part": t.part} for t in top]
+                for top in tops
+            ],
+            "pairs_by": profiles,
+            "coactivation": None
+            if lift is None
+            else [[_finite(value) for value in row] for row in lift],
+        }
+    return {
+        "run": found.run.name,
+        "text": text.source,
+        "num_tokens": len(text),
+        "documents": list(text.documents),
+        "layers": layers,
+        "routers": routers,
+        "same_tokens": [[_finite(value) for value in row] for row in found.depth],
+    }
+
+
+def _finite(value: Any) -> float | None:
+    return float(f"{float(value):.6g}") if value is not None and math.isfinite(value) else None

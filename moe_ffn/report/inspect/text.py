@@ -1,0 +1,309 @@
+"""The text that a model is looked at with: windows of the validation split, and what is known of each token.
+
+W windows of S tokens side by side in T = W * S, A bytes of a document
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import keyword
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moe_ffn.data.batches import spread_starts
+from moe_ffn.data.prepare import prepare
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError, reason
+from moe_ffn.report.trace import visible
+from moe_ffn.runs.reader import Run
+from moe_ffn.runs.resume import check_documents
+
+BYTE_CLASSES = ("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "end")
+SYNTAX_CLASSES = (
+    *("keyword", "name", "operator", "number", "string", "comment"),
+    *("indentation", "space", "newline", "unknown"),
+)
+_UNKNOWN = SYNTAX_CLASSES.index("unknown")
+
+MAX_DOCUMENT = 1 << 21
+"""Tokens; of a longer document only what stands in a window is read, and its syntax is not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """Windows of a text. Arrays (T,) have an entry for each token of each window."""
+
+    tokenizer: Tokenizer
+    source: str
+    """What it is, for a reader."""
+    seq_len: int
+    """S, tokens of a window."""
+    ids_T: np.ndarray
+    next_T: np.ndarray
+    """The id of the token that follows."""
+    column_T: np.ndarray
+    """Tokens since the start of the line."""
+    document_T: np.ndarray
+    """Index in `documents`."""
+    documents: tuple[str, ...]
+    """Their names, or numbers where a corpus does not say."""
+    byte_class_T: np.ndarray
+    """Index in `BYTE_CLASSES`."""
+    syntax_T: np.ndarray | None
+    """Index in `SYNTAX_CLASSES`; None where the text is not known to be Python source."""
+    no_syntax: str = ""
+    """Why there is no syntax."""
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    @property
+    def position_T(self) -> np.ndarray:
+        """Position in the window, which is the sequence that the model sees."""
+        return np.arange(len(self)) % self.seq_len
+
+    @property
+    def windows(self) -> np.ndarray:
+        """(W, S) ids."""
+        return self.ids_T.reshape(-1, self.seq_len)
+
+    def token(self, token_id: int) -> str:
+        return visible(self.tokenizer.token_bytes[token_id])
+
+    def context(self, place: int, before: int = 24, after: int = 8) -> tuple[str, str, str]:
+        """The tokens before one, itself, and those behind it, as far as its window goes."""
+        start = place - place % self.seq_len
+        parts = (
+            range(max(start, place - before), place),
+            range(place, place + 1),
+            range(place + 1, min(start + self.seq_len, place + 1 + after)),
+        )
+        left, here, right = ("".join(self._shown(p) for p in part) for part in parts)
+        return left.replace("␣", " "), here, right.replace("␣", " ")
+
+    def _shown(self, place: int) -> str:
+        return self.token(int(self.ids_T[place]))
+
+    def suffixes(self, longest: int) -> Iterator[np.ndarray]:
+        """For n = 1 to `longest`, (T,) labels: equal where the last n tokens in the window are the same."""
+        labels = self.ids_T.astype(np.int64)
+        yield labels
+        _, own = np.unique(labels, return_inverse=True)
+        base, labels = int(own.max()) + 1, own
+        for n in range(2, longest + 1):
+            pairs = np.roll(labels, 1).astype(np.int64) * base + own
+            _, labels = np.unique(pairs, return_inverse=True)
+            cut = self.position_T < n - 1  # what a window does not hold is equal to nothing
+            yield np.where(cut, -1 - np.arange(len(self)), labels)
+
+
+def text_of_run(run: Run, num_tokens: int) -> Text:
+    """Windows of the run's own validation split, spread evenly over it.
+
+    Raises:
+        ConfigError: the corpus cannot be read, or is not what the run was trained on.
+    """
+    config = run.config.data
+    data = prepare(config)
+    check_documents(run.folder, data.documents)
+    named = run.facts.corpus_sha256
+    if named and named != data.corpus_sha256:
+        raise ConfigError(
+            f"data.corpus: the corpus changed since '{run.folder}' began; put back what it was, or give a "
+            "text with --text"
+        )
+    names = {digest: name for name, digest in data.documents.digests or ()}
+    is_python = config.corpus.type == "stdlib"
+    return _text(
+        run,
+        data.validation,
+        num_tokens,
+        source="validation split",
+        names=names,
+        no_syntax="" if is_python else "the corpus is not known to be Python source",
+    )
+
+
+def text_of_file(run: Run, path: Path, num_tokens: int) -> Text:
+    """Windows of a text of one's own, spread evenly over it.
+
+    Raises:
+        ConfigError: the file cannot be read, or has fewer than two tokens.
+    """
+    try:
+        given = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--text: '{path}' cannot be read ({reason(error)})") from error
+    ids = run.tokenizer.encode(given)
+    if len(ids) < 2:
+        raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")
+    why = "" if path.suffix == ".py" else f"'{path.name}' is not called .py"
+    names = {hashlib.sha256(given).hexdigest(): path.name}
+    return _text(run, ids, num_tokens, source=str(path), names=names, no_syntax=why)
+
+
+def _text(
+    run: Run,
+    tokens: np.ndarray,
+    num_tokens: int,
+    *,
+    source: str,
+    names: dict[str, str],
+    no_syntax: str,
+) -> Text:
+    tokenizer = run.tokenizer
+    seq_len = min(run.config.data.seq_len, len(tokens) - 1)
+    starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))
+    ends = np.append(_places_of(tokens, tokenizer.end_of_document), len(tokens) - 1)
+    firsts = np.concatenate([[0], ends[:-1] + 1])
+    class_of_token, shown_byte = _classes(tokenizer)
+    columns, document_T, syntax = [], [], []
+    documents: list[str] = []
+    index, first = -1, 0
+    column_A = syntax_A = np.empty(0, dtype=np.int64)
+    for start in starts.tolist():
+        place = start
+        while place < start + seq_len:
+            number = int(np.searchsorted(ends, place))
+            if number != index or place < first:
+                index, first, last = number, int(firsts[number]), int(ends[number]) + 1
+                is_whole = last - first <= MAX_DOCUMENT
+                if not is_whole:
+                    first, last = place, start + seq_len
+                ids = np.asarray(tokens[first:last], dtype=np.int64)
+                blob, offset_A = _bytes_of(ids, tokenizer)
+                name = names.get(hashlib.sha256(blob).hexdigest(), f"document {number}")
+                if not documents or name != documents[-1]:
+                    documents.append(name)
+                column_A = _columns(ids, tokenizer)
+                syntax_A = np.full(len(ids), _UNKNOWN)
+                if is_whole and not no_syntax:
+                    at = np.minimum(offset_A + shown_byte[ids], len(blob))
+                    syntax_A = np.append(syntax_of(blob), _UNKNOWN)[at]
+            stop = min(start + seq_len, first + len(column_A))
+            inside = slice(place - first, stop - first)
+            columns.append(column_A[inside])
+            syntax.append(syntax_A[inside])
+            document_T.append(np.full(stop - place, len(documents) - 1))
+            place = stop
+    window = np.arange(seq_len)
+    ids_T = np.asarray(tokens)[(starts[:, None] + window).ravel()].astype(np.int64)
+    next_T = np.asarray(tokens)[(starts[:, None] + window + 1).ravel()].astype(np.int64)
+    return Text(
+        tokenizer=tokenizer,
+        source=source,
+        seq_len=seq_len,
+        ids_T=ids_T,
+        next_T=next_T,
+        column_T=np.concatenate(columns),
+        document_T=np.concatenate(document_T),
+        documents=tuple(documents),
+        byte_class_T=class_of_token[ids_T],
+        syntax_T=None if no_syntax else np.concatenate(syntax),
+        no_syntax=no_syntax,
+    )
+
+
+def _places_of(tokens: np.ndarray, token_id: int, chunk: int = 1 << 22) -> np.ndarray:
+    """Where a token stands, read in chunks: the tokens may be more than fit into memory."""
+    found = [
+        np.flatnonzero(tokens[start : start + chunk] == token_id) + start
+        for start in range(0, len(tokens), chunk)
+    ]
+    return np.concatenate(found)
+
+
+def _bytes_of(ids: np.ndarray, tokenizer: Tokenizer) -> tuple[bytes, np.ndarray]:
+    """The text of a document, and where in it each token begins."""
+    lengths = tokenizer.byte_lengths[ids]
+    blob = b"".join(tokenizer.token_bytes[token_id] for token_id in ids.tolist())
+    return blob, np.cumsum(lengths) - lengths
+
+
+def _columns(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """How many tokens of its line stand before each token; the one that ends a line belongs to it."""
+    ends_line = np.array([b"\n" in token for token in tokenizer.token_bytes])[ids]
+    places = np.arange(len(ids))
+    last = np.maximum.accumulate(np.where(ends_line, places, -1))
+    return places - np.concatenate([[-1], last[:-1]]) - 1
+
+
+def _classes(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Of each token of the vocabulary: its byte class, and which of its bytes decides that.
+
+    It is the first that is no space, or the last.
+    """
+    classes, shown = [], []
+    for token in tokenizer.token_bytes:
+        place = min(len(token) - len(token.lstrip(b" \t")), max(len(token) - 1, 0))
+        classes.append(BYTE_CLASSES.index(_byte_class(token[place : place + 1])))
+        shown.append(place)
+    return np.array(classes), np.array(shown)
+
+
+def _byte_class(byte: bytes) -> str:
+    if not byte:
+        return "end"
+    if byte >= b"\x80":
+        return "non-ASCII"
+    if byte.isalpha():
+        return "letter"
+    if byte.isdigit():
+        return "digit"
+    if byte in b"\n\r":
+        return "newline"
+    return "space" if byte in b" \t\f\v" else "punctuation"
+
+
+_SYNTAX_OF_TYPE = {
+    "NUMBER": "number",
+    "STRING": "string",
+    "COMMENT": "comment",
+    "OP": "operator",
+    "NEWLINE": "newline",
+    "NL": "newline",
+    # From Python 3.12 on an f-string is several tokens.
+    "FSTRING_START": "string",
+    "FSTRING_MIDDLE": "string",
+    "FSTRING_END": "string",
+}
+
+
+def syntax_of(source: bytes) -> np.ndarray:
+    """(A,) for each byte of Python source, its index in `SYNTAX_CLASSES`, by Python's `tokenize`.
+
+    White space before the first token of a line is indentation. From where the source is no Python any more,
+    all is unknown.
+    """
+    text = source.decode("utf-8", errors="surrogateescape")
+    lines = io.StringIO(text, newline="").readlines()
+    starts = np.cumsum([0, *(len(line.encode("utf-8", "surrogateescape")) for line in lines)])
+    classes = np.full(len(source), SYNTAX_CLASSES.index("space"), dtype=np.uint8)
+    for line, start in zip(lines, starts.tolist(), strict=False):
+        classes[start : start + len(line) - len(line.lstrip(" \t\f"))] = SYNTAX_CLASSES.index(
+            "indentation"
+        )
+
+    def place(row: int, column: int) -> int:
+        if row > len(lines):
+            return len(source)
+        line = lines[row - 1]
+        return int(starts[row - 1]) + len(line[:column].encode("utf-8", "surrogateescape"))
+
+    end = 0
+    try:
+        for token in tokenize.generate_tokens(iter(lines).__next__):
+            kind = _SYNTAX_OF_TYPE.get(tokenize.tok_name[token.type], "")
+            if token.type == tokenize.NAME:
+                kind = "keyword" if keyword.iskeyword(token.string) else "name"
+            begin, end = place(*token.start), place(*token.end)
+            if kind:
+                classes[begin:end] = SYNTAX_CLASSES.index(kind)
+    except (tokenize.TokenError, SyntaxError):
+        classes[end:] = _UNKNOWN
+    return classes

@@ -1,0 +1,284 @@
+"""Hidden units as key-value memories: what activates each, what it promotes, and which a person can read.
+
+Geva et al. 2021 (arXiv:2012.14913), and 2022 (arXiv:2203.14680) for the promoted tokens.
+
+T tokens of a text, N tokens that came to a network, F its hidden units, U units of a layer, k inputs kept of
+each, D model width, V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import Memory
+from moe_ffn.report.inspect.text import Text
+
+AGREE = 0.8
+"""A unit is explained by what at least this share of its top inputs has in common."""
+
+LONGEST_SUFFIX = 8
+"""Tokens."""
+
+NEAR = 16
+"""Positions are near each other within this part, 1 / NEAR, of a sequence."""
+
+NUM_PROMOTED = 5
+
+KINDS = ("suffix", "token", "position in line", "position in sequence")
+"""What may explain a unit; the first of them that does is its kind, and `none` where none does."""
+
+
+class TopInputs:
+    """The k inputs that activate each unit of a network most, kept while batches pass.
+
+    Of both signs apart, since a gated unit is as large below zero as above it.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.values_2Fk: Tensor | None = None
+        self.tokens_2Fk = torch.empty(0)
+        self.seen: list[Tensor] = []
+        """The tokens that came to the network, a tensor a batch."""
+        self.values_FD = torch.empty(0)
+
+    def add(self, memory: Memory, first: int) -> None:
+        """Count a batch whose tokens are numbered from `first` on."""
+        places_N = memory.token_ids_N.cpu() + first
+        self.seen.append(places_N.to(torch.int32))
+        self.values_FD = memory.values_FD
+        activations_FN = memory.activations_NF.t().float()
+        num_units = len(activations_FN)
+        if self.values_2Fk is None:
+            self.values_2Fk = torch.full((2, num_units, self.k), -math.inf)
+            self.tokens_2Fk = torch.full((2, num_units, self.k), -1, dtype=torch.int64)
+        for sign, signed_FN in enumerate((activations_FN, -activations_FN)):
+            best = signed_FN.topk(min(self.k, signed_FN.shape[1]))
+            values = torch.cat([self.values_2Fk[sign], best.values.cpu()], dim=1)
+            tokens = torch.cat([self.tokens_2Fk[sign], places_N[best.indices.cpu()]], dim=1)
+            kept = values.topk(self.k)
+            self.values_2Fk[sign] = kept.values
+            self.tokens_2Fk[sign] = tokens.gather(1, kept.indices)
+
+    def of_main_sign(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Signed activations (F, k), largest first; their tokens, -1 for none; and each unit's sign, (F,).
+
+        The sign is that of the larger mean of the k; beyond the inputs that activate a unit are zeros.
+        """
+        assert self.values_2Fk is not None
+        values = torch.where(self.values_2Fk > 0, self.values_2Fk, 0)
+        sign_F = (values[1].sum(dim=1) > values[0].sum(dim=1)).long()
+        units = torch.arange(len(sign_F))
+        found, tokens = values[sign_F, units], self.tokens_2Fk[sign_F, units]
+        signs = 1 - 2 * sign_F
+        is_active = found > 0
+        return (
+            (found * signs[:, None]).numpy(),
+            torch.where(is_active, tokens, -1).numpy(),
+            signs.numpy(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerUnits:
+    """The hidden units of a layer, of all its networks one after another."""
+
+    layer: int
+    networks: tuple[str, ...]
+    """Their names; a single empty one where the block has one network."""
+    network_U: np.ndarray
+    """Index in `networks`."""
+    number_U: np.ndarray
+    """The number of the unit in its network."""
+    activations_Uk: np.ndarray
+    """Largest absolute value first; negative where the unit's sign is, 0 beyond its active inputs."""
+    tokens_Uk: np.ndarray
+    """Which tokens of the text these are; -1 for none."""
+    promoted_Up: np.ndarray
+    """The ids of the tokens that the unit promotes most, at the sign of its activations."""
+    judged_U: np.ndarray
+    """bool: active at k inputs or more; the others are not counted in any share."""
+    suffix_U: np.ndarray
+    """The largest n such that AGREE of the top inputs have the same last n tokens; 0 for none."""
+    explained: Mapping[str, np.ndarray]
+    """Kind -> bool (U,), whether it explains the unit; several may."""
+    chance: Mapping[str, float]
+    """Kind -> the share of units that it explains where the inputs are drawn at random."""
+    suffix_chance: np.ndarray
+    """(LONGEST_SUFFIX,) the share at random, for n = 1 on."""
+    next_agreement: float | None
+    """Share of judged units whose first promoted token is the one that follows the top input; None in a model
+    that sees both sides."""
+    next_chance: float | None
+    """The same where the values are shuffled among the layer's units."""
+
+    def __len__(self) -> int:
+        return len(self.suffix_U)
+
+    @property
+    def num_judged(self) -> int:
+        return int(self.judged_U.sum())
+
+    def share(self, kind: str) -> float:
+        """Of the judged units, those that `kind` explains; nan where none is judged."""
+        return _mean(self.explained[kind][self.judged_U])
+
+    def suffix_shares(self) -> list[float]:
+        """Of the judged units, those whose top inputs share their last n tokens, for n = 1 on."""
+        found = self.suffix_U[self.judged_U]
+        return [_mean(found >= n) for n in range(1, LONGEST_SUFFIX + 1)]
+
+    @property
+    def kind_U(self) -> np.ndarray:
+        """The first of KINDS that explains each unit, or `none`."""
+        kinds = np.full(len(self), "none", dtype=object)
+        for kind in reversed(KINDS):
+            kinds[self.explained[kind]] = kind
+        return kinds
+
+    def name(self, unit: int) -> str:
+        """`unit 17`, `expert 3, unit 17`."""
+        network = self.networks[self.network_U[unit]]
+        return f"{network}, unit {self.number_U[unit]}".removeprefix(", ")
+
+
+def layer_units(
+    layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder, seed: int = 0
+) -> LayerUnits:
+    """What the top inputs of all networks of a layer have in common, beside inputs drawn at random.
+
+    Those are drawn for each unit among the tokens that came to its network, k different ones: the units of an
+    expert that takes newlines alone would otherwise all count as explained by the token.
+    """
+    found = [inputs.of_main_sign() for inputs in networks.values()]
+    activations, tokens = (np.concatenate([one[i] for one in found]) for i in (0, 1))
+    k = tokens.shape[1]
+    random = np.random.default_rng([seed, layer])
+    drawn: list[np.ndarray] = []
+    for inputs, (_, of_network, _) in zip(networks.values(), found, strict=True):
+        seen = torch.cat(inputs.seen).numpy()
+        drawn += [
+            seen[random.choice(len(seen), k, replace=False, shuffle=False)]
+            for _ in range(len(of_network) if len(seen) >= k else 0)
+        ]
+    judged = (tokens >= 0).all(axis=1)
+    explained, suffix = _explained(tokens, text)
+    at_random, random_suffix = _explained(np.array(drawn, dtype=np.int64).reshape(-1, k), text)
+    for values in explained.values():
+        values &= judged
+    among = np.union1d(text.ids_T, text.next_T)
+    promoted = np.concatenate(
+        [
+            promoted_tokens(decoder, inputs.values_FD, torch.from_numpy(one[2]), among)
+            for inputs, one in zip(networks.values(), found, strict=True)
+        ]
+    )
+    agreement = chance = None
+    if decoder.config.causal and judged.any():
+        firsts, nexts = promoted[judged, 0], text.next_T[tokens[judged, 0]]
+        agreement = _mean(firsts == nexts)
+        size = text.tokenizer.vocab_size
+        counts = [np.bincount(ids, minlength=size) / len(ids) for ids in (firsts, nexts)]
+        chance = float(counts[0] @ counts[1])
+    sizes = [len(one[2]) for one in found]
+    return LayerUnits(
+        layer=layer,
+        networks=tuple(networks),
+        network_U=np.repeat(np.arange(len(sizes)), sizes),
+        number_U=np.concatenate([np.arange(size) for size in sizes]),
+        activations_Uk=activations,
+        tokens_Uk=tokens,
+        promoted_Up=promoted,
+        judged_U=judged,
+        suffix_U=np.where(judged, suffix, 0),
+        explained=explained,
+        chance={kind: _mean(values) for kind, values in at_random.items()},
+        suffix_chance=np.array([_mean(random_suffix >= n) for n in range(1, LONGEST_SUFFIX + 1)]),
+        next_agreement=agreement,
+        next_chance=chance,
+    )
+
+
+def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Kind -> whether it explains each unit, and the longest common suffix of each."""
+    need = max(math.ceil(AGREE * tokens_Uk.shape[1] - 1e-9), 1)
+    suffix = np.zeros(len(tokens_Uk), dtype=np.int64)
+    for n, labels_T in enumerate(text.suffixes(LONGEST_SUFFIX), start=1):
+        suffix[agree(labels_T[tokens_Uk], need)] = n
+    near = max(text.seq_len // NEAR, 1) - 1
+    return {
+        "suffix": suffix >= 2,
+        "token": suffix >= 1,
+        "position in line": agree(text.column_T[tokens_Uk], need),
+        "position in sequence": agree(text.position_T[tokens_Uk], need, near),
+    }, suffix
+
+
+def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
+    """Bool (U,): whether `need` of the k values of a row are equal, or at most `within` apart."""
+    ordered = np.sort(values_Uk, axis=1)
+    return (ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1] <= within).any(
+        axis=1
+    )
+
+
+@torch.no_grad()
+def promoted_tokens(
+    decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray, chunk: int = 1024
+) -> np.ndarray:
+    """(F, p) ids: the tokens whose logits each value vector, times its sign, raises most; the highest first.
+
+    Ranked are the ids `among`: of tokens that hardly occur a model learns little, and they would stand above.
+
+    The vector goes through the final norm as if the stream were it alone, less what the norm makes of
+    nothing, its bias, and then through the unembedding. Of a norm's division by the size of the stream only
+    the scale is lost, which ranks nothing. Layers above, and the norms of a post-norm model, are left out.
+    """
+    found: list[np.ndarray] = []
+    num = min(NUM_PROMOTED, len(among))
+    for values, signs in zip(values_FD.split(chunk), sign_F.split(chunk), strict=True):
+        size = values.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-30)
+        unit = values / size * signs[:, None].to(values)
+        through = decoder.final_norm(unit) - decoder.final_norm(torch.zeros_like(unit))
+        logits = decoder.unembedding(through)[:, torch.from_numpy(among).to(through.device)]
+        found.append(among[logits.topk(num).indices.cpu().numpy()])
+    return np.concatenate(found)
+
+
+def examples(units: LayerUnits, per_kind: int = 3) -> list[int]:
+    """Units to show: of each kind those with the longest suffix, then the strongest; of `none` too."""
+    strength = np.abs(units.activations_Uk).mean(axis=1)
+    order = np.lexsort((-strength, -units.suffix_U))
+    kinds = units.kind_U
+    chosen: list[int] = []
+    for kind in (*KINDS, "none"):
+        chosen += [u for u in order.tolist() if kinds[u] == kind and units.judged_U[u]][:per_kind]
+    return chosen
+
+
+def explanation(units: LayerUnits, unit: int, text: Text) -> str:
+    """What the top inputs of a unit have in common, in a few words."""
+    kind = units.kind_U[unit]
+    tokens = units.tokens_Uk[unit]
+    if kind in ("suffix", "token"):
+        n = int(units.suffix_U[unit])
+        endings = [tuple(text.ids_T[t - n + 1 : t + 1].tolist()) for t in tokens.tolist()]
+        best = max(set(endings), key=endings.count)
+        return "".join(map(text.token, best))
+    values: dict[str, Callable[[], Any]] = {
+        "position in line": lambda: int(np.median(text.column_T[tokens])),
+        "position in sequence": lambda: int(np.median(text.position_T[tokens])),
+    }
+    return f"{kind}: {values[kind]()}" if kind in values else ""
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
