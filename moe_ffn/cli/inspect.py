@@ -70,9 +70,13 @@ def main(argv: Sequence[str]) -> int:
     # Only now: without plotly the import of this module should still succeed.
     from moe_ffn.report.inspect.page import PageParts, inspection_html, numbers
 
-    write_output("--output", output, inspection_html(found))
+    write_output("--output", output, inspection_html(found, run))
     if given.json is not None:
-        write_output("--json", given.json, json.dumps(numbers(found), allow_nan=False) + "\n")
+        write_output(
+            "--json",
+            given.json,
+            json.dumps({"run": run.name, **numbers(found)}, allow_nan=False) + "\n",
+        )
     console = Console(highlight=False, soft_wrap=False)
     for sentence in (*PageParts(found).findings(), *PageParts(found).absent()):
         console.print(sentence, markup=False)

@@ -32,10 +32,9 @@ from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.json_files import Saved
-from moe_ffn.runs.record import checkpoint_identity, new_run_id
+from moe_ffn.runs.record import check_documents, checkpoint_identity, new_run_id
 from moe_ffn.runs.resume import (
     Start,
-    check_documents,
     find_start,
     first_precision,
     go_back,

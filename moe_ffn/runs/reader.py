@@ -44,7 +44,12 @@ from moe_ffn.runs.outside_code import say_changed_code
 from moe_ffn.runs.record import RunRecord, identity_of_weights
 from moe_ffn.runs.rows import Rows, Series
 from moe_ffn.training.monitoring.json_lines import AnyLine, Row, Sample, read_lines
-from moe_ffn.training.recovery.checkpoint_file import IDENTITY, CheckpointError, newest_first
+from moe_ffn.training.recovery.checkpoint_file import (
+    IDENTITY,
+    CheckpointError,
+    likely_step,
+    newest_first,
+)
 from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
@@ -130,6 +135,18 @@ class Run:
     def model(self) -> Decoder:
         """The decoder with the best weights, in evaluation, on the CPU; see `saved_model`."""
         return self.saved_model.decoder
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The optimizer steps whose checkpoints the folder holds, good or not, ascending."""
+        return sorted(
+            {likely_step(path) for path in newest_first(self.folder / CHECKPOINTS_FOLDER)}
+        )
+
+    def model_at(self, step: int) -> Decoder:
+        """The decoder as it was at one of `saved_steps`; ConfigError where that checkpoint is not good."""
+        with accepting_code(self.trust_code):
+            return load_model(self.folder, step).decoder
 
     def routing(self, text: str | bytes) -> Mapping[str, Routing]:
         """Which experts the tokens of a text go to, by the name of the layer, such as `layer_03`.
@@ -305,8 +322,8 @@ def _yaml_mapping(text: str) -> dict[str, Any]:
 # -- the model
 
 
-def load_model(folder: Path) -> SavedModel:
-    """The config, the tokenizer and the best weights of a run.
+def load_model(folder: Path, step: int | None = None) -> SavedModel:
+    """The config, the tokenizer and the best weights of a run, or those of one of its steps.
 
     Raises:
         ConfigError: this is no run's folder, or one without a good checkpoint, or a file of it is damaged,
@@ -320,7 +337,7 @@ def load_model(folder: Path) -> SavedModel:
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
     expected = identity_of_weights(config, tokenizer)
     record = RunRecord.read(folder, config)
-    weights = _weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record)
+    weights = _weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record, step)
     # float32 holds the weights of every other format exactly.
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
@@ -329,9 +346,13 @@ def load_model(folder: Path) -> SavedModel:
 
 
 def _weights(
-    checkpoints: Path, decoder: Decoder, expected: Mapping[str, Any], record: RunRecord
+    checkpoints: Path,
+    decoder: Decoder,
+    expected: Mapping[str, Any],
+    record: RunRecord,
+    step: int | None,
 ) -> Mapping[str, Tensor]:
-    """The best, or the newest where those are damaged."""
+    """The best, or the newest where those are damaged; or those of a step alone."""
 
     def of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
         state = values.get("state_dict")
@@ -346,6 +367,8 @@ def _weights(
         return why or record.refusal(values[IDENTITY])
 
     candidates = [*best_checkpoint(checkpoints), *newest_first(checkpoints)]
+    if step is not None:
+        candidates = [path for path in newest_first(checkpoints) if likely_step(path) == step]
     found, passed_over = newest_good(candidates, refusal)
     why = "; ".join(passed_over)
     if found is None:

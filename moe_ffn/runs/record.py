@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.split import Documents, changed
 from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError
+from moe_ffn.files import read_object
 from moe_ffn.option_tree import flatten
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, RESUMES_FILE, SAVED_FILE
+from moe_ffn.runs.folder import (
+    CONFIG_FILE,
+    DOCUMENTS_FILE,
+    FACTS_FILE,
+    RESUMES_FILE,
+    SAVED_FILE,
+)
 from moe_ffn.runs.json_files import Facts, Resumption, Saved
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.training.config import TrainerConfig
@@ -164,3 +173,21 @@ class RunRecord:
                     f"{CONFIG_FILE} and no other in {RESUMES_FILE}"
                 )
         return None
+
+
+def check_documents(folder: Path, now: Documents, instead: str = "start a new run") -> None:
+    """ConfigError that names the first document which is not what the run began with.
+
+    Where the run's list is lost, the checkpoint still knows that the corpus is another.
+
+    Args:
+        instead: what else may be done than to put the corpus back.
+    """
+    try:
+        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
+    except ConfigError:
+        return
+    if change := changed(began_with, now):
+        raise ConfigError(
+            f"data.corpus: {change}, since '{folder}' began; put back what it was, or {instead}"
+        )

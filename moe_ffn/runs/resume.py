@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.data.split import Documents, changed
 from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.files import (
-    read_object,
     read_text,
     remove_unfinished,
     set_aside,
@@ -115,21 +113,6 @@ class Start:
             f"passed over {why}; the newest good one" if why else "its newest checkpoint, and good"
         )
         return f"resuming {folder} after step {self.step}, from {name}: {which}"
-
-
-def check_documents(folder: Path, now: Documents) -> None:
-    """ConfigError that names the first document which is not what the run began with.
-
-    Where the run's list is lost, the checkpoint still knows that the corpus is another.
-    """
-    try:
-        began_with = Documents.from_dict(read_object(folder / DOCUMENTS_FILE))
-    except ConfigError:
-        return
-    if change := changed(began_with, now):
-        raise ConfigError(
-            f"data.corpus: {change}, since '{folder}' began; put back what it was, or start a new run"
-        )
 
 
 def find_start(folder: Path, own: TrainConfig, data: PreparedData, module: LanguageModel) -> Start:

@@ -24,8 +24,8 @@ from moe_ffn.runs.assemble import build_module
 from moe_ffn.runs.checkpoints import newest_good, refusal_of_weights
 from moe_ffn.runs.config import Resume, TrainConfig, differences
 from moe_ffn.runs.json_files import Saved
-from moe_ffn.runs.record import identity
-from moe_ffn.runs.resume import Start, check_documents, find_start, go_back
+from moe_ffn.runs.record import check_documents, identity
+from moe_ffn.runs.resume import Start, find_start, go_back
 from moe_ffn.training.monitoring.json_lines import JsonLines, Line, Row, read_lines
 from moe_ffn.training.recovery import checkpoint_keeper
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError, step_name, write_checkpoint

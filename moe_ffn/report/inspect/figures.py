@@ -163,6 +163,7 @@ def depth(found: Inspection) -> go.Figure:
         raise NotMeasuredError("there is one router alone, so no other to compare with")
     values = found.depth.copy()
     np.fill_diagonal(values, np.nan)
+    is_known = np.isfinite(values)
     names = [short_name(router.name) for router in routers]
     figure = heat_figure(
         range(len(names)),
@@ -177,13 +178,14 @@ def depth(found: Inspection) -> go.Figure:
         height=360,
         colorscale="Cividis",
         zmin=0,
+        zmax=float(values[is_known].max()) if is_known.any() else 1,
     )
     return _named_x(figure, names)
 
 
 def _routers(found: Inspection) -> list[Router]:
     if not found.routers:
-        raise NotMeasuredError(f"run '{found.run.name}' routes no token in these layers")
+        raise NotMeasuredError("no token is routed in these layers")
     return list(found.routers.values())
 
 

@@ -6,7 +6,8 @@ T tokens of a text
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -26,6 +27,10 @@ from moe_ffn.runs.reader import Run
 
 BATCH_TOKENS = 4096
 """At once through the model, in whole windows, so that memory does not grow with the text."""
+
+
+HISTORY_TOKENS = 8192
+"""Of the text, through the model of each checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +57,6 @@ class Router:
 class Inspection:
     """What the feed-forward blocks of a run store."""
 
-    run: Run
     text: Text
     layers: tuple[int, ...]
     """Those that were looked at."""
@@ -62,6 +66,9 @@ class Inspection:
     """Of the layers whose blocks have units that see tokens."""
     routers: Mapping[str, Router]
     attributes: tuple[Attribute, ...]
+    history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Optimizer step of a checkpoint -> router -> the share of tokens whose first choice was then what it is
+    at the newest step; empty where there are fewer than two."""
 
     @property
     def without_units(self) -> list[int]:
@@ -86,18 +93,19 @@ def inspect_run(
     Raises:
         ConfigError: a layer that the model lacks, or a text with fewer than `top_k` tokens.
     """
-    return inspect_model(run.model, run, text, layers, top_k=top_k)
+    found = inspect_model(run.model, text, layers, top_k=top_k)
+    return replace(found, history=history(run, text, found.layers) if found.routers else {})
 
 
 def inspect_model(
-    decoder: Decoder, run: Run, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
+    decoder: Decoder, text: Text, layers: Sequence[int] | None = None, *, top_k: int = 10
 ) -> Inspection:
-    """The same with weights of your own choice, such as those of another checkpoint."""
+    """The same of any decoder in evaluation, such as that of another checkpoint; it has no history."""
     ffns = decoder.config.layer_ffns()
     for layer in layers or ():
         if layer >= len(ffns):
             raise ConfigError(
-                f"--layers: '{run.folder}' has no layer {layer}; it has 0 to {len(ffns) - 1}"
+                f"--layers: the model has no layer {layer}; it has 0 to {len(ffns) - 1}"
             )
     if len(text) < top_k:
         raise ConfigError(
@@ -118,7 +126,6 @@ def inspect_model(
             by_token=experts.predict_by_token(assignment, text),
         )
     return Inspection(
-        run=run,
         text=text,
         layers=shown,
         types={layer: ffns[layer].type for layer in shown},
@@ -136,7 +143,8 @@ def observe(
 ) -> tuple[dict[int, dict[str, TopInputs]], dict[str, Assignment]]:
     """Run the windows of a text: the top inputs of each network of each layer, and where tokens went.
 
-    Of activations the k largest of each unit are kept, never all of them.
+    Of activations the k largest of each unit are kept, never all of them; with `top_k` 0 units are not looked
+    at.
     """
     networks: dict[int, dict[str, TopInputs]] = {layer: {} for layer in layers}
     assignments: dict[str, Assignment] = {}
@@ -146,7 +154,7 @@ def observe(
 
     def watch(layer: int) -> Callable[..., None]:
         def look(ffn: nn.Module, args: tuple[Any, ...], output: FFNOutput) -> None:
-            for memory in cast("FFNBlock", ffn).memories(*args):
+            for memory in cast("FFNBlock", ffn).memories(*args) if top_k else ():
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
             places = experts.came_from(routings, gates, first)
@@ -173,3 +181,22 @@ def observe(
         for handle in handles:
             handle.remove()
     return networks, assignments
+
+
+def history(run: Run, text: Text, layers: Sequence[int]) -> dict[int, dict[str, float]]:
+    """How much of today's first choices each checkpoint made already; see `Inspection.history`.
+
+    Expert numbers mean the same along one run. Checkpoints that are not good are left out.
+    """
+    text, choices = text.head(HISTORY_TOKENS), dict[int, dict[str, np.ndarray]]()
+    for step in run.saved_steps:
+        with suppress(ConfigError):
+            _, assignments = observe(run.model_at(step), text, layers, top_k=0)
+            choices[step] = {name: one.first_T for name, one in assignments.items()}
+    if len(choices) < 2:
+        return {}
+    now = choices[max(choices)]
+    return {
+        step: {name: float((firsts[name] == now[name]).mean()) for name in now}
+        for step, firsts in choices.items()
+    }

@@ -15,7 +15,7 @@ from moe_ffn.model.decoder import short_name
 from moe_ffn.report import figures as run_figures
 from moe_ffn.report.html import render
 from moe_ffn.report.inspect import experts, figures
-from moe_ffn.report.inspect.inspection import Inspection, Router
+from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection, Router
 from moe_ffn.report.inspect.units import (
     AGREE,
     KINDS,
@@ -26,22 +26,23 @@ from moe_ffn.report.inspect.units import (
 )
 from moe_ffn.report.plots import Plot, plain_figure
 from moe_ffn.report.trace_view import ground
+from moe_ffn.runs.reader import Run
 
 MAX_PASSAGE = 512
 """Tokens of the text that is coloured by expert."""
 
 
-def inspection_html(found: Inspection) -> str:
+def inspection_html(found: Inspection, run: Run) -> str:
     """The document, plotly's script in it."""
     from plotly.offline import get_plotlyjs
 
     from moe_ffn.report.drawing import LIGHT
 
-    plots = _plots(found)
+    plots = _plots(found, run)
     return render(
         "inspect.html",
         found=found,
-        runs=[found.run],
+        runs=[run],
         page=PageParts(found),
         reload_every=None,
         light=LIGHT,
@@ -57,7 +58,7 @@ def inspection_html(found: Inspection) -> str:
     )
 
 
-def _plots(found: Inspection) -> dict[str, list[Plot]]:
+def _plots(found: Inspection, run: Run) -> dict[str, list[Plot]]:
     choosers = [r for r in found.routers.values() if not r.is_gate and r.assignment.num_experts > 1]
     sections: dict[str, list[Plot]] = {
         "agreement": [],
@@ -81,8 +82,8 @@ def _plots(found: Inspection) -> dict[str, list[Plot]]:
             sections["pairs"].append(_plot(list(paired.values()), list(paired)))
         if len(found.routers) > 1:
             sections["pairs"].append(_plot([figures.depth(found)]))
-        if any("churn" in measures for measures in found.run.layers.values()):
-            sections["time"].append(_plot([run_figures.measure(found.run, "churn")]))
+        if any("churn" in measures for measures in run.layers.values()):
+            sections["time"].append(_plot([run_figures.measure(run, "churn")]))
     if found.units:
         sections["units"].append(_plot([figures.suffixes(found.units)]))
     for number, plot in enumerate(plot for section in sections.values() for plot in section):
@@ -120,7 +121,7 @@ class PageParts:
             lines.append(
                 "Of the rest, routing goes most by "
                 + ", then ".join(f"{name} ({best[name]:.0%})" for name in strongest[:3])
-                + f", least by {strongest[-1]} ({best[strongest[-1]]:.1%}); means over the layers."
+                + f", least by {strongest[-1]} ({_percent(best[strongest[-1]])}); means over the layers."
             )
         judged = [units for units in found.units if units.num_judged]
         for kind, words in (("token", "one token"), ("suffix", "a suffix of two or more tokens")):
@@ -130,7 +131,7 @@ class PageParts:
                 layers = [str(units.layer) for units in judged]
                 lines.append(
                     f"Of the units {_by_layer(shares, layers)} answer to {words}; by chance at most "
-                    f"{chance:.1%}."
+                    f"{_percent(chance)}."
                 )
         return lines
 
@@ -216,6 +217,10 @@ class PageParts:
         return passage
 
     @property
+    def history_tokens(self) -> int:
+        return len(self.found.text.head(HISTORY_TOKENS))
+
+    @property
     def top_k(self) -> int:
         return self.found.units[0].tokens_Uk.shape[1] if self.found.units else 0
 
@@ -240,11 +245,13 @@ class PageParts:
         """Escaped, but for its line ends."""
         return Markup("\n").join(token.split("\n"))
 
-    def over_training(self) -> str:
-        """What there is of the time before."""
-        if any("churn" in measures for measures in self.found.run.layers.values()):
-            return ""
-        return "This run logged no churn, so nothing is known of how routing came to be."
+    def history_rows(self) -> list[list[str]]:
+        """A router a row, a checkpoint a column: the share of first choices that are those of the newest."""
+        history = self.found.history
+        return [
+            [short_name(name), *(_percent(shares[name]) for shares in history.values())]
+            for name in (self.found.routers if history else ())
+        ]
 
 
 def _distinct(tokens_k: np.ndarray) -> list[int]:
@@ -262,7 +269,7 @@ def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
 def _percent(share: float) -> str:
     if math.isnan(share):
         return "-"
-    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
+    return f"{share:.0%}" if share >= 0.1 or abs(share) < 0.0005 else f"{share:.1%}"
 
 
 def numbers(found: Inspection) -> dict[str, Any]:
@@ -325,12 +332,12 @@ def numbers(found: Inspection) -> dict[str, Any]:
             else [[_finite(value) for value in row] for row in lift],
         }
     return {
-        "run": found.run.name,
         "text": text.source,
         "num_tokens": len(text),
         "documents": list(text.documents),
         "layers": layers,
         "routers": routers,
+        "history": {str(step): dict(shares) for step, shares in found.history.items()},
         "same_tokens": [[_finite(value) for value in row] for row in found.depth],
     }
 

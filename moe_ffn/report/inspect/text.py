@@ -9,9 +9,10 @@ import hashlib
 import io
 import keyword
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.resume import check_documents
+from moe_ffn.runs.record import check_documents
 
 BYTE_CLASSES = ("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "end")
 SYNTAX_CLASSES = (
@@ -30,8 +31,11 @@ SYNTAX_CLASSES = (
 )
 _UNKNOWN = SYNTAX_CLASSES.index("unknown")
 
-MAX_DOCUMENT = 1 << 21
-"""Tokens; of a longer document only what stands in a window is read, and its syntax is not."""
+_INSTEAD = "give a text with --text"
+
+MAX_DOCUMENT, LOOK_BACK = 1 << 21, 4096
+"""Tokens. Of a longer document only the windows are read and what stands shortly before, for the start of the
+line, and its syntax is unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +76,16 @@ class Text:
         """(W, S) ids."""
         return self.ids_T.reshape(-1, self.seq_len)
 
+    def head(self, num_tokens: int) -> Text:
+        """The first windows alone, of `num_tokens` or a few less, one at least."""
+        length = max(num_tokens // self.seq_len, 1) * self.seq_len
+        cut = {
+            name: value[:length]
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray)
+        }
+        return replace(self, **cut)
+
     def token(self, token_id: int) -> str:
         return visible(self.tokenizer.token_bytes[token_id])
 
@@ -109,19 +123,21 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
         ConfigError: the corpus cannot be read, or is not what the run was trained on.
     """
     config = run.config.data
-    data = prepare(config)
-    check_documents(run.folder, data.documents)
-    named = run.facts.corpus_sha256
-    if named and named != data.corpus_sha256:
+    try:
+        data = prepare(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or {_INSTEAD}") from error
+    check_documents(run.folder, data.documents, _INSTEAD)
+    if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # where that list is lost
         raise ConfigError(
-            f"data.corpus: the corpus changed since '{run.folder}' began; put back what it was, or give a "
-            "text with --text"
+            f"data.corpus: is not what '{run.folder}' began with; put back what it was, or {_INSTEAD}"
         )
     names = {digest: name for name, digest in data.documents.digests or ()}
     is_python = config.corpus.type == "stdlib"
-    return _text(
-        run,
+    return text_of_tokens(
         data.validation,
+        run.tokenizer,
+        config.seq_len,
         num_tokens,
         source="validation split",
         names=names,
@@ -144,53 +160,67 @@ def text_of_file(run: Run, path: Path, num_tokens: int) -> Text:
         raise ConfigError(f"--text: '{path}' has {len(ids)} tokens; give a text of two or more")
     why = "" if path.suffix == ".py" else f"'{path.name}' is not called .py"
     names = {hashlib.sha256(given).hexdigest(): path.name}
-    return _text(run, ids, num_tokens, source=str(path), names=names, no_syntax=why)
+    return text_of_tokens(
+        ids,
+        run.tokenizer,
+        run.config.data.seq_len,
+        num_tokens,
+        source=path.name,
+        names=names,
+        no_syntax=why,
+    )
 
 
-def _text(
-    run: Run,
+def text_of_tokens(
     tokens: np.ndarray,
+    tokenizer: Tokenizer,
+    seq_len: int,
     num_tokens: int,
     *,
-    source: str,
-    names: dict[str, str],
-    no_syntax: str,
+    source: str = "tokens",
+    names: Mapping[str, str] = MappingProxyType({}),
+    no_syntax: str = "",
 ) -> Text:
-    tokenizer = run.tokenizer
-    seq_len = min(run.config.data.seq_len, len(tokens) - 1)
+    """Windows of any tokens, two or more, spread evenly over them.
+
+    Args:
+        tokens: (num_tokens,) ids, which may be memory-mapped; each document ends with an end of document.
+        num_tokens: to look at, in whole windows.
+        names: sha256 of the bytes of a document -> its name.
+        no_syntax: why the text is not read as Python source; empty where it is.
+    """
+    seq_len = min(seq_len, len(tokens) - 1)
     starts = spread_starts(len(tokens), seq_len, max(-(-num_tokens // seq_len), 1))
     ends = np.append(_places_of(tokens, tokenizer.end_of_document), len(tokens) - 1)
     firsts = np.concatenate([[0], ends[:-1] + 1])
     class_of_token, shown_byte = _classes(tokenizer)
-    columns, document_T, syntax = [], [], []
-    documents: list[str] = []
-    index, first = -1, 0
+    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    documents: dict[str, int] = {}
+    first, last, name = 0, 0, ""
     column_A = syntax_A = np.empty(0, dtype=np.int64)
     for start in starts.tolist():
         place = start
         while place < start + seq_len:
-            number = int(np.searchsorted(ends, place))
-            if number != index or place < first:
-                index, first, last = number, int(firsts[number]), int(ends[number]) + 1
+            if not first <= place < last:
+                number = int(np.searchsorted(ends, place))
+                first, last = int(firsts[number]), int(ends[number]) + 1
                 is_whole = last - first <= MAX_DOCUMENT
                 if not is_whole:
-                    first, last = place, start + seq_len
+                    first, last = max(first, place - LOOK_BACK), min(last, start + seq_len)
                 ids = np.asarray(tokens[first:last], dtype=np.int64)
                 blob, offset_A = _bytes_of(ids, tokenizer)
                 name = names.get(hashlib.sha256(blob).hexdigest(), f"document {number}")
-                if not documents or name != documents[-1]:
-                    documents.append(name)
                 column_A = _columns(ids, tokenizer)
                 syntax_A = np.full(len(ids), _UNKNOWN)
                 if is_whole and not no_syntax:
                     at = np.minimum(offset_A + shown_byte[ids], len(blob))
                     syntax_A = np.append(syntax_of(blob), _UNKNOWN)[at]
-            stop = min(start + seq_len, first + len(column_A))
+            stop = min(start + seq_len, last)
             inside = slice(place - first, stop - first)
-            columns.append(column_A[inside])
-            syntax.append(syntax_A[inside])
-            document_T.append(np.full(stop - place, len(documents) - 1))
+            document = np.full(stop - place, documents.setdefault(name, len(documents)))
+            found.append((column_A[inside], syntax_A[inside], document))
             place = stop
+    column_T, syntax_T, document_T = (np.concatenate(parts) for parts in zip(*found, strict=True))
     window = np.arange(seq_len)
     ids_T = np.asarray(tokens)[(starts[:, None] + window).ravel()].astype(np.int64)
     next_T = np.asarray(tokens)[(starts[:, None] + window + 1).ravel()].astype(np.int64)
@@ -200,11 +230,11 @@ def _text(
         seq_len=seq_len,
         ids_T=ids_T,
         next_T=next_T,
-        column_T=np.concatenate(columns),
-        document_T=np.concatenate(document_T),
+        column_T=column_T,
+        document_T=document_T,
         documents=tuple(documents),
         byte_class_T=class_of_token[ids_T],
-        syntax_T=None if no_syntax else np.concatenate(syntax),
+        syntax_T=None if no_syntax else syntax_T,
         no_syntax=no_syntax,
     )
 

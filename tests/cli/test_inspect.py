@@ -1,0 +1,274 @@
+"""`python -m experiments.inspect`: the page, the numbers, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+import moe_ffn
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.cli.inspect import main
+from moe_ffn.report.inspect import figures, inspect_run, text_of_run
+from moe_ffn.report.inspect.inspection import observe
+from tests.helpers.browser import DESKTOP, PHONE, opened
+
+RunTrain = Callable[..., Any]
+Inspect = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+    """The program as from a command line: its exit code, output, and errors without what is waited for."""
+
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setattr(sys, "argv", ["inspect", *map(str, argv)])
+        code = exit_on_bad_input(main)
+        printed = capsys.readouterr()
+        errors = [line for line in printed.err.splitlines() if not line.startswith("data: ")]
+        return code, printed.out, "\n".join(errors)
+
+    return run
+
+
+@pytest.fixture
+def own(moe_run: Any, tmp_path: Path) -> Path:
+    """The run in a folder of the test's own, where the page is written."""
+    return Path(shutil.copytree(moe_run.folder, tmp_path / "moe"))
+
+
+def text_of(page: Path) -> str:
+    html = page.read_text()
+    body = html[html.index("<body>") : html.index('<script type="application')]
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]+>", " ", body)))
+
+
+def test_the_page_and_the_numbers_of_a_mixture_of_experts(inspect: Inspect, own: Path) -> None:
+    code, out, err = inspect(own, "--json", "numbers.json", "--tokens", "200")
+
+    assert (code, err) == (0, "")
+    assert out.endswith(f"written: {own}/inspect.html\nwritten: numbers.json\n")
+    assert "of the first choice, above chance" in out
+    assert max(map(len, out.splitlines())) <= max(80, len(str(own)) + 30)
+    numbers = json.loads(Path("numbers.json").read_text())
+    assert numbers["run"] == "moe"
+    assert [layer["layer"] for layer in numbers["layers"]] == [0, 1]
+    assert list(numbers["routers"]) == ["layer_00", "layer_01"]
+    assert len(numbers["layers"][0]["units"]) == numbers["layers"][0]["num_units"]
+    shown = text_of(own / "inspect.html")
+    assert "moe in layer 0, 1" in shown
+    assert "No syntax classes: the corpus is not known to be Python source." in shown
+    for router in numbers["routers"].values():
+        share = router["agreement"]["token"]["share"]
+        assert (f"{share:.0%} (" if share >= 0.1 else f"{share:.1%} (") in shown
+
+
+def test_over_training_checkpoints_are_compared(inspect: Inspect, own: Path) -> None:
+    """Of the tokens' first choices, reckoned anew from both checkpoints."""
+    run = moe_ffn.load_run(own)
+    assert len(run.saved_steps) == 2
+    text = text_of_run(run, 200)
+    found = inspect_run(run, text)
+
+    then, now = (observe(run.model_at(step), text, [0, 1], 0)[1] for step in run.saved_steps)
+    for name in found.routers:
+        same = float((then[name].first_T == now[name].first_T).mean())
+        assert found.history[run.saved_steps[0]][name] == pytest.approx(same)
+        assert found.history[run.saved_steps[1]][name] == 1
+    assert inspect(own, "--tokens", "200")[0] == 0
+    first, last = run.saved_steps
+    assert f"layer {first} {last} 0 " in text_of(own / "inspect.html")
+
+
+def test_with_one_checkpoint_it_says_what_there_is(inspect: Inspect, own: Path) -> None:
+    for path in (own / "checkpoints").glob("step_*"):
+        path.unlink()
+
+    assert inspect(own, "--tokens", "100")[0] == 0
+    assert "has fewer than two good checkpoints of steps" in text_of(own / "inspect.html")
+
+
+def test_figures_and_numbers_in_a_notebook(moe_run: Any) -> None:
+    run = moe_ffn.load_run(moe_run.folder)
+    found = inspect_run(run, text_of_run(run, num_tokens=200), layers=[1])
+
+    assert list(found.routers) == ["layer_01"]
+    assert [units.layer for units in found.units] == [1]
+    assert figures.suffixes(found.units).layout.meta["title"]
+    assert figures.taken(found, "layer_01", "byte class").layout.meta["title"] == "By byte class"
+    with pytest.raises(LookupError, match="there is no attribute 'token'; there are byte class"):
+        figures.taken(found, "layer_01", "token")
+    with pytest.raises(LookupError, match="there is one router alone"):
+        figures.depth(found)
+
+
+def test_a_text_of_one_s_own_has_syntax_where_it_is_python(inspect: Inspect, own: Path) -> None:
+    Path("mine.py").write_text("def f(x):\n    return x  # the cat\n" * 30)
+
+    code, _, _ = inspect(own, "--text", "mine.py", "--output", "page.html")
+
+    shown = text_of(Path("page.html"))
+    assert code == 0
+    assert "of mine.py, 1 document" in shown
+    assert "syntax class" in shown
+    assert not (own / "inspect.html").exists()
+
+
+BLOCKS: dict[str, tuple[str, list[str]]] = {
+    "swiglu": ("swiglu", []),
+    "conv": ("{type: conv, d_ff: 24}", []),
+    "shared": ("{type: moe, num_experts: 4, shared_expert: dense, router: {type: hash}}", []),
+    "depths": (
+        "{type: mixture_of_depths, ffn: {type: moe, num_experts: 4}}",
+        ["--model.causal", "false"],
+    ),
+    "soft": ("soft_moe", ["--model.causal", "false", "--model.ffn_at", "{'1': {type: identity}}"]),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_kind_of_block_has_a_page(
+    name: str, run_train: RunTrain, inspect: Inspect, tmp_path: Path
+) -> None:
+    block, options = BLOCKS[name]
+    run = run_train(tmp_path, "--model.ffn", block, "--trainer.max_steps", "1", *options)
+
+    code, out, err = inspect(run.folder, "--tokens", "300")
+
+    assert (code, err) == (0, "")
+    shown = text_of(run.folder / "inspect.html")
+    if name == "soft":
+        assert shown.count("has no hidden units that see single tokens") == 2
+        assert "Layer 0 (soft_moe)" in " ".join(out.split())
+        assert "Layer 1 (identity)" in " ".join(out.split())
+    else:
+        assert "What units store" in shown
+        assert "has no hidden units" not in shown
+    assert ("What each expert takes" in shown) == (name in ("shared", "depths"))
+    if name == "shared":
+        assert "shared expert, unit" in shown
+
+
+@pytest.fixture(scope="module")
+def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+    with pytest.MonkeyPatch.context() as patch:
+        argv = ["inspect", str(moe_run.folder), "--tokens", "300", "--output", str(path)]
+        patch.setattr(sys, "argv", argv)
+        assert exit_on_bad_input(main) == 0
+    return path
+
+
+@pytest.mark.parametrize(("width", "dark"), [(DESKTOP, False), (PHONE, True)])
+def test_the_page_in_a_browser(browser: Browser, page: Path, width: int, dark: bool) -> None:
+    with opened(browser, page, width=width, dark=dark) as found:
+        found.page.wait_for_selector("html[data-drawn]")
+        for summary in found.page.query_selector_all("details:not([open]) > summary"):
+            summary.click()
+
+        assert found.errors == []
+        assert found.overflow == 0
+        plots = found.page.query_selector_all(".plot")
+        assert len(plots) >= 7
+        assert all(plot.query_selector("svg.main-svg") for plot in plots)
+        assert found.page.query_selector_all(".passage span[style]")
+        found.keep(f"inspect-{width}")
+        found.page.select_option("select >> nth=0", "1")
+        assert found.errors == []
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--layers", "9"], "--layers: the model has no layer 9; it has 0 to 1"),
+        (
+            ["--layers", "a"],
+            "--layers: must be numbers of layers with commas between them, as in 0,3, got 'a'",
+        ),
+        (["--tokens", "0"], "--tokens: must be a whole number from 1 to 1000000000, got '0'"),
+        (["--top-k", "1"], "--top-k: must be a whole number from 2 to 50, got '1'"),
+        (["--text", "nowhere"], "--text: 'nowhere' cannot be read (No such file or directory)"),
+        (["--text", "short"], "--text: 'short' has 1 tokens; give a text of two or more"),
+        (
+            ["--text", "seven"],
+            "--top-k: must not exceed the tokens of the text (6), got 10; give more text",
+        ),
+        (
+            ["--output", "mine"],
+            "--output: 'mine' exists and was not made by this program; choose another file, or remove it",
+        ),
+        (
+            ["--json", "mine"],
+            "--json: 'mine' exists and was not made by this program; choose another file, or remove it",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options(inspect: Inspect, own: Path, options: list[str], sentence: str) -> None:
+    Path("short").write_text("a")
+    Path("seven").write_text("a cat m")
+    Path("mine").write_text("my thesis")
+
+    assert inspect(own, *options) == (2, "", f"error: {sentence}")
+    assert not (own / "inspect.html").exists()
+
+
+def test_no_run(inspect: Inspect, tmp_path: Path) -> None:
+    code, out, err = inspect(tmp_path / "nowhere")
+
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: '{tmp_path}/nowhere' does not exist; give the folder of a run, such as runs/my-run"
+    )
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["changed", "gone"])
+def test_a_corpus_that_is_not_what_it_was(
+    gone: bool, corpus: Path, run_train: RunTrain, inspect: Inspect, tmp_path: Path
+) -> None:
+    mine = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    paths = ["--data.corpus.paths", f"['{mine}']"]
+    run = run_train(tmp_path, "--trainer.max_steps", "1", *paths)
+    if gone:
+        shutil.rmtree(mine)
+    else:
+        (mine / "3.txt").write_text("another text\n")
+
+    code, out, err = inspect(run.folder)
+
+    assert (code, out) == (2, "")
+    if gone:
+        assert err == (
+            f"error: data.corpus.paths: '{mine}' does not exist, or is a link that leads nowhere (looked "
+            f"in '{tmp_path}'); check the spelling; or give a text with --text"
+        )
+    else:
+        assert err == (
+            f"error: data.corpus: '3.txt' has changed, since '{run.folder}' began; put back what it was, or "
+            "give a text with --text"
+        )
+    Path("own.txt").write_text("the cat sat on a mat\n" * 20)
+    assert inspect(run.folder, "--text", "own.txt")[0] == 0
+
+
+def test_without_plotly_it_says_what_to_install(
+    inspect: Inspect, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+
+    code, out, err = inspect(own)
+
+    assert (code, out) == (2, "")
+    assert err == "error: the report needs plotly; install it with: pip install plotly"

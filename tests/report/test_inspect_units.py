@@ -1,0 +1,292 @@
+"""Hidden units of models made by hand, of which it is known what they answer to and what they promote."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.outputs import Memory
+from moe_ffn.report.inspect import Inspection, inspect_model, inspection, text_of_tokens
+from moe_ffn.report.inspect.units import KINDS, TopInputs, agree, examples, explanation
+from tests.helpers.known_decoder import BYTES, LETTERS, D, S, axis, decoder_of, random_text
+
+DENSE = {"type": "dense", "activation": "relu", "d_ff": 4, "bias": True}
+
+
+def with_units(decoder: Decoder, keys: Tensor, biases: Tensor, values: Tensor) -> Any:
+    ffn = cast("Any", decoder.layers[0]).ffn
+    with torch.no_grad():
+        ffn.up.weight.copy_(keys)
+        ffn.up.bias.copy_(biases)
+        ffn.down.weight.copy_(values.t())
+    return ffn
+
+
+@pytest.fixture(scope="module")
+def found() -> Inspection:
+    """Units: fires at b, promotes d; fires at all but b, promotes a; never fires; fires at c, demotes e."""
+    decoder = decoder_of(DENSE, LETTERS)
+    noise = torch.randn(D, generator=torch.Generator().manual_seed(0)) * 0.01
+    keys = torch.stack([axis("b") + noise, axis("b", -1.0), torch.zeros(D), axis("c") + noise])
+    values = torch.stack([axis("d"), axis("a"), axis("a"), axis("e", -1.0) + axis("f")])
+    with_units(decoder, keys, torch.tensor([0.0, 1.0, -1.0, 0.0]), values)
+    return inspect_model(decoder, random_text(LETTERS))
+
+
+def test_a_unit_that_fires_at_one_byte_is_found_as_such(found: Inspection) -> None:
+    (units,) = found.units
+
+    assert {found.text.token(i) for i in found.text.ids_T[units.tokens_Uk[0]]} == {"b"}
+    assert units.explained["token"][0]
+    assert units.kind_U[0] == "token"
+    assert explanation(units, 0, found.text) == "b"
+    assert explanation(units, 3, found.text) == "c"
+    assert not units.explained["suffix"].any(), "what stands before is random"
+
+
+def test_it_promotes_the_token_that_its_value_points_at(found: Inspection) -> None:
+    (units,) = found.units
+    promoted = [found.text.token(ids[0]) for ids in units.promoted_Up]
+
+    assert promoted == ["d", "a", "a", "f"]
+    assert "e" not in {found.text.token(int(i)) for i in units.promoted_Up[3]}, "the one it demotes"
+
+
+def test_a_unit_that_never_fires_is_not_judged(found: Inspection) -> None:
+    (units,) = found.units
+
+    assert units.judged_U.tolist() == [True, True, False, True]
+    assert units.tokens_Uk[2].tolist() == [-1] * 10
+    assert units.num_judged == 3
+    assert units.share("token") == pytest.approx(2 / 3)
+    assert 2 not in examples(units)
+
+
+def test_chance_is_that_of_random_inputs(found: Inspection) -> None:
+    """8 of 10 letters of six the same: 6 * (C(10, 8) 5^2 + C(10, 9) 5 + 1) / 6^10, hardly ever."""
+    (units,) = found.units
+
+    assert all(units.chance[kind] == 0 for kind in KINDS)
+    one_letter = inspect_model(decoder_of(DENSE, b"a"), random_text(b"a"))
+    assert one_letter.units[0].chance["token"] == 1
+
+
+def test_the_chance_of_an_expert_s_units_is_that_of_the_expert_s_own_tokens() -> None:
+    """An expert that takes one letter alone: that its units answer to it says nothing."""
+    moe = {
+        "type": "moe",
+        "num_experts": 2,
+        "experts": {"type": "mlp", "activation": "relu", "d_ff": 8, "bias": True},
+        "router": {"type": "top_k", "k": 1, "renormalize": False},
+    }
+    decoder = decoder_of(moe, LETTERS)
+    ffn: Any = decoder.layers[0].ffn
+    with torch.no_grad():
+        ffn.router.projection.weight.zero_()
+        ffn.router.projection.weight[1] = axis("b")
+        ffn.router.projection.weight[0] = -axis("b")
+        ffn.experts.up_bias.fill_(1.0)  # every unit fires
+    found = inspect_model(decoder, random_text(LETTERS))
+    (units,) = found.units
+
+    of_second = units.network_U == 1
+    assert units.networks == ("expert 0", "expert 1")
+    assert units.name(9) == "expert 1, unit 1"
+    assert units.explained["token"][of_second].all()
+    assert units.chance["token"] == pytest.approx(of_second.mean())
+
+
+def test_a_gated_unit_that_is_large_below_zero_promotes_the_opposite_of_its_value() -> None:
+    decoder = decoder_of({"type": "swiglu", "d_ff": 2}, LETTERS)
+    ffn: Any = decoder.layers[0].ffn
+    with torch.no_grad():
+        ffn.gate.weight.copy_(torch.stack([axis("b"), axis("b")]))
+        ffn.up.weight.copy_(torch.stack([axis("b"), axis("b", -1)]))
+        ffn.down.weight.copy_(torch.stack([axis("d"), axis("d", -1) + 0.1 * axis("a")]).t())
+    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+
+    assert (units.activations_Uk[0] > 0).all()
+    assert (units.activations_Uk[1] < 0).all()
+    assert [chr(i) for i in units.promoted_Up[:, 0]] == ["d", "d"]
+
+
+def test_a_unit_that_answers_to_a_suffix_is_found_as_such() -> None:
+    """relu(c now + a before - 1): the two together alone, by a convolution over two positions."""
+    conv = {"type": "conv", "kernel_size": 2, "activation": "relu", "d_ff": 1, "bias": True}
+    decoder = decoder_of(conv, LETTERS)
+    ffn: Any = decoder.layers[0].ffn
+    size = math.sqrt(D)  # of a one-hot vector after the norm
+    with torch.no_grad():
+        ffn.up.linear.weight.copy_(torch.cat([axis("a"), axis("c")])[None])
+        ffn.up.linear.bias.fill_(-1.5 * size)
+    found = inspect_model(decoder, random_text(LETTERS))
+    (units,) = found.units
+
+    assert units.suffix_U.tolist() == [2]
+    assert units.kind_U.tolist() == ["suffix"]
+    assert explanation(units, 0, found.text) == "ac"
+    assert units.suffix_shares()[:3] == [1, 1, 0]
+    assert units.suffix_chance[1] == 0
+
+
+def test_a_unit_that_answers_to_a_position_is_found_as_such() -> None:
+    """Learned positions: the embedding of position 5 is an axis of its own."""
+    decoder: Any = decoder_of(DENSE, LETTERS, positions={"type": "learned"})
+    (table,) = decoder.positions.parameters()
+    keys = torch.zeros(4, D)
+    keys[0, D - 1] = 1
+    with torch.no_grad():
+        table.zero_()
+        table[5, D - 1] = 5
+    with_units(decoder, keys, torch.zeros(4), torch.zeros(4, D))
+    found = inspect_model(decoder, random_text(LETTERS, seq_len=64))
+    (units,) = found.units
+
+    assert units.kind_U[0] == "position in sequence"
+    assert explanation(units, 0, found.text) == "position in sequence: 5"
+    assert not units.explained["position in line"][0], "all is one line"
+
+
+def test_a_unit_that_answers_to_a_position_in_the_line() -> None:
+    """From inputs set by hand: the third of each line, whose letters and positions differ."""
+    lines = b"".join(bytes([97 + i % 5]) * (4 + i % 7) + b"\n" for i in range(400))
+    text = text_of_tokens(BYTES.encode(lines), BYTES, 64, 2000)
+    (thirds,) = np.nonzero(text.column_T == 2)
+    chosen = thirds[:: len(thirds) // 10][:10]
+    inputs = TopInputs(10)
+    activations = torch.full((len(text), 1), 0.1)
+    activations[torch.from_numpy(chosen)] = 1
+    inputs.add(Memory("", torch.arange(len(text)), activations, torch.zeros(1, D)), first=0)
+    from moe_ffn.report.inspect.units import layer_units
+
+    units = layer_units(3, {"": inputs}, text, decoder_of(DENSE, LETTERS))
+
+    assert units.kind_U.tolist() == ["position in line"]
+    assert explanation(units, 0, text) == "position in line: 2"
+    assert units.name(0) == "unit 0"
+
+
+def test_values_go_through_the_final_norm_s_scale_and_not_its_bias() -> None:
+    """The scale hides the axis that the value points at most; the bias alone would promote a."""
+    decoder = decoder_of(DENSE, LETTERS, norm={"type": "layer_norm"})
+    value = axis("b", 2.0) + axis("c")
+    with_units(decoder, torch.zeros(4, D), torch.ones(4), value.expand(4, D))
+    norm = cast("nn.LayerNorm", decoder.final_norm)
+    with torch.no_grad():
+        norm.weight[LETTERS.index(b"b")] = 0.1
+        norm.bias[LETTERS.index(b"a")] = 100
+    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+
+    assert chr(units.promoted_Up[0, 0]) == "c"
+
+
+def test_a_post_norm_model_has_no_final_norm() -> None:
+    decoder = decoder_of(DENSE, LETTERS, norm_placement="post")
+    with_units(decoder, torch.zeros(4, D), torch.ones(4), (axis("b", 2.0) + axis("c")).expand(4, D))
+    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+
+    assert [chr(i) for i in units.promoted_Up[0, :2]] == ["b", "c"]
+
+
+def test_the_next_token_is_promoted_by_units_that_learned_it() -> None:
+    """A text in which b follows a, c follows b and so on, and units that know this."""
+    ids = np.tile(np.array(list(LETTERS)), 400)
+    text = text_of_tokens(ids, BYTES, S, 1000)
+    decoder = decoder_of({**DENSE, "d_ff": 6}, LETTERS)
+    keys = torch.eye(D)[:6]
+    with_units(decoder, keys, torch.zeros(6), keys.roll(-1, dims=0))
+    (units,) = inspect_model(decoder, text).units
+
+    assert units.next_agreement == 1
+    assert units.next_chance == pytest.approx(1 / 6)
+
+
+def test_a_model_that_sees_both_sides_has_no_next_token() -> None:
+    decoder = decoder_of(DENSE, LETTERS, causal=False)
+    (units,) = inspect_model(decoder, random_text(LETTERS)).units
+
+    assert units.next_agreement is None
+
+
+@pytest.mark.parametrize(
+    ("row", "need", "within", "expected"),
+    [
+        ([3, 3, 3, 3, 9], 4, 0, True),
+        ([3, 3, 3, 8, 9], 4, 0, False),
+        ([9, 3, 7, 3, 3], 3, 0, True),
+        ([10, 14, 11, 12, 90], 4, 3, False),
+        ([10, 13, 11, 12, 90], 4, 3, True),
+        ([5], 1, 0, True),
+    ],
+)
+def test_agreement_of_most(row: list[int], need: int, within: int, expected: bool) -> None:
+    assert agree(np.array([row]), need, within).tolist() == [expected]
+
+
+# -- kept while batches pass
+
+
+def test_the_top_inputs_are_those_of_all_batches_together() -> None:
+    torch.manual_seed(0)
+    everything = torch.randn(300, 7)
+    inputs = TopInputs(5)
+    for start in range(0, 300, 60):
+        ids = torch.arange(0, 60, 2)  # every second token came to this network
+        part = everything[start : start + 60][ids]
+        inputs.add(Memory("", ids, part, torch.zeros(7, D)), first=start)
+    activations, tokens, signs = inputs.of_main_sign()
+
+    came = torch.arange(0, 300, 2)
+    for unit in range(7):
+        mine = everything[came, unit]
+        best = mine.topk(5), (-mine).topk(5)
+        sign = int(best[1].values.sum() > best[0].values.sum())
+        assert tokens[unit].tolist() == came[best[sign].indices].tolist()
+        assert signs[unit] == 1 - 2 * sign
+        np.testing.assert_allclose(activations[unit], mine[best[sign].indices])
+    assert torch.cat(inputs.seen).tolist() == came.tolist()
+
+
+def test_a_network_that_saw_fewer_tokens_than_are_kept_has_none_for_the_rest() -> None:
+    inputs = TopInputs(5)
+    inputs.add(Memory("", torch.tensor([1, 4]), torch.ones(2, 3), torch.zeros(3, D)), first=0)
+    inputs.add(
+        Memory("", torch.tensor([], dtype=torch.int64), torch.ones(0, 3), torch.zeros(3, D)), 9
+    )
+    activations, tokens, _ = inputs.of_main_sign()
+
+    assert sorted(tokens[0].tolist()) == [-1, -1, -1, 1, 4]
+    assert activations[0].tolist() == [1, 1, 0, 0, 0]
+
+
+def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each batch, a bounded part of the text, k inputs of a unit are kept, and four bytes a token."""
+    rows: list[int] = []
+    add = TopInputs.add
+
+    def counted(self: TopInputs, memory: Memory, first: int) -> None:
+        rows.append(len(memory.activations_NF))
+        add(self, memory, first)
+
+    monkeypatch.setattr(TopInputs, "add", counted)
+    monkeypatch.setattr(inspection, "BATCH_TOKENS", 256)
+    decoder = decoder_of({**DENSE, "d_ff": 64}, LETTERS)
+    kept: list[int] = []
+    for size in (2_000, 8_000):
+        text = random_text(LETTERS, size)
+        networks, _ = inspection.observe(decoder, text, [0], top_k=10)
+        (inputs,) = networks[0].values()
+        assert inputs.values_2Fk is not None
+        seen = sum(part.nbytes for part in inputs.seen)
+        assert seen == 4 * len(text)
+        kept.append(
+            sum(t.untyped_storage().nbytes() for t in (inputs.values_2Fk, inputs.tokens_2Fk))
+        )
+    assert max(rows) <= 256
+    assert kept == [2 * 64 * 10 * (4 + 8)] * 2
