@@ -125,36 +125,43 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
 # -- the plan
 
 
+_LEGEND = (
+    "active: parameters that one token passes through; FLOPs: forward, for one token; FLOPs of training: "
+    "three times that, for all tokens"
+)
+
+
 def print_plan(sweep: Sweep) -> None:
-    """Every run with its budget."""
-    columns = [
-        "",
-        "run",
-        "",
-        "params",
-        "active",
-        "FLOPs",
-        "params",
-        "active",
-        "FLOPs",
-        "tokens",
-        "FLOPs",
-    ]
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number in (1, 2) else "right", no_wrap=number != 1)
+    """Every run with its budget; how near the widths that were solved come to theirs."""
+    names = ("params", "active", "FLOPs")
+    columns: dict[str, list[str]] = {"": [], "run": [], " ": []}
+    columns |= {f"{part}\n{name}": [] for part in ("model", "FFNs") for name in names}
+    columns |= {"train\ntokens": [], "train\nFLOPs": []}
+    notes: dict[str, None] = {}
     for index, job in enumerate(sweep.jobs):
-        budget = Budget.of(job.run.config)
-        numbers = [*_cells(budget.model), *_cells(budget.ffn)]
-        numbers += [short(budget.tokens), short(budget.training_flops)]
-        table.add_row(*map(Text, [str(index), job.name, _state(job), *numbers]))
-    console = Console()
+        config, budget = job.run.config, Budget.of(job.run.config)
+        notes |= {f"{job.run.arm}: {note}": None for note in config.notes()}
+        cells = [str(index), job.name, _state(job), *_cells(budget.model), *_cells(budget.ffn)]
+        cells += [short(budget.tokens), short(budget.training_flops)]
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    if not any(columns[" "]):
+        del columns[" "]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    for name in columns:
+        is_text = name in ("run", " ")
+        justify = "left" if is_text else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "run", overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    console = Console(highlight=False)
     console.print(table)
+    for line in (_LEGEND, *notes):
+        console.print(Text(line, style="dim"))
     total = sum(job.flops for job in sweep.jobs)
     num_done = len([*sweep.of("finished")])
     console.print(
-        f"\n{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all",
-        highlight=False,
+        f"{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all"
     )
 
 
@@ -164,7 +171,7 @@ def _cells(cost: Cost) -> list[str]:
 
 def _state(job: Job) -> str:
     if job.state != "waiting":
-        return job.state
+        return "done" if job.state == "finished" else job.state
     return "begun" if run_folder.is_run(job.run.folder) else ""
 
 

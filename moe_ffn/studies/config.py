@@ -232,6 +232,11 @@ class StudyConfig(Config, frozen=True):
             ConfigError: it cannot be read, or is no study.
         """
         options = read_yaml(path, where=f"--config {path}")
+        if not {"arms", "grid"} & {*options}:
+            raise ConfigError(
+                f"'{path}' is no study: it has neither arms nor a grid; the config files of arms are given "
+                "without --config"
+            )
         name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
         options = {"name": name, **options, **(given or {})}
         if (base := options.pop("base", None)) is not None:
