@@ -678,8 +678,9 @@ def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> 
 
 
 LEVERAGE_LIMITS = (
-    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
-    "decayed yet, and the loss is above what a shorter run ends at: there a leverage above 1 is a lower bound."
+    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has "
+    "not decayed yet, and the loss is above what a shorter run ends at: a leverage above 1 is a lower "
+    "bound there."
 )
 """What leverage may not be used for."""
 

@@ -117,34 +117,6 @@ def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
     ]
 
 
-def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
-    rng = random.Random(0)
-    windows = [2 + rng.gauss(0, 0.3) for _ in range(200)]
-    better = [loss - 0.05 + rng.gauss(0, 0.01) for loss in windows]
-
-    found = Comparison.of(
-        [make_result("gelu", windows=windows), make_result("swiglu", loss=1.95, windows=better)]
-    )
-
-    arm = found.arm("swiglu")
-    assert arm.interval_over == "windows"
-    assert arm.difference is not None
-    assert (arm.difference.over, arm.difference.num_pairs) == ("windows", 200)
-    assert arm.difference.p_value is None
-    assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
-    (verdict,) = found.verdicts
-    assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
-    assert verdict.endswith("in their one seed; what another seed would say is not known.")
-
-
-def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
-    found = Comparison.of([make_result("gelu", seed, 2 + seed / 100) for seed in range(5)])
-
-    assert found.verdicts == [
-        "gelu: 2.0200 [2.0004, 2.0396] nats per token over 5 seeds, whose standard deviation is 0.0158."
-    ]
-
-
 # -- cost
 
 
@@ -305,13 +277,8 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
             "the runs have other tokenizers (data.tokenizer), so that their losses do not compare: "
             "data.tokenizer.type is 'bytes' in a-seed0 and 1 more, 'bpe' in b-seed0",
         ),
-        (
-            {"options": {"model.causal": False}},
-            "the runs predict other tokens (model.causal), so that their losses do not compare: "
-            "model.causal is True in a-seed0 and 1 more, False in b-seed0",
-        ),
     ],
-    ids=["windows", "corpus", "tokenizer", "task"],
+    ids=["windows", "corpus", "tokenizer"],
 )
 def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], message: str) -> None:
     results = [make_result("a", 0), make_result("a", 1), make_result("b", 0, **changes)]
@@ -320,6 +287,35 @@ def test_runs_of_other_data_are_refused_by_the_key(changes: dict[str, Any], mess
         Comparison.of(results)
 
     assert str(raised.value) == message
+
+
+def test_arms_that_predict_other_tokens_stand_beside_and_are_not_compared() -> None:
+    masked = [make_result("bert", seed, 0.1, options={"model.causal": False}) for seed in range(2)]
+
+    found = Comparison.of([*gating(2), *masked], baseline="gelu")
+
+    arm = found.arm("bert")
+    assert (arm.difference, arm.reached) == (None, None)
+    assert found.verdicts[-1] == (
+        "bert predicts masked tokens (0.15 of them) and gelu next tokens, so that their losses do not "
+        "compare."
+    )
+    assert found.arm("swiglu").on_frontier["FLOPs"], "which has the lowest loss of its kind"
+
+
+def test_windows_that_are_not_known_are_told_by_the_options() -> None:
+    old = {"corpus": SHA["corpus"], "tokenizer": SHA["tokenizer"]}
+
+    Comparison.of([make_result("a"), make_result("b", fingerprints=old)])
+    with pytest.raises(
+        ConfigError, match=r"data\.validation_tokens is 131072 in a-seed0, 9 in b-seed0"
+    ):
+        Comparison.of(
+            [
+                make_result("a"),
+                make_result("b", fingerprints=old, options={"data.validation_tokens": 9}),
+            ]
+        )
 
 
 def test_an_unknown_baseline_is_refused() -> None:
