@@ -108,3 +108,16 @@ def test_schema_explains_and_bounds(schema: dict[str, Any]) -> None:
     assert layers["minimum"] == 1
     assert layers["description"].startswith("Blocks of attention")
     assert schema["additionalProperties"] is False
+
+
+def test_schema_takes_a_number_or_a_match_for_a_width(schema: dict[str, Any]) -> None:
+    widths = [
+        node["properties"]["d_ff"] for node in nodes(schema) if "d_ff" in node.get("properties", {})
+    ]
+    number = {"minimum": 1, "maximum": 10**9, "type": "integer"}
+    kinds = [number, {"$ref": "#/$defs/MatchConfig"}, {"type": "null"}]
+    assert [width["anyOf"] for width in widths] == [kinds] * len(widths)
+    assert len(widths) == 6  # dense, gated and conv blocks; plain, gated and clamped experts
+    match = schema["$defs"]["MatchConfig"]
+    assert match["properties"]["of"]["$ref"] == "#/$defs/FFNConfig"
+    assert match["required"] == ["match", "of"]

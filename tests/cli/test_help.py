@@ -97,6 +97,20 @@ def test_a_section_that_is_off_shows_what_it_would_take(show: Show) -> None:
     assert " swiglu, geglu, " in show("--help", "model.ffn.shared_expert")
 
 
+def test_a_width_shows_what_it_would_take_to_be_solved(show: Show) -> None:
+    width = "--model.ffn.experts.d_ff"
+    shown = show("--help", width.removeprefix("--"))
+    assert "by default the dense block's" in shown
+    assert f"{width}.match (required) What is made equal" in shown
+    assert "One of: total_params, active_params, flops_per_token." in shown
+    assert f"{width}.of (required)" in shown
+
+    given = (f"{width}.match", "active_params", f"{width}.of", "{type: dense, d_ff: 512}")
+    shown = show(*given, "--help", width.removeprefix("--"))
+    assert f"{width}.match active_params" in shown
+    assert f"{width}.of.d_ff 512" in shown
+
+
 def test_one_option(show: Show) -> None:
     assert show("--help", "trainer.max_steps") == (
         "trainer.max_steps: Optimizer steps of the whole run. --trainer.max_steps 400"
