@@ -124,6 +124,22 @@ def test_a_run_of_a_sweep_is_the_run_that_train_makes(
     require_same(tmp_path / "runs/few/dense-seed3", alone.folder)
 
 
+def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path: Path) -> None:
+    match = "{match: total_params, of: {type: dense, d_ff: 32}}"
+    write_study(
+        tmp_path,
+        f"arms: {{relu: {{model.ffn: {{type: dense, d_ff: 32}}}}, "
+        f"swiglu: {{model.ffn: {{type: swiglu, d_ff: {match}}}}}}}",
+    )
+
+    code, out, err = program("--config", "gating.yaml", "--dry-run")
+
+    assert (code, err) == (0, "")
+    # 2 matrices of 16 x 32, and 3 of 16 x 21; said once for the arm and not for each seed
+    said = "swiglu: model.ffn.d_ff: 21 gives 1,008 parameters where 1,024 are wanted (-1.56%)"
+    assert " ".join(out.split()).count(said) == 1
+
+
 def test_a_run_that_fails_ends_no_other_and_is_tried_again(
     program: Program, tmp_path: Path
 ) -> None:
