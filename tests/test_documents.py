@@ -54,9 +54,9 @@ def test_the_tutorial_runs_from_its_beginning_to_its_end(
             for line in block.splitlines():
                 command, *argv = shlex.split(line, comments=True)
                 assert command == "moe-ffn"
-                if argv[0] == "compare":  # trains in a process of its own
+                if argv[0] == "sweep":  # trains in a process of its own
                     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-                tiny = TINY if argv[0] in ("train", "compare") else []
+                tiny = TINY if argv[0] in ("train", "sweep") else []
                 assert run([*argv, *tiny]) == 0, line
         printed += capsys.readouterr().out
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import moe_ffn
-from tests.helpers.tiny_runs import train_in_this_process
+from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -136,12 +136,17 @@ def test_every_command_succeeds(
         assert run([f"{module}.__main__", *tiny]) == 0
         assert "moe_ffn auto" in capsys.readouterr().out
         return
-    if module == "experiments.compare":  # one of the configs stands for all
-        monkeypatch.setattr(subprocess, "run", train_in_this_process)
+    if module == "experiments.sweep":  # one of the configs stands for all
+        monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
         files = sorted(str(path) for path in Path().glob(arguments[0]))
         assert len(files) > 15
         kept = [path for path in files if Path(path).stem == "relu"]
         assert run([module, *kept, *arguments[1:], *TINY]) == 0
+        assert "compare runs/routers" in capsys.readouterr().out
+        return
+    if module == "experiments.compare":
+        assert run(["experiments.train", *TINY, "--run.output_dir", arguments[0]]) == 0
+        assert run([module, *arguments]) == 0
         printed = capsys.readouterr().out
         assert "MaxVio" in printed
         assert "tokens/s" in printed

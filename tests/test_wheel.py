@@ -161,9 +161,11 @@ def test_an_installed_user_trains_reads_the_report_and_generates(run: Run, tmp_p
     assert generated.stdout.startswith("the ")
 
     compared = run(
-        *("moe-ffn", "compare", "tiny.yaml", "--name", "all", "--trainer.max_steps", "2"),
+        *("moe-ffn", "sweep", "tiny.yaml", "--name", "all", "--trainer.max_steps", "2"),
         *("--sample.num_tokens", "0"),
     )
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+    compared = run("moe-ffn", "compare", "runs/all")
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
     again = run("moe-ffn", "train", "--resume", "runs/mine")

@@ -15,7 +15,7 @@ PROGRAMS = {
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",
     "generate": "continue a prompt with a run's best weights",
     "report": "write the page of a run, or of several runs in the same plots",
-    "compare": "train several configs, one after the other, and print their results side by side",
+    "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",

@@ -1,199 +1,147 @@
-"""Train several configs, one after the other, and print their results side by side.
+"""Compare runs that exist: losses with intervals, differences to a baseline, cost, and what differs.
 
-    moe-ffn compare configs/routers/*.yaml --trainer.max_steps 300 [--name NAME]
+    moe-ffn compare runs/gating                  the runs of a study, or of any folder
+    moe-ffn compare runs/a runs/b                runs, grouped into arms by their options
+    moe-ffn compare docs/studies/gating          committed results
+    moe-ffn compare runs/gating docs/studies/gating --html gating.html
 
-Further options are those of moe-ffn train, for all of them. The runs are in runs/NAME/; given the same
-NAME again, finished runs are not repeated and the one that was interrupted is resumed; what an
-unfinished run with other options left is set aside.
+Nothing is trained; that is moe-ffn sweep. Runs that are not finished, or damaged, are listed and left out,
+and the exit code is 1.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime
-from itertools import takewhile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.parser import Parser
-from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError, command, first_line, is_from_clone, printable, reason, show
-from moe_ffn.report.comparison import Result, comparison_table, read_result, write_markdown
-from moe_ffn.runs import folder as run_folder
-from moe_ffn.runs.config import TrainConfig, differences, not_a_folder_name, own_config
-from moe_ffn.runs.outside_code import comparable_options
-from moe_ffn.trust import FLAG, HELP, UntrustedCodeError, accepting_code
+from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.errors import ConfigError, command, printable, reason
+from moe_ffn.files import make_folder, read_bytes, write_whole
+from moe_ffn.report.html import OPENING
+from moe_ffn.report.study_tables import (
+    CSV_OPENING,
+    MARKDOWN_OPENING,
+    print_comparison,
+    to_csv,
+    to_markdown,
+)
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.gather import Gathered, gather
 
-
-class UnreadableRunError(ConfigError):
-    """The options of a run cannot be read; the other runs are compared all the same."""
+EXIT_LEFT_OUT = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    files, name, overrides, trust_code = parse_arguments(argv or ["--help"])
-    configs = {file: resolve(file, name, overrides) for file in files}
-    with accepting_code(trust_code):
-        return compare(configs, overrides, [FLAG] if trust_code else [])
+    options = _parser().parse_args(argv or ["--help"])
+    outputs = {
+        "--markdown": (options.markdown, MARKDOWN_OPENING),
+        "--csv": (options.csv, CSV_OPENING),
+        "--html": (options.html, OPENING),
+    }
+    for option, (path, opening) in outputs.items():
+        if path is not None:
+            check_output(option, path, opening)
+    gathered = read(options.paths)
+    comparison = compare(gathered, options.baseline)
+    print_comparison(Console(), comparison)
+    if options.markdown is not None:
+        write_output("--markdown", options.markdown, to_markdown(comparison))
+    if options.csv is not None:
+        write_output("--csv", options.csv, to_csv(comparison))
+    if options.html is not None:
+        write_html(comparison, gathered, options.html)
+    if options.json_dir is not None:
+        write_results(gathered, options.json_dir)
+    for why in gathered.left_out.values():
+        print(printable(f"left out: {why}"), file=sys.stderr)
+    return EXIT_LEFT_OUT if gathered.left_out else 0
 
 
-def compare(
-    configs: Mapping[Path, TrainConfig], overrides: Sequence[str], resume_flags: Sequence[str]
-) -> int:
-    """Train what is not finished, and print the table; the exit code."""
-    todo: list[Path] = []
-    problems: dict[Path, str] = {}
-    for file, config in configs.items():
-        try:
-            if not is_finished(config):
-                todo.append(file)
-        except UnreadableRunError as error:
-            problems[file] = str(error)
-    results: list[Result] = []
-    for file, config in configs.items():
-        if file in problems:
-            continue
-        if file in todo:
-            begun = has_begun(config)
-            how = "resuming" if begun else "training"
-            print(f"{file.stem}: {how} ({todo.index(file) + 1} of {len(todo)})", flush=True)
-            argv = [*overrides, *resume_flags] if begun else overrides
-            if not train(file, config, argv, begun):
-                problems[file] = f"failed: {file}; what it said is above"
-                continue
-        try:
-            result = read_result(file.stem, config)
-        except ConfigError as error:
-            problems[file] = str(error)
-            continue
-        results.append(result)
-        if result.lost:
-            problems[file] = f"'{run_folder.named_run_folder(config)}': {result.lost}"
-    path = run_folder.output_dir(next(iter(configs.values()))) / "comparison.md"
-    Console().print(comparison_table(results))
-    if results:
-        try:
-            write_markdown(results, path)
-            print(f"\nThe runs, and this table as {path.name}, are in {path.parent}/")
-        except OSError as error:
-            problems[path] = f"'{path}' cannot be written ({reason(error)})"
-    for problem in problems.values():
-        print(printable(problem), file=sys.stderr)
-    return 1 if problems else 0
-
-
-def parse_arguments(argv: Sequence[str]) -> tuple[list[Path], str, list[str], bool]:
-    """The config files, the name of the comparison, options for every run, and `--trust-code`."""
-    parser = Parser(
-        prog=command("compare"),
-        usage=f"{command('compare')} FILE ... [--name NAME]\n       [--SECTION.OPTION VALUE ...]",
-        description=__doc__,
+def _parser() -> Parser:
+    parser = Parser(prog=command("compare"), description=__doc__)
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="folder of a run, folder that holds runs or results of runs, or file of a result",
     )
-    parser.add_argument("--name", help="folder of the comparison in run.output_dir")
-    parser.add_argument(FLAG, action="store_true", help=HELP)
-    # As a positional of argparse they would take the value of an option that is not its own.
-    given, rest = parser.parse_known_args(argv)
-    files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
-    if not files:
-        raise ConfigError(
-            f"give the config files first: {command('compare')} configs/routers/*.yaml"
+    parser.add_argument(
+        "--baseline",
+        metavar="ARM",
+        help="the arm that the others are compared with; that of the study, or the first",
+    )
+    for name, what in {
+        "--markdown": "the tables as Markdown",
+        "--html": "one page with plots that opens from disk",
+        "--csv": "the numbers in full, a row for each arm",
+    }.items():
+        parser.add_argument(name, type=Path, metavar="FILE", help=f"write {what}")
+    parser.add_argument(
+        "--json-dir",
+        type=Path,
+        metavar="DIR",
+        help="write the result of each run there, to be committed: less than 30 kB each",
+    )
+    return parser
+
+
+def read(paths: Sequence[Path]) -> Gathered:
+    """What the folders hold, with a bar on a terminal while many runs are read."""
+    columns = (TextColumn("reading runs"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        return gather(paths, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
+    """The comparison of what was found; `baseline` over that of its study."""
+    study = gathered.study
+    try:
+        return Comparison.of(
+            gathered.results,
+            baseline=baseline or (study and study.baseline),
+            arms=study.arm_names if study else (),
+            step_seconds=gathered.step_seconds,
+            question=study.question if study else "",
         )
-    if given.name is not None and (problem := not_a_folder_name(given.name)):
-        raise ConfigError(f"--name: {problem}")
-    stems = [file.stem for file in files]
-    for stem in stems:
-        if stems.count(stem) > 1:
-            raise ConfigError(f"two config files are called '{stem}'; a run is named by its file")
-    name = given.name or f"comparison-{datetime.now():%Y%m%d-%H%M%S}"
-    return files, name, rest[len(files) :], given.trust_code
+    except ConfigError as error:
+        if not gathered.left_out:
+            raise
+        raise ConfigError(
+            f"{error} ({len(gathered.left_out)} runs are left out: they are not finished)"
+        ) from error
 
 
-def resolve(file: Path, name: str, overrides: Sequence[str]) -> TrainConfig:
-    """The config of one run, which goes into the comparison's folder under its file's name."""
-    config = parse_config(["--config", str(file), *overrides], TrainConfig, command("compare"))
-    options = config.to_dict()
-    options["run"] = {"name": file.stem, "output_dir": str(Path(config.run.output_dir) / name)}
-    return validate(TrainConfig, options)
+def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
+    """The page of a comparison."""
+    try:
+        from moe_ffn.report.comparison_page import write_comparison_page
+    except ImportError:
+        raise ConfigError("--html: this version has no page of comparisons yet") from None
+    write_comparison_page(comparison, gathered.results, path)
 
 
-def is_finished(config: TrainConfig) -> bool:
-    """Whether this very run was done before.
+def write_results(gathered: Gathered, folder: Path) -> None:
+    """The result of each run, and the files of the study, in `folder`.
 
     Raises:
-        UnreadableRunError: the options of the finished run cannot be read.
-        ConfigError: its folder holds a finished run with other options, or something else than files.
-    """
-    folder = run_folder.named_run_folder(config)
-    run_folder.check_entries(folder)
-    if not run_folder.is_finished(folder):
-        return False
-    for key, (before, now) in _differences(folder, config).items():
-        raise ConfigError(
-            f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
-            "options it had, or choose another --name"
-        )
-    return True
-
-
-def has_begun(config: TrainConfig) -> bool:
-    """Whether this very run was begun and can be resumed.
-
-    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
-    """
-    folder = run_folder.named_run_folder(config)
-    if not folder.exists():
-        return False
-    with suppress(UnreadableRunError):  # damaged, or of another version
-        if not _differences(folder, config):
-            return True
-    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-    with run_folder.locked(folder):
-        folder.rename(aside)
-    print(f"{folder.name}: an unfinished run with other options is now {aside}")
-    return False
-
-
-def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """The options, or code behind them, in which the run in `folder` differs, as `differences` names them.
-
-    Raises:
-        UntrustedCodeError: its options name code that is not trusted.
-        UnreadableRunError: its options cannot be read.
+        ConfigError: it cannot be written.
     """
     try:
-        own = own_config(folder / run_folder.CONFIG_FILE)
-    except UntrustedCodeError:
-        raise
-    except ConfigError as error:
-        raise UnreadableRunError(first_line(error)) from error
-    return differences(comparable_options(own), comparable_options(config))
-
-
-def train(file: Path, config: TrainConfig, overrides: Sequence[str], begun: bool) -> bool:
-    """Train in a process of its own, so that no run finds the memory or threads of another."""
-    start = time.monotonic()
-    # -P: a folder called moe_ffn in the current one is not taken for this package.
-    installed = ["-P", "-m", "moe_ffn.cli", "train"]
-    done = subprocess.run(
-        [
-            *(sys.executable, *(["-m", "experiments.train"] if is_from_clone() else installed)),
-            *("--config", str(file), *overrides),
-            *("--run.output_dir", config.run.output_dir, "--run.name", str(config.run.name)),
-            *(["--resume", str(run_folder.named_run_folder(config))] if begun else []),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        print("\n".join(done.stdout.splitlines()[-10:]), file=sys.stderr)
-        return False
-    print(f"{file.stem}: {time.monotonic() - start:.0f} s")
-    return True
+        make_folder(folder)
+        for result in gathered.results:
+            result.write(folder)
+        for path in gathered.study_files:
+            write_whole(folder / path.name, read_bytes(path))
+    except OSError as error:
+        raise ConfigError(
+            f"--json-dir: '{folder}' cannot be written ({reason(error)}); choose another folder"
+        ) from error

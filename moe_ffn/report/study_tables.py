@@ -98,7 +98,7 @@ def _costs(arms: Sequence[Arm]) -> Table:
             compact(arm.budget.model.active_params),
             compact(arm.budget.model.flops_per_token),
             number(arm.tokens_per_second, ",.0f"),
-            compact(arm.mean("peak_memory_bytes")),
+            _megabytes(arm.mean("peak_memory_bytes")),
         ]
         for arm in arms
     ]
@@ -112,8 +112,12 @@ def _costs(arms: Sequence[Arm]) -> Table:
         ["arm", "params", "active", "FLOPs", "tokens/s", "memory"],
         rows,
         f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}; memory: the "
-        "peak of the process in bytes, on a GPU of its tensors",
+        "peak of the process, on a GPU of its tensors",
     )
+
+
+def _megabytes(count: float | None) -> str:
+    return NONE if count is None else f"{count / 1e6:,.0f} MB"
 
 
 def _routing(arms: Sequence[Arm]) -> Table:
@@ -260,7 +264,9 @@ def _markdown_rows(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def plain(text: str) -> str:
     """`text` in Markdown without a meaning of its own: an arm may be called `<b>` or `a|b`."""
-    return re.sub(r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", text)
+    return re.sub(
+        r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", printable(text)
+    )
 
 
 def to_csv(comparison: Comparison) -> str:

@@ -117,6 +117,14 @@ class Arm:
         return "seeds" if len(self.losses) > 1 else "windows"
 
     @property
+    def task(self) -> str:
+        """What it predicts; losses of two tasks do not compare."""
+        first = self.results[0]
+        if first.option("model.causal") is not False:
+            return "next tokens"
+        return f"masked tokens ({first.option('objective.masked_fraction')} of them)"
+
+    @property
     def budget(self) -> Budget:
         return self.results[0].budget
 
@@ -273,7 +281,8 @@ class Comparison:
 def _with_differences(arms: Sequence[Arm]) -> list[Arm]:
     """The arms with their differences to the first, corrected for how many those are."""
     base, others = arms[0], arms[1:]
-    paired = {arm.name: paired_difference(arm.losses, base.losses) for arm in others}
+    same = [arm for arm in others if arm.task == base.task]
+    paired = {arm.name: paired_difference(arm.losses, base.losses) for arm in same}
     known = {name: found for name, found in paired.items() if found is not None}
     corrected = dict(zip(known, holm([f.p_value for f in known.values()]), strict=True))
     return [
@@ -283,7 +292,7 @@ def _with_differences(arms: Sequence[Arm]) -> list[Arm]:
                 arm,
                 difference=_over_seeds(known[arm.name], corrected[arm.name], len(known))
                 if arm.name in known
-                else _over_windows(arm, base),
+                else (_over_windows(arm, base) if arm.task == base.task else None),
             )
             for arm in others
         ),
@@ -319,6 +328,8 @@ def _over_windows(arm: Arm, base: Arm) -> Difference | None:
 
 def _verdict(arm: Arm, base: Arm) -> str:
     found, baseline = arm.difference, base.name
+    if arm.task != base.task:
+        return f"{arm.name} predicts {arm.task} and {baseline} {base.task}, so that their losses do not compare."
     if found is None:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
@@ -370,7 +381,9 @@ def p_text(p_value: float | None) -> str:
 
 def _with_reached(arms: Sequence[Arm]) -> list[Arm]:
     base = arms[0]
-    return [replace(arm, reached=_reached(arm, base)) for arm in arms]
+    return [
+        replace(arm, reached=_reached(arm, base)) if arm.task == base.task else arm for arm in arms
+    ]
 
 
 def _reached(arm: Arm, base: Arm) -> Reached:
@@ -415,7 +428,7 @@ def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
         return False
     for other in arms:
         theirs = COSTS[kind](other)
-        if theirs is None or other is arm:
+        if theirs is None or other is arm or other.task != arm.task:
             continue
         is_beaten = other.loss <= arm.loss and theirs <= cost
         if is_beaten and (other.loss < arm.loss or theirs < cost):
@@ -491,16 +504,13 @@ def require_comparable(results: Sequence[RunResult]) -> None:
 
     It names the option at fault, both values, and the runs.
     """
+    knows_windows = all(result.fingerprints.get("validation") for result in results)
     for what, of_result in {
         "read other text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
         "have other tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
         "validate on other windows": lambda r: (
-            r.fingerprints.get("validation"),
+            r.fingerprints.get("validation") if knows_windows else None,
             *(r.option(f"data.{key}") for key in VALIDATION_OPTIONS),
-        ),
-        "predict other tokens (model.causal)": lambda r: (
-            r.option("model.causal"),
-            None if r.option("model.causal") else r.option("objective.masked_fraction"),
         ),
     }.items():
         groups: dict[Any, list[RunResult]] = {}
@@ -518,10 +528,10 @@ VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
 
 def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
     """`data.seq_len is 128 in a and b, 256 in c`; the fingerprint where no option tells."""
-    keys = ("data.", "model.causal", "objective.masked_fraction")
     ours, theirs = flatten(one[0].config), flatten(other[0].config)
     for key in ours | theirs:
-        if key.startswith(keys) and key != "data.batch_size" and ours.get(key) != theirs.get(key):
+        is_of_data = key.startswith("data.") and key != "data.batch_size"
+        if is_of_data and ours.get(key) != theirs.get(key):
             old, new = show(ours.get(key)), show(theirs.get(key))
             return f"{key} is {old} in {_names(one)}, {new} in {_names(other)}"
     for key, value in one[0].fingerprints.items():

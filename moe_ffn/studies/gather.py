@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_object
-from moe_ffn.runs.folder import is_run, reading
+from moe_ffn.runs.folder import FACTS_FILE, SUMMARY_FILE, TOKENIZER_FILE, is_run, reading
 from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.comparison import few_words, identity
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
@@ -26,7 +26,7 @@ class Gathered:
 
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
-    """Folder of a run that is not compared -> why."""
+    """Run that is not compared -> why, a sentence."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -45,7 +45,7 @@ def gather(
         on_progress: called with how many are read, and how many there are.
 
     Raises:
-        ConfigError: a folder holds none, or something cannot be read.
+        ConfigError: a folder holds none, or none of them can be compared.
     """
     sources = list(
         {source.path.resolve(): source for p in paths for source in _sources(p)}.values()
@@ -55,16 +55,20 @@ def gather(
     studies = {source.folder: source.study for source in sources if source.study}
     for done, source in enumerate(sources):
         on_progress(done, len(sources))
-        result = source.read()
-        if why := _unfit(result):
-            left_out[source.path] = why
+        try:
+            result = source.read()
+        except ConfigError as error:
+            left_out[source.path] = str(error)
+            continue
+        if why := _unfit(result, source.path):
+            left_out[source.path] = f"'{source.path}' {why}"
         else:
             found.append((result, source))
     on_progress(len(sources), len(sources))
     if not found:
-        path, why = next(iter(left_out.items()))
-        more = f", and {len(left_out) - 1} more are like it" if len(left_out) > 1 else ""
-        raise ConfigError(f"no finished run to compare: '{path}' {why}{more}; finish them first")
+        first, *others = left_out.values()
+        more = f"; {len(others)} more cannot be compared either" if others else ""
+        raise ConfigError(f"{first}{more}")
     return Gathered(
         results=_each_once(_named(found)),
         left_out=left_out,
@@ -95,18 +99,22 @@ def _named(found: Found) -> Found:
     names: dict[Path, str] = {}
     first = next(iter(of_no_study.values()))[0][0] if of_no_study else None
     for group in of_no_study.values():
-        if first is not None and len({result.arm for result, _ in group}) > 1:
+        seeds = [result.seed for result, _ in group]
+        has_one_each = len(set(seeds)) == len(seeds)
+        if first is not None and has_one_each and len({result.arm for result, _ in group}) > 1:
             name = few_words(first, group[0][0]) or str(group[0][0].option("model.ffn.type"))
             names |= {source.path: name for _, source in group}
     found = [
         (_renamed(result, names.get(source.path, result.arm)), source) for result, source in found
     ]
     identities: dict[str, set[str]] = {}
-    for result, _ in found:
+    folders: dict[str, set[str]] = {}
+    for result, source in found:
         identities.setdefault(result.arm, set()).add(identity(result))
+        folders.setdefault(result.arm, set()).add(source.folder.name)
     return [
         (_renamed(result, f"{source.folder.name}/{result.arm}"), source)
-        if len(identities[result.arm]) > 1
+        if len(identities[result.arm]) > 1 and len(folders[result.arm]) > 1
         else (result, source)
         for result, source in found
     ]
@@ -147,14 +155,19 @@ def read_timing(folder: Path) -> dict[str, float]:
     return {arm: value for arm, value in seconds.items() if isinstance(value, float)}
 
 
-def _unfit(result: RunResult) -> str:
+def _unfit(result: RunResult, path: Path) -> str:
     """Why a run cannot be compared, as a verb phrase; empty where it can."""
     outcome = result.outcome
     if not outcome.is_finished:
-        max_steps = result.option("trainer.max_steps")
-        return f"is not finished: it is at step {outcome.step or 0} of {max_steps or '?'}"
+        if (path / SUMMARY_FILE).exists():
+            return f"has lost its results: {SUMMARY_FILE} is damaged"
+        return (
+            f"is not finished: it is at step {outcome.step} of {result.option('trainer.max_steps')}"
+        )
     if outcome.validation_loss is None:
         return "has no finite validation loss"
+    if None in (result.fingerprints.get("corpus"), result.fingerprints.get("tokenizer")):
+        return f"does not say what it was trained on: {FACTS_FILE} or {TOKENIZER_FILE} is damaged"
     return ""
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.files import read_text, write_whole
+from moe_ffn.option_tree import flatten
 from moe_ffn.runs.folder import CONFIG_FILE, TOKENIZER_FILE, reading
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.record import tokenizer_sha256
@@ -141,18 +142,18 @@ class RunResult(_Value):
         seconds = run.series(TRAIN_SECONDS)
         step_seconds = _median(run.series(STEP_SECONDS).values)
         speed = tokens_per_step / step_seconds if step_seconds else summary.tokens_per_second
+        # Null in the summary says that it is not finite; an unfinished run has only its rows.
         last = {
-            key: run.series(f"validation/{key}").last if value is None else value
-            for key, value in {
-                "loss": summary.validation_loss,
-                "bits_per_byte": summary.validation_bits_per_byte,
-            }.items()
+            key: getattr(summary, f"validation_{key}")
+            if summary
+            else run.series(f"validation/{key}").last
+            for key in ("loss", "bits_per_byte")
         }
         loads = [values.get("load") or [] for values in run.validated.values()]
         return cls(
             arm=arm,
             main_arm=main_arm or arm,
-            seed=_whole(run.option("seed")) or 0,
+            seed=run.options["seed"],
             tuning=dict(tuning or {}),
             config=_kept_options(run.options),
             budget=_budget(run, step * tokens_per_step),
@@ -229,12 +230,13 @@ def _kept_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tokens_per_step(run: Run) -> int:
     """ConfigError where the options that say it are lost."""
-    keys = ("data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
-    counts = [run.option(key) for key in keys]
+    keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
+    options = flatten(run.options)
+    counts = [options.get(key) for key in keys]
     for key, count in zip(keys, counts, strict=True):
         if _whole(count) is None:
             raise ConfigError(f"'{run.folder}' does not say its {key}: {CONFIG_FILE} is damaged")
-    return math.prod(counts)
+    return math.prod(counts[1:])
 
 
 def _budget(run: Run, tokens: int) -> Budget:

@@ -39,7 +39,7 @@ ANSWERS = {
     "report --help": (0, ""),
     "report nowhere --every soon": (2, None),
     "compare --help": (0, ""),
-    "compare nowhere.yaml": (2, None),
+    "compare nowhere": (2, None),
     "trace --help": (0, ""),
     "trace nowhere --text a": (2, None),
     "trace RUN --text a": (0, ""),

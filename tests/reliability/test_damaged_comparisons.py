@@ -1,234 +1,143 @@
-"""Finished runs whose files are damaged are compared all the same, and what they lost is told by file."""
+"""Finished runs whose files are damaged are left out of a comparison by name, and the others are compared."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli.compare import resolve
-from moe_ffn.config_files import to_yaml
-from moe_ffn.report.comparison import Result, write_markdown
 from moe_ffn.runs.folder import CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE
+from tests.helpers.arms import write_arm
 from tests.helpers.cases import cases
 from tests.helpers.tiny_runs import Finished, run_here
 
-ROUTING = {"layer_00": {"max_violation": 0.25, "experts_per_token": 2.0}}
-SUMMARY = {
-    "validation_loss": 1.25,
-    "unigram_loss": 3.0,
-    "tokens_per_second": 2000.0,
-    "routing": ROUTING,
-}
-FACTS = {"precision": "32-true", "flops_per_token": 2_500_000}
-METRICS = (
-    '{"step": 2, "train/tokens_per_second": 1000.0, "routing/layer_00/dropped_fraction": 0.9}\n'
-    '{"step": 4, "train/tokens_per_second": 3000.0, "routing/layer_00/dropped_fraction": 0.125}\n'
-    '{"step": 4, "validation/loss": 1.25}\n'
-)
-WHOLE = ["next", "32-true", "1.2500", "0.25", "2.00", "12.5%", "2.50", "3,000"]
-"""The cells of an undamaged run, after its name."""
-
 
 @pytest.fixture
-def compared(tmp_path: Path) -> Callable[[], Finished]:
-    """Runs `compare` over the finished runs `good` and `hurt` in runs/all; nothing is trained."""
-    command = []
-    for name in ("good", "hurt"):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text("model: {num_layers: 1}\n")
-        command.append(str(file))
-    options = ["--run.output_dir", str(tmp_path / "runs")]
-    for file in map(Path, command):
-        folder = tmp_path / "runs" / "all" / file.stem
-        folder.mkdir(parents=True)
-        (folder / CONFIG_FILE).write_text(to_yaml(resolve(file, "all", options)))
-        (folder / SUMMARY_FILE).write_text(json.dumps(SUMMARY))
-        (folder / FACTS_FILE).write_text(json.dumps(FACTS))
-        (folder / METRICS_FILE).write_text(METRICS)
-    return lambda: run_here(*command, "--name", "all", *options, program="experiments.compare")
+def study(tmp_path: Path) -> Path:
+    """Two seeds of `good`, two of `hurt`."""
+    for arm in ("good", "hurt"):
+        write_arm(tmp_path / "all", arm, [2.0, 2.1], experts=4)
+    return tmp_path / "all"
 
 
-def _row(done: Finished, name: str) -> list[str]:
-    rows = [line.split() for line in done.stdout.splitlines()]
-    (found,) = [cells[1:] for cells in rows if cells[:1] == [name]]
-    return found
+def _compared(study: Path) -> Finished:
+    return run_here(str(study), program="experiments.compare")
 
 
-def _with(values: dict[str, object], **changes: object) -> str:
-    return json.dumps({**values, **changes})
+def _row(done: Finished, arm: str) -> list[str]:
+    return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith(f"{arm} "))
 
 
-NO_SUMMARY = "summary.json lacks validation_loss, unigram_loss, routing"
-NO_FACTS = "facts.json lacks precision, flops_per_token"
-NO_METRICS = "metrics.jsonl lacks train/tokens_per_second"
+NO_SUMMARY = "'{}' has lost its results: summary.json is damaged"
+NO_LOSS = "'{}' has no finite validation loss"
+NO_DATA = "'{}' does not say what it was trained on: facts.json or tokenizer.json is damaged"
+NO_OPTIONS = "'{}' does not say its seed: config.yaml is damaged"
+DEEP = "[" * 99_000
 
 DAMAGES: dict[str, tuple[str, str | bytes | None, str]] = {
     "summary empty": (SUMMARY_FILE, "", NO_SUMMARY),
-    "summary cut in two": (SUMMARY_FILE, json.dumps(SUMMARY)[:40], NO_SUMMARY),
+    "summary cut in two": (SUMMARY_FILE, '{"validation_loss": 1.2', NO_SUMMARY),
     "summary binary": (SUMMARY_FILE, bytes(range(256)), NO_SUMMARY),
     "summary a list": (SUMMARY_FILE, "[1, 2]", NO_SUMMARY),
-    "summary a thousand lists": (SUMMARY_FILE, "[" * 99_000, NO_SUMMARY),
-    "summary without keys": (SUMMARY_FILE, "{}", NO_SUMMARY),
-    "summary of other types": (
-        SUMMARY_FILE,
-        '{"validation_loss": [1], "unigram_loss": true, "routing": 3}',
-        NO_SUMMARY,
-    ),
-    "routing a list": (
-        SUMMARY_FILE,
-        _with(SUMMARY, routing=[1]),
-        "summary.json lacks routing",
-    ),
-    "routing of numbers": (
-        SUMMARY_FILE,
-        _with(SUMMARY, routing={"layer_00": 3, "?": None}),
-        "summary.json lacks routing",
-    ),
-    "routing of text": (
-        SUMMARY_FILE,
-        _with(SUMMARY, routing={"layer_00": {"max_violation": "high"}}),
-        "summary.json lacks routing",
-    ),
+    "summary a thousand lists": (SUMMARY_FILE, DEEP, NO_SUMMARY),
+    "summary of other types": (SUMMARY_FILE, '{"validation_loss": [1], "num_alarms": 0}', NO_LOSS),
     "a loss of 400 digits": (
         SUMMARY_FILE,
-        _with(SUMMARY, unigram_loss=10**400),
-        "summary.json lacks unigram_loss",
+        f'{{"validation_loss": {10**400}, "num_alarms": 0}}',
+        NO_LOSS,
     ),
-    "facts missing": (FACTS_FILE, None, NO_FACTS),
-    "facts of other types": (
-        FACTS_FILE,
-        '{"precision": {"a": 1}, "flops_per_token": "many"}',
-        NO_FACTS,
-    ),
-    "a precision that is none": (
-        FACTS_FILE,
-        _with(FACTS, precision="[red]\x1b[31m32"),
-        "facts.json lacks precision",
-    ),
-    "metrics missing": (METRICS_FILE, None, NO_METRICS),
-    "metrics empty": (METRICS_FILE, "", NO_METRICS),
-    "metrics without the column": (METRICS_FILE, '{"step": 4, "validation/loss": 1.25}\n', NO_METRICS),
-    "metrics of half a line": (METRICS_FILE, METRICS.splitlines()[0], NO_METRICS),
-    "metrics of junk": (
-        METRICS_FILE,
-        "".join(
-            f'{{"step": {step}, "train/tokens_per_second": {value}}}\n'
-            for step, value in [("2", '"fast"'), ('"x"', "3"), ("4", "NaN"), ("", "")]
-        ),
-        NO_METRICS,
-    ),
-    "metrics binary": (METRICS_FILE, bytes(range(256)) * 4, NO_METRICS),
-    "metrics of one number": (
-        METRICS_FILE,
-        '{"step": 1, "train/tokens_per_second": ' + "9" * 300_000 + "}\n",
-        NO_METRICS,
-    ),
-    "metrics of a thousand levels": (
-        METRICS_FILE,
-        '{"step": 1, "train/tokens_per_second": ' + "[" * 1000 + "]" * 1000 + "}\n",
-        NO_METRICS,
-    ),
+    "facts missing": (FACTS_FILE, None, NO_DATA),
+    "facts of other types": (FACTS_FILE, '{"corpus_sha256": {"a": 1}, "num_params": "many"}', NO_DATA),
+    "facts of colours": (FACTS_FILE, '{"corpus_sha256": "[red]\\u001b[31m", "tokenizer_sha256": 3}', NO_DATA),
+    "config missing": (CONFIG_FILE, None, NO_OPTIONS),
+    "config cut in two": (CONFIG_FILE, "model: {ffn: ", NO_OPTIONS),
+    "config of another version": (CONFIG_FILE, "sed: 1", NO_OPTIONS),
+    "config binary": (CONFIG_FILE, bytes(range(256)), NO_OPTIONS),
 }  # fmt: skip
-"""What is put in the place of a file, None for nothing, and what is then said of it."""
+"""What is put in the place of a file, None for nothing, and what is then said of the run."""
 
 
-@pytest.mark.parametrize(("file", "content", "said"), cases(DAMAGES, quick=3))
-def test_a_damaged_run_has_its_row_and_a_sentence(
-    compared: Callable[[], Finished],
-    tmp_path: Path,
-    file: str,
-    content: str | bytes | None,
-    said: str,
+@pytest.mark.parametrize(("file", "content", "said"), cases(DAMAGES, quick=6))
+def test_a_damaged_run_is_left_out_and_named(
+    study: Path, file: str, content: str | bytes | None, said: str
 ) -> None:
-    folder = tmp_path / "runs" / "all" / "hurt"
-    if content is None:
-        (folder / file).unlink()
-    else:
-        (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    _damage(study / "hurt-seed1" / file, content)
 
-    done = compared()
+    done = _compared(study)
 
     assert done.code == 1
-    assert done.stderr.splitlines() == [f"'{folder}': {said}"]
-    assert _row(done, "good") == WHOLE
-    cells = _row(done, "hurt")
-    assert [new for new, old in zip(cells, WHOLE, strict=True) if new != old] in (
-        [["-"] * n for n in range(5)]
-    ), cells
-    assert "| hurt | next |" in (tmp_path / "runs/all/comparison.md").read_text()
+    assert done.stderr == f"left out: {said.format(study / 'hurt-seed1')}\n"
+    assert _row(done, "good")[:2] == ["2", "2.0500"]
+    assert _row(done, "hurt")[:2] == ["1", "2.0000"]
+    assert "\x1b" not in done.stdout
 
 
-GONE: dict[str, Callable[[Path], object]] = {
-    "config cut in two": lambda folder: (folder / CONFIG_FILE).write_text("model: {ffn: "),
-    "config missing": lambda folder: (folder / CONFIG_FILE).unlink(),
-    "config of another version": lambda folder: (folder / CONFIG_FILE).write_text("sed: 1"),
+METRICS: dict[str, str | bytes | None] = {
+    "missing": None,
+    "empty": "",
+    "half a line": '{"step": 10, "validation/lo',
+    "junk": '{"step": "x", "validation/loss": 3}\n{"step": 2, "validation/loss": "low"}\n, \n',
+    "binary": bytes(range(256)) * 4,
+    "one number": '{"step": 1, "validation/loss": ' + "9" * 300_000 + "}\n",
+    "a thousand levels": '{"step": 1, "validation/loss": ' + DEEP + "}\n",
 }
 
 
-@pytest.mark.parametrize("damage", GONE.values(), ids=GONE)
-def test_of_a_run_without_its_options_a_sentence_names_the_file(
-    compared: Callable[[], Finished], tmp_path: Path, damage: Callable[[Path], object]
+@pytest.mark.parametrize("content", cases(METRICS, quick=3))
+def test_without_its_rows_a_run_has_its_loss_and_no_curve(
+    study: Path, content: str | bytes | None
 ) -> None:
-    folder = tmp_path / "runs" / "all" / "hurt"
-    damage(folder)
+    for seed in range(2):
+        _damage(study / f"hurt-seed{seed}" / METRICS_FILE, content)
 
-    done = compared()
-
-    assert done.code == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"'{folder / CONFIG_FILE}'"), line
-    assert _row(done, "good") == WHOLE
-    assert "hurt" not in (tmp_path / "runs/all/comparison.md").read_text()
-
-
-def test_a_run_that_ended_before_its_first_row_lacks_nothing(
-    compared: Callable[[], Finished], tmp_path: Path
-) -> None:
-    folder = tmp_path / "runs" / "all" / "hurt"
-    (folder / SUMMARY_FILE).write_text(_with(SUMMARY, tokens_per_second=0.0))
-    (folder / METRICS_FILE).write_text('{"step": 0, "validation/loss": 5.5}\n')
-
-    done = compared()
+    done = _compared(study)
 
     assert (done.code, done.stderr) == (0, "")
-    assert _row(done, "hurt") == [*WHOLE[:5], "-", "2.50", "-"]
+    assert _row(done, "hurt")[:2] == ["2", "2.0500"]
+    assert "not reached" in done.stdout
 
 
-def test_a_table_that_cannot_be_written_is_still_shown(
-    compared: Callable[[], Finished], tmp_path: Path
+RESULTS: dict[str, tuple[str | bytes, str]] = {
+    "empty": ("", "Invalid JSON"),
+    "cut in two": ('{"arm": "hurt", "seed"', "Invalid JSON"),
+    "another's": ('{"name": "package", "version": "1.0.0"}', "arm: missing"),
+    "other types": ('{"arm": 3, "seed": "x"}', "arm: must be text"),
+    "binary": (bytes(range(256)), "Invalid JSON"),
+    "deep": (DEEP, "Invalid JSON"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), cases(RESULTS, quick=2))
+def test_a_damaged_result_is_left_out_and_named(
+    study: Path, tmp_path: Path, content: str | bytes, said: str
 ) -> None:
-    path = tmp_path / "runs" / "all" / "comparison.md"
-    path.mkdir()
+    results = tmp_path / "results"
+    whole = run_here(str(study), "--json-dir", str(results), program="experiments.compare")
+    assert whole.code == 0
+    _damage(results / "hurt-seed1.json", content)
 
-    done = compared()
+    done = _compared(results)
 
     assert done.code == 1
-    assert done.stderr == f"'{path}' cannot be written (no file, but a folder)\n"
-    assert _row(done, "hurt") == WHOLE
+    assert done.stderr.startswith(
+        f"left out: '{results}/hurt-seed1.json' is no result of a run: {said}"
+    )
+    assert len(done.stderr.splitlines()) == 1
+    assert _row(done, "good")[:2] == ["2", "2.0500"]
 
 
-def test_a_name_does_nothing_in_the_table(tmp_path: Path) -> None:
-    names = [
-        "a|b",
-        "<script>alert(1)</script>",
-        "&amp;",
-        "[x](javascript:y)",
-        "_a_ *b* `c`",
-        "a\\|b",
-    ]
-    results = [
-        Result(name, True, "32-true", {"loss": 9.0}, unigram_loss=1.0)
-        for name in (*names, "plain_name-1")
-    ]
+def test_a_damaged_study_file_is_refused(study: Path) -> None:
+    (study / "study.yaml").write_text(json.dumps({"arms": {"good": {}}, "baseline": "best"}))
 
-    write_markdown(results, tmp_path / "comparison.md")
+    done = _compared(study)
 
-    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    _, _, *rows, _, legend = text.splitlines()
-    assert all(row.count("|") == 10 for row in rows), "other columns"
-    assert not set("<>[]`*\\") & set("".join(rows) + legend), text
-    assert "| plain_name-1 | next |" in text
-    assert legend.endswith("plain_name-1"), "those are worse than the unigram model, by name"
+    assert done.code == 2
+    assert done.stderr.startswith("error: baseline: there is no arm 'best'; the arms are good")
+
+
+def _damage(file: Path, content: str | bytes | None) -> None:
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())

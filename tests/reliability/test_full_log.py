@@ -141,6 +141,7 @@ PROGRAMS = {
     "a text": (("generate", "RUN", "--prompt", "a"), EXIT_FAILED),
     "a trace": (("trace", "RUN", "--text", "a", "--html", "page.html"), EXIT_FAILED),
     "a page": (("report", "RUN", "--output", "page.html"), EXIT_FAILED),
+    "a comparison": (("compare", "RUN", "--markdown", "page.html"), EXIT_FAILED),
     "a watched page": (("report", "--watch", "RUN", "--output", "page.html"), EXIT_FAILED),
     "a mistake": (("train", "--sed", "1"), EXIT_BAD_INPUT),
     "a mistake in a run": (("generate", "RUN/checkpoints", "--prompt", "a"), EXIT_BAD_INPUT),
@@ -159,19 +160,6 @@ def test_other_programs_do_their_work(tmp_path: Path, name: str) -> None:
 
     assert (done.code, done.stderr) == (code, "")
     assert page.is_file() == (str(page) in argv)
-
-
-@pytest.mark.slow
-def test_a_comparison_comes_to_its_end(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.yaml").write_text(f"seed: {ord(name)}\n")
-    files = [str(tmp_path / f"{name}.yaml") for name in ("a", "b")]
-    argv = (*files, "--name", "both", *options(tmp_path, trainer__max_steps="4"))
-
-    done = finish(alone(tmp_path / "disk", ALL_OF_IT, "experiments.compare", *argv))
-
-    assert (done.code, done.stderr) == (EXIT_FAILED, "")
-    assert len((tmp_path / "runs/both/comparison.md").read_text().splitlines()) > 3
 
 
 RAISING = """

@@ -22,7 +22,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def train(*_: Any, **__: Any) -> None:
         raise AssertionError("was accepted")
 
-    monkeypatch.setattr("moe_ffn.cli.compare.train", train)
+    monkeypatch.setattr("moe_ffn.cli.sweep.train", train)
 
 
 # -- options
@@ -122,16 +122,16 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
     "a run with colours": (("generate", "\x1b[31m"), "[31m"),
     "every of infinity": (("report", _RUN, "--every", "inf", "--watch"), "--every"),
     "every with colours": (("report", _RUN, "--every", "\x1b[31m"), "--every"),
-    "a comparison above its folder": (("compare", "mine.yaml", "--name", ".."), "--name"),
-    "a comparison elsewhere": (("compare", "mine.yaml", "--name", "/tmp/elsewhere"), "--name"),
-    "a comparison below": (("compare", "mine.yaml", "--name", "a/b"), "--name"),
-    "a comparison without a name": (("compare", "mine.yaml", "--name", ""), "--name"),
-    "a comparison with colours": (("compare", "mine.yaml", "--name", "\x1b[31m"), "--name"),
-    "a comparison of a long name": (("compare", "mine.yaml", "--name", LONG), "--name"),
+    "a sweep above its folder": (("sweep", "mine.yaml", "--name", ".."), "name"),
+    "a sweep elsewhere": (("sweep", "mine.yaml", "--name", "/tmp/elsewhere"), "name"),
+    "a sweep below": (("sweep", "mine.yaml", "--name", "a/b"), "name"),
+    "a sweep without a name": (("sweep", "mine.yaml", "--name", ""), "name"),
+    "a sweep with colours": (("sweep", "mine.yaml", "--name", "\x1b[31m"), "name"),
+    "a sweep of a long name": (("sweep", "mine.yaml", "--name", LONG), "name"),
     "a comparison of a folder": (("compare", "folder"), "folder"),
-    "a comparison of a file of two lines": (("compare", "a\nb.yaml"), "run.name"),
-    "two configs of one stem": (("compare", "mine.yaml", "mine.yml"), "mine"),
-    "a comparison of a resumed run": (("compare", "mine.yaml", "--resume", "x"), "resume"),
+    "a sweep of a file of two lines": (("sweep", "a\nb.yaml"), "a\\nb"),
+    "two configs of one stem": (("sweep", "mine.yaml", "mine.yml"), "mine"),
+    "a sweep of a resumed run": (("sweep", "mine.yaml", "--resume", "x"), "resume"),
 }  # fmt: skip
 
 
@@ -139,7 +139,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str]] = {
 def test_a_word_for_another_program(words: tuple[str, ...], named: str) -> None:
     Path("folder").mkdir()
     for name in ("mine.txt", "mine.yaml", "mine.yml", "a\nb.yaml"):
-        Path(name).write_text("seed: 1\n")
+        Path(name).write_text("trainer: {max_steps: 1}\n")
     Path("summary.json").write_text('{\n  "validation_loss": 1.0\n}\n')
 
     check_answer(*words, named=named)

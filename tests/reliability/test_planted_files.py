@@ -102,9 +102,7 @@ PROGRAMS: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "generate": lambda run: (str(run),),
     "trace": lambda run: (str(run), "--text", "the cat"),
     "report": lambda run: (str(run),),
-    "compare": lambda run: (
-        str(run.parents[1] / "run.yaml"), "--name", "runs", "--run.output_dir", str(run.parents[1])
-    ),
+    "compare": lambda run: (str(run),),
 }  # fmt: skip
 
 

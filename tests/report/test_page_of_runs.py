@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_ffn.report.comparison import COLUMNS, NUMBERS, read_result
 from moe_ffn.report.page import report_html
 from moe_ffn.report.tables import RUN_NUMBERS, best_runs
-from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import read_runs
 from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
@@ -90,23 +88,6 @@ def test_balance_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Path
     runs = read_runs([folder, write_run(tmp_path / "b", experts=0)])
 
     assert [RUN_NUMBERS["MaxVio"].text(run) for run in runs] == ["1.50", "-"]
-
-
-def test_the_page_of_runs_and_the_table_of_compare_say_the_same(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", layers=2, experts=4, rows=20)
-    other = write_run(tmp_path / "b", experts=0)
-    config = TrainConfig.model_validate({"run": {"name": "a", "output_dir": str(tmp_path)}})
-    compared = dict(zip(COLUMNS, read_result("a", config).cells(), strict=True))
-
-    html = without_plots(tmp_path / "a", other).body
-    table = html[html.index('class="runs"') : html.index('class="options"')]
-    headers = re.findall(r'<th scope="col">(.*?)</th>', table)
-    row = table[table.index("</i> a</th>") :]
-    shown = dict(
-        zip(headers[1:], re.findall(r"<td>(?:<b>)?(.*?)(?:</b>)?</td>", row), strict=False)
-    )
-
-    assert {name: shown[name] for name in NUMBERS} == {name: compared[name] for name in NUMBERS}
 
 
 def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from moe_ffn.cli import compare
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.config_files import read_config
@@ -29,6 +28,7 @@ from moe_ffn.runs.outside_code import (
     say_changed_code,
 )
 from moe_ffn.runs.reader import load_run
+from moe_ffn.studies.sweep import has_begun
 from moe_ffn.trust import UntrustedCodeError, accepting_code, only_trusted_code, trust
 
 OWN = """
@@ -360,7 +360,7 @@ def test_a_state_folder_that_cannot_be_is_no_mistake(
         parse("--model.ffn", f"{own}:Own")
 
 
-def test_a_comparison_leaves_a_run_with_code_it_may_not_run_where_it_is(tmp_path: Path) -> None:
+def test_a_sweep_leaves_a_run_with_code_it_may_not_run_where_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "strange"
     (folder / "code").mkdir(parents=True)
     (folder / "code/evil.py").write_text(MARKS)
@@ -368,7 +368,7 @@ def test_a_comparison_leaves_a_run_with_code_it_may_not_run_where_it_is(tmp_path
     config = TrainConfig.model_validate({"run": {"name": "strange"}})
 
     with pytest.raises(UntrustedCodeError):
-        compare.has_begun(config)
+        has_begun(config)
 
     assert folder.is_dir()
     assert not Path("ran").exists()
