@@ -43,6 +43,8 @@ ANSWERS = {
     "trace --help": (0, ""),
     "trace nowhere --text a": (2, None),
     "trace RUN --text a": (0, ""),
+    "inspect --help": (0, ""),
+    "inspect nowhere": (2, None),
     "dashboard --help": (0, ""),
     "dashboard": (2, None),
     "--help": (0, ""),

@@ -21,6 +21,9 @@ NUM_PERMUTATIONS = 5
 MAX_DOCUMENTS = 16
 """Of the profile by document, the largest; the rest are one label."""
 
+CHUNK = 8192
+"""Tokens whose experts are held as a table at once."""
+
 NOT_REACHED = -1
 """In `first_T`: the token did not come to this router."""
 
@@ -209,14 +212,14 @@ def predict_by_token(assignment: Assignment, text: Text) -> TokenPrediction | No
     fit, judge = reached & is_even, reached & ~is_even
     if not fit.any() or not judge.any():
         return None
-    num = assignment.num_experts + 1
-    counts = np.zeros((text.tokenizer.vocab_size, num), dtype=np.int64)
-    np.add.at(counts, (text.ids_T[fit], assignment.first_T[fit]), 1)
+    known, ids_T = np.unique(text.ids_T, return_inverse=True)
+    counts = np.zeros((len(known), assignment.num_experts + 1), dtype=np.int64)
+    np.add.at(counts, (ids_T[fit], assignment.first_T[fit]), 1)
     usual = int(counts.sum(axis=0).argmax())
     guess = np.where(counts.any(axis=1), counts.argmax(axis=1), usual)
     truth = assignment.first_T[judge]
     return TokenPrediction(
-        float((guess[text.ids_T[judge]] == truth).mean()), float((truth == usual).mean())
+        float((guess[ids_T[judge]] == truth).mean()), float((truth == usual).mean())
     )
 
 
@@ -256,9 +259,10 @@ class TakenToken:
 def top_tokens(assignment: Assignment, text: Text, num: int = 6) -> list[list[TakenToken]]:
     """For each expert the tokens that set it apart: the largest p(token | expert) log lift."""
     tokens, experts = assignment.pairs
-    counts = np.zeros((assignment.num_experts, text.tokenizer.vocab_size), dtype=np.int64)
-    np.add.at(counts, (experts, text.ids_T[tokens]), 1)
-    occurrences = np.bincount(text.ids_T[assignment.reached_T], minlength=text.tokenizer.vocab_size)
+    known, ids_T = np.unique(text.ids_T, return_inverse=True)
+    counts = np.zeros((assignment.num_experts, len(known)), dtype=np.int64)
+    np.add.at(counts, (experts, ids_T[tokens]), 1)
+    occurrences = np.bincount(ids_T[assignment.reached_T], minlength=len(known))
     with np.errstate(divide="ignore", invalid="ignore"):
         apart = np.where(counts > 1, counts * np.log(lift(counts)), -np.inf)
     found: list[list[TakenToken]] = []
@@ -267,7 +271,7 @@ def top_tokens(assignment: Assignment, text: Text, num: int = 6) -> list[list[Ta
         total = max(int(row.sum()), 1)
         found.append(
             [
-                TakenToken(int(v), float(row[v] / total), float(row[v] / occurrences[v]))
+                TakenToken(int(known[v]), float(row[v] / total), float(row[v] / occurrences[v]))
                 for v in best
                 if scores[v] > 0
             ]
@@ -283,9 +287,12 @@ def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
     """
     tokens, experts = assignment.pairs
     size = assignment.num_experts
-    chosen = np.zeros((assignment.num_tokens, size), dtype=np.float32)
-    chosen[tokens, experts] = 1
-    counts = (chosen.T @ chosen).astype(float)
+    counts = np.zeros((size, size))
+    for start in range(0, assignment.num_tokens, CHUNK):
+        here = (tokens >= start) & (tokens < start + CHUNK)
+        chosen = np.zeros((CHUNK, size), dtype=np.float32)
+        chosen[tokens[here] - start, experts[here]] = 1
+        counts += chosen.T @ chosen
     loads = counts.diagonal().copy()
     np.fill_diagonal(counts, 0)
     expected = np.outer(loads, loads)

@@ -235,8 +235,7 @@ class PageParts:
     def absent(self) -> list[str]:
         """What has no units to show, and why."""
         return [
-            f"Layer {layer} ({self.found.types[layer]}) has no hidden units that see single tokens, so "
-            "nothing is listed."
+            f"Layer {layer} ({self.found.types[layer]}) has no hidden units that see single tokens."
             for layer in self.found.without_units
         ]
 
