@@ -60,7 +60,8 @@ def test_the_output_is_the_sum_of_activations_times_values(name: str, padded: bo
     sums = torch.zeros(B * S, D, dtype=torch.float64)
     for memory in memories:
         weights = torch.ones(len(memory.token_ids_N), dtype=torch.float64)
-        *outer, inner = output.routings.values() if output.routings else [None]
+        routings: list[Any] = list(output.routings.values()) or [None]
+        *outer, inner = routings
         if memory.name.startswith("expert"):
             chosen = inner.computed_N & (inner.expert_ids_N == int(memory.name.split()[1]))
             weights = inner.weights_N[chosen]

@@ -85,21 +85,19 @@ def agreements(found: Inspection) -> go.Figure:
     return _named_x(figure, [short_name(router.name) for router in routers])
 
 
-def taken(found: Inspection, router: Router | str, attribute: Attribute | str) -> go.Figure:
+def taken(found: Inspection, router_name: str, attribute_name: str) -> go.Figure:
     """What part of each label's tokens an expert takes, as a multiple of its part of all tokens.
 
     Args:
-        router: or its name, such as `layer_03`.
-        attribute: or its name, such as `byte class`.
+        router_name: such as `layer_03`.
+        attribute_name: such as `byte class`; see `found.attributes`.
 
     Raises:
         NotMeasuredError: there is no such router or attribute, or the attribute has too many labels.
     """
-    if isinstance(router, str):
-        router = _one(found.routers, router, "router")
-    if isinstance(attribute, str):
-        known = {a.name: a for a in found.attributes if a.names}
-        attribute = _one(known, attribute, "attribute")
+    router: Router = _one(found.routers, router_name, "router")
+    known = {one.name: one for one in found.attributes if one.names}
+    attribute: Attribute = _one(known, attribute_name, "attribute")
     counts = experts.profile(router.assignment, attribute)
     occurs = np.flatnonzero(counts.sum(axis=0))
     lift = experts.lift(counts)[:, occurs].T
@@ -199,9 +197,9 @@ def _one(known: Any, name: str, what: str) -> Any:
 
 def _named_x(figure: go.Figure, names: Sequence[str]) -> go.Figure:
     """Columns called by these names, of which a few are shown where they are many."""
-    every = max(-(-len(names) // 16), 1)
-    figure.layout.xaxis.tickvals = list(range(0, len(names), every))
-    figure.layout.xaxis.ticktext = [names[place] for place in range(0, len(names), every)]
+    shown = range(0, len(names), max(-(-len(names) // 16), 1))
+    axis: Any = figure.layout["xaxis"]
+    axis.tickvals, axis.ticktext = list(shown), [names[place] for place in shown]
     return figure
 
 

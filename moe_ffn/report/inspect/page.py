@@ -71,7 +71,7 @@ def _plots(found: Inspection, run: Run) -> dict[str, list[Plot]]:
         sections["agreement"].append(_plot([figures.agreements(found)]))
         choices = [f"layer {short_name(router.name)}" for router in choosers]
         for attribute in (a for a in found.attributes if a.names):
-            drawn = [figures.taken(found, router, attribute) for router in choosers]
+            drawn = [figures.taken(found, router.name, attribute.name) for router in choosers]
             sections["taken"].append(_plot(drawn, choices))
         paired = {
             f"layer {short_name(router.name)}": figures.together(router)

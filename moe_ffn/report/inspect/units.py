@@ -169,7 +169,7 @@ def layer_units(
             seen[random.choice(len(seen), k, replace=False, shuffle=False)]
             for _ in range(len(of_network) if len(seen) >= k else 0)
         ]
-    judged = (tokens >= 0).all(axis=1)
+    judged = tokens.min(axis=1) >= 0
     explained, suffix = _explained(tokens, text)
     at_random, random_suffix = _explained(np.array(drawn, dtype=np.int64).reshape(-1, k), text)
     for values in explained.values():
@@ -225,9 +225,8 @@ def _explained(tokens_Uk: np.ndarray, text: Text) -> tuple[dict[str, np.ndarray]
 def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
     """Bool (U,): whether `need` of the k values of a row are equal, or at most `within` apart."""
     ordered = np.sort(values_Uk, axis=1)
-    return (ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1] <= within).any(
-        axis=1
-    )
+    spans = ordered[:, need - 1 :] - ordered[:, : ordered.shape[1] - need + 1]
+    return spans.min(axis=1) <= within
 
 
 @torch.no_grad()
