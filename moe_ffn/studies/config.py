@@ -14,9 +14,11 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from moe_ffn.config import Config
 from moe_ffn.config_files import merge, nest, read_yaml, validate
 from moe_ffn.errors import ConfigError, did_you_mean, show
+from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.import_path import FileTag
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
 from moe_ffn.runs.folder import named_run_folder, output_dir
+from moe_ffn.studies.budget import Budget
 
 STUDY_FILE = "study.yaml"
 """The study as it was planned, in the folder of its runs."""
@@ -100,6 +102,8 @@ class StudyConfig(Config, frozen=True):
     """Dotted option -> its values; every combination of them makes an arm of each arm."""
     baseline: str | None = None
     """The arm that the others are compared with."""
+    training_flops: float | None = Field(default=None, gt=0)
+    """FLOPs that every run is trained with: trainer.max_steps is solved for it, to the nearest step."""
     tuning: TuningConfig | None = None
     """Further runs that are not mixed with the others."""
     overrides: Options = Field(default={})
@@ -210,6 +214,8 @@ class StudyConfig(Config, frozen=True):
         except ConfigError as error:
             lines = (_located(line, given, arm.name) for line in str(error).splitlines())
             raise ConfigError("\n".join(lines)) from error
+        if self.training_flops is not None:
+            config = _with_steps(config, self.training_flops, arm.name)
         folder = output_dir(config) / self.name
         place = config.run.model_copy(update={"name": run_name, "output_dir": str(folder)})
         config = config.model_copy(update={"run": place})
@@ -292,6 +298,21 @@ class PlannedRun:
         options = self.config.to_dict()
         del options["run"]
         return json.dumps(options, sort_keys=True)
+
+
+def _with_steps(config: TrainConfig, training_flops: float, arm: str) -> TrainConfig:
+    """The config with the number of steps that takes so many FLOPs of training."""
+    trainer = config.trainer
+    steps = training_flops / (Budget.of(config).training_flops / trainer.max_steps)
+    got = max(1, round(steps)) / steps
+    if abs(got - 1) > MAX_MISMATCH:
+        raise ConfigError(
+            f"training_flops: {training_flops:g} are {steps:.2f} steps of the arm '{arm}', and a whole "
+            f"number of them misses that by {abs(got - 1):.1%}, at most {MAX_MISMATCH:.0%} is accepted; "
+            "give more, or lower data.batch_size"
+        )
+    options = merge(config.to_dict(), {"trainer": {"max_steps": round(steps)}})
+    return validate(TrainConfig, options)
 
 
 def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[Options]:

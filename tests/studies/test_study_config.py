@@ -10,6 +10,7 @@ import torch
 
 from moe_ffn.config_files import parse_yaml, to_yaml, validate
 from moe_ffn.errors import ConfigError
+from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 
 SMALL = {"model": {"d_model": 16, "num_layers": 2, "attention.num_heads": 2}}
@@ -251,3 +252,24 @@ def test_a_study_says_in_words_what_its_page_shows_beside_numbers() -> None:
     assert found.fit == ["isoflop"]
     assert study("arms: {a: }\nfit: [clark, leverage]").fit == ["clark", "leverage"]
     assert "fit.0: must be one of 'isoflop', 'clark'" in refusal("arms: {a: }\nfit: parabola")
+
+
+def test_equal_training_flops_are_solved_by_the_number_of_steps(tmp_path: Path) -> None:
+    study = tmp_path / "mine.yaml"
+    text = "config: {model.num_layers: 2}\ngrid: {model.d_model: [32, 64]}\n"
+    study.write_text(f"training_flops: 1e12\n{text}")
+    runs = StudyConfig.read(study).planned_runs()
+    assert [run.arm for run in runs] == ["d_model=32", "d_model=64"]
+    for run in runs:
+        assert Budget.of(run.config).training_flops == pytest.approx(1e12, rel=0.01)
+    small, large = (run.config.trainer.max_steps for run in runs)
+    assert small > 2 * large > 100
+
+
+def test_training_flops_that_no_number_of_steps_comes_near_to_are_refused(tmp_path: Path) -> None:
+    study = tmp_path / "mine.yaml"
+    study.write_text("training_flops: 1e10\narms: {dense: {model.ffn: dense}}\n")
+    with pytest.raises(
+        ConfigError, match=r"training_flops: 1e\+10 are 0\.\d+ steps of the arm 'dense'"
+    ):
+        StudyConfig.read(study).planned_runs()
