@@ -21,7 +21,6 @@ from unittest.mock import patch
 import torch
 from pydantic import Field
 
-from experiments.benchmark.training import Training
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.cli.exit import EXIT_SIGNAL, announce_import, exit_on_bad_input
 from moe_ffn.data.batches import TrainBatches
@@ -30,6 +29,7 @@ from moe_ffn.environment import check_environment
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import moe
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.timing import Training
 from moe_ffn.training.config import TrainerConfig, resolve_precision
 
 MIN_RATIO = 0.9

@@ -99,6 +99,7 @@ ONLY_PLACES = {
     "yaml": {"moe_ffn/config_files.py"},
     "tokenizers": {"moe_ffn/data"},
     "datasets": {"moe_ffn/data"},
+    "submitit": {"moe_ffn/cli/sweep.py"},
     "triton": {"moe_ffn/kernels/triton"},
     "plotly": {
         "experiments/benchmark",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import gc
 import io
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +16,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
-from torch.utils.benchmark import timer
 
 import moe_ffn
 from experiments.benchmark.layers import (
@@ -32,6 +29,7 @@ from experiments.benchmark.layers import (
 from experiments.benchmark.peers import PEERS, REFERENCE, SAME
 from experiments.benchmark.shapes import Shape
 from moe_ffn.files import write_whole
+from moe_ffn.studies.timing import interleave
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -127,49 +125,8 @@ class Promise:
 
 # ----------------------------------------------------------------------------------- measuring
 
-FEWEST_ROUNDS = 3
 NOISY = 0.1
 """Distance of the quartiles, as a fraction of the median, from which on a remark is printed."""
-
-
-def interleave(
-    candidates: Sequence[Candidate],
-    rounds: int,
-    warmup: int = 1,
-    patience: float = math.inf,
-    clock: Callable[[], float] = timer,
-) -> list[tuple[float, ...]]:
-    """Seconds of each candidate, one for each round; every candidate runs once a round.
-
-    A busy machine then slows all of them alike. No garbage is collected while the clock runs.
-
-    Args:
-        warmup: rounds beforehand that are not kept.
-        patience: seconds of timed rounds after which `FEWEST_ROUNDS` are enough.
-        clock: the time in seconds; torch's waits for the GPU before it reads it.
-    """
-    seconds: list[list[float]] = [[] for _ in candidates]
-    spent = 0.0
-    for turn in range(-warmup, rounds):
-        if turn >= FEWEST_ROUNDS and spent > patience:
-            break
-        # A candidate finds the caches and the heap as the one before it left them: it should not always
-        # be the same one. Shuffled in the same way in every run.
-        for number in random.Random(turn).sample(range(len(candidates)), len(candidates)):
-            candidate = candidates[number]
-            gc.collect(1)
-            gc.disable()
-            try:
-                start = clock()
-                candidate.run()
-                elapsed = clock() - start
-            finally:
-                gc.enable()
-            candidate.reset()
-            if turn >= 0:
-                spent += elapsed
-                seconds[number].append(elapsed / candidate.calls)
-    return [tuple(values) for values in seconds]
 
 
 @dataclass

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from experiments.benchmark.layers import AUTO
 from experiments.benchmark.peers import REFERENCE, SAME
 from experiments.benchmark.session import Candidate, Session
@@ -19,9 +17,8 @@ from moe_ffn.data.prepare import DataConfig, prepare
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.timing import Training
 from moe_ffn.training.config import resolve_precision
-from moe_ffn.training.objective import objective
-from moe_ffn.training.optimizer import build_schedule
 
 CASE = "default model"
 DENSE_MODEL = "dense swiglu"
@@ -33,40 +30,6 @@ VOCAB_SIZE = 257
 """The vocabulary of the default tokenizer: all bytes, and the end of a document."""
 
 MORE_ROUNDS = 2
-
-
-class Training:
-    """The loop that one would write by hand: a model, its optimizer and the steps it has trained."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        vocab_size: int,
-        batches: TrainBatches,
-        device: torch.device,
-        bf16: bool,
-    ) -> None:
-        torch.manual_seed(config.seed)
-        self.clip = config.trainer.gradient_clip_val or torch.inf
-        self.objective = config.objective
-        self.model = config.model.build(vocab_size, batches.seq_len).to(device)
-        self.optimizer = config.optimizer.build(self.model)
-        self.schedule = build_schedule(self.optimizer, config.optimizer, config.trainer.max_steps)
-        self.batches, self.device, self.bf16 = batches, device, bf16
-        self.num_steps = 0
-
-    def step(self) -> None:
-        batch = self.batches[self.num_steps]
-        input_ids, target_ids = batch.input_ids.to(self.device), batch.target_ids.to(self.device)
-        self.num_steps += 1
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            output = self.model(input_ids)
-            loss = objective(output.logits, target_ids, output.routings, self.objective).total
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
 
 
 def training(session: Session) -> None:

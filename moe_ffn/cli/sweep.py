@@ -10,6 +10,9 @@ tried again; what an unfinished run with other options left is set aside.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
@@ -20,6 +23,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -28,30 +32,56 @@ from rich.text import Text
 
 from moe_ffn.cli.command_line import parse_overrides
 from moe_ffn.cli.parser import Parser, whole_number
-from moe_ffn.config_files import read_yaml, validate
-from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.config_files import parse_value, read_yaml, to_yaml, validate
+from moe_ffn.errors import ConfigError, command, did_you_mean, first_line, install, printable, show
+from moe_ffn.files import read_object, write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.studies.budget import Budget, Cost
-from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.sweep import Job, Sweep, in_words, write_study
+from moe_ffn.studies.config import PlannedRun, StudyConfig
+from moe_ffn.studies.gather import TIMING_FILE
+from moe_ffn.studies.sweep import Job, Sweep, in_words, program_command, write_study
+from moe_ffn.studies.timing import time_arms, timing_file
 from moe_ffn.trust import FLAG, HELP, accepting_code
 
 _SECONDS_BETWEEN_POLLS = 0.2
 
+MINUTES_OF_A_JOB = 240
+"""For one job of SLURM; submitit's own 5 minutes are too few."""
+
 
 def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    flags, rest = parser.parse_known_args(argv or ["--help"])
+    flags, rest = _parser().parse_known_args(argv or ["--help"])
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
-    study = read_study(flags, files, parse_overrides(rest[len(files) :]))
-    runs = study.planned_runs()
+    overrides = rest[len(files) :]
+    study = read_study(flags, files, parse_overrides(overrides))
+    runs = chosen(study.planned_runs(), flags.only)
+    source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
+    seeds = ["--seeds", *map(str, study.seeds)] if flags.seeds else []
+    again = [
+        *source,
+        "--name",
+        study.name,
+        *seeds,
+        *([FLAG] if flags.trust_code else []),
+        *overrides,
+    ]
+    if flags.wandb_sweep:
+        print(wandb_sweep(study, runs, again), end="")
+        return 0
     with accepting_code(flags.trust_code):
-        sweep = Sweep(runs, flags.jobs, flags.trust_code)
+        sweep = Sweep(runs, flags.jobs or 1, flags.trust_code)
         if flags.dry_run:
             print_plan(sweep)
             return 0
         write_study(study, runs[0].folder.parent)
+        if flags.time:
+            if "OMP_NUM_THREADS" not in os.environ:
+                torch.set_num_threads(sweep.num_threads)
+            return time_study(study, runs)
+        if flags.slurm is not None:
+            submit(sweep, again, dict(flags.slurm), flags.jobs)
+            return 0
         return train(sweep)
 
 
@@ -73,18 +103,53 @@ def _parser() -> Parser:
     parser.add_argument(
         "--seeds", nargs="+", type=_whole, metavar="N", help="run each arm once with each of these"
     )
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs alone, ARM-seedN")
     parser.add_argument(
         "--jobs",
         type=partial(_whole, least=1, most=1000),
-        default=1,
         metavar="N",
-        help="train so many runs at a time",
+        help="train so many runs at a time; by default 1, with --slurm all",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print every run with its budget, and train none"
     )
+    parser.add_argument(
+        "--time",
+        action="store_true",
+        help="train nothing, but time the training step of each arm, in turns, with the threads of a run",
+    )
+    parser.add_argument(
+        "--slurm",
+        nargs="*",
+        type=_parameter,
+        metavar="KEY=VALUE",
+        help="submit the runs as an array of SLURM jobs, with these parameters of submitit, such as "
+        "timeout_min=240 slurm_partition=gpu gpus_per_node=1",
+    )
+    parser.add_argument(
+        "--wandb-sweep",
+        action="store_true",
+        help="print the YAML of a wandb sweep, whose agents train one run after the other",
+    )
     parser.add_argument(FLAG, action="store_true", help=HELP)
     return parser
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ArgumentTypeError(f"expected KEY=VALUE, got '{text}'")
+    return key, parse_value(value, where=f"--slurm {key}")
+
+
+def chosen(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
+    """The runs of these names, of None all; ConfigError where there is no such run."""
+    by_name = {run.name: run for run in runs}
+    for name in names or ():
+        if name not in by_name:
+            known = did_you_mean(name, by_name) or f"; {command('sweep')} --dry-run lists the runs"
+            raise ConfigError(f"--only: there is no run {show(name)}{known}")
+    return [by_name[name] for name in by_name if names is None or name in names]
 
 
 def _whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
@@ -182,6 +247,105 @@ def short(number: float) -> str:
     while abs(number) >= 999.5:
         number, letter = number / 1000, next(letters)
     return f"{number:.3g}{letter}"
+
+
+# -- on many machines
+
+
+def wandb_sweep(study: StudyConfig, runs: Sequence[PlannedRun], argv: Sequence[str]) -> str:
+    """The YAML of a wandb sweep over the names of the runs: each agent trains one after the other.
+
+    See https://docs.wandb.ai/guides/sweeps/sweep-config-keys.
+
+    Args:
+        argv: the arguments of this program that make the same study.
+    """
+    program = program_command("sweep")[1:]
+    return to_yaml(
+        {
+            "name": study.name,
+            "description": study.question,
+            "program": program[-1],
+            "command": ["${env}", "${interpreter}", *program, *argv, "${args}"],
+            "method": "grid",
+            "metric": {"name": "validation/loss", "goal": "minimize"},
+            "parameters": {"only": {"values": [run.name for run in runs]}},
+        }
+    )
+
+
+def submit(
+    sweep: Sweep, argv: Sequence[str], parameters: dict[str, Any], num_at_once: int | None
+) -> None:
+    """Submit the runs that are not finished as an array of SLURM jobs, one job each.
+
+    Args:
+        argv: the arguments of this program that make the same study.
+        parameters: of submitit's `AutoExecutor.update_parameters`; and `cluster`, for its executors that
+            need no SLURM.
+        num_at_once: None for all.
+
+    Raises:
+        ConfigError: submitit is not installed, there is no SLURM, or it does not take the parameters.
+    """
+    jobs = [*sweep.of("waiting")]
+    if not jobs:
+        print(f"all {len(sweep.jobs)} runs are done")
+        return
+    try:
+        import submitit
+    except ImportError as error:
+        raise ConfigError(f"--slurm: needs submitit; install it with {install('slurm')}") from error
+    folder = jobs[0].log.parent
+    cluster = parameters.pop("cluster", None)
+    commands = [[*program_command("sweep"), *argv, "--only", job.name] for job in jobs]
+    given = {"name": sweep.jobs[0].run.folder.parent.name, "timeout_min": MINUTES_OF_A_JOB}
+    given |= {"slurm_array_parallelism": num_at_once or len(jobs), **parameters}
+    try:
+        executor = submitit.AutoExecutor(folder / "slurm/%j", cluster=cluster)
+        if cluster is None and executor.cluster != "slurm":
+            raise ConfigError(
+                "--slurm: there is no SLURM on this machine, which has no srun; leave it out to train here"
+            )
+        executor.update_parameters(**given)
+        submitted = executor.map_array(subprocess.check_call, commands)
+    except (NameError, TypeError, ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--slurm: {first_line(error)}") from error
+    for job, submitted_job in zip(jobs, submitted, strict=True):
+        print(f"{job.name}: job {submitted_job.job_id}")
+    print(
+        f"what the jobs say is in {folder}/; the same command submits again what has failed or was cut off"
+    )
+
+
+# -- time
+
+
+def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
+    """Time the training step of each arm and write `timing.json`, which comparisons take seconds from."""
+    times = time_arms(runs, on_round=lambda text: print(text, file=sys.stderr, flush=True))
+    if not times:
+        raise ConfigError("--time: runs of tuning are not timed; name others")
+    baseline = times.get(study.baseline or "") or next(iter(times.values()))
+    table = Table(box=None, pad_edge=False)
+    for name in ("arm", "ms/step", "tokens/s", "speed"):
+        table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
+    for arm, time_of_arm in times.items():
+        speed = time_of_arm.tokens_per_second
+        ratio = speed / baseline.tokens_per_second
+        cells = [f"{time_of_arm.seconds_per_step * 1000:,.1f}", f"{speed:,.0f}", f"{ratio:.2f}"]
+        table.add_row(*map(Text, [arm, *cells]))
+    console = Console(highlight=False)
+    console.print(table)
+    name = next(arm for arm, found in times.items() if found is baseline)
+    path = runs[0].folder.parent / TIMING_FILE
+    with run_folder.explaining(f"'{path}' cannot be written"):
+        known = read_object(path) or {}
+        write_whole(path, json.dumps(known | timing_file(times), indent=2) + "\n")
+    console.print(Text(f"speed: tokens/s over those of '{name}'; medians, in {path}"))
+    return 0
 
 
 # -- training

@@ -239,11 +239,17 @@ class Job:
         return min(int(steps[-1]), self.max_steps) if steps else 0
 
 
+def program_command(name: str) -> list[str]:
+    """The command that runs a program of this package as this one was, in a process of its own."""
+    if is_from_clone():
+        return [sys.executable, "-m", f"experiments.{name}"]
+    # -P: a folder called moe_ffn in the current one is not taken for this package.
+    return [sys.executable, "-P", "-m", "moe_ffn.cli", name]
+
+
 def training_command(run: PlannedRun, is_begun: bool, trust_code: bool) -> list[str]:
     """The command that trains a run, or goes on with it: all its options, section by section."""
-    # -P: a folder called moe_ffn in the current one is not taken for this package.
-    program = ["experiments.train"] if is_from_clone() else ["moe_ffn.cli", "train"]
-    command = [sys.executable, *([] if is_from_clone() else ["-P"]), "-m", *program]
+    command = program_command("train")
     if is_begun:
         return [*command, "--resume", str(run.folder), *([FLAG] if trust_code else [])]
     options = run.config.to_dict()

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from moe_ffn.cli import sweep
 from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.config_files import parse_value, to_yaml
+from moe_ffn.config_files import parse_value, parse_yaml, to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import is_finished, locked
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, in_words, training_command
 from tests.helpers.same_run import require_same
 from tests.helpers.tiny_runs import ForkedTraining, fork_all
@@ -380,6 +384,166 @@ def test_a_signal_ends_the_runs_after_their_step(
     for name in ("dense-seed0", "moe-seed0"):
         assert "SIGTERM after step" in (folder / f"logs/{name}.log").read_text()
         assert list((folder / name / "checkpoints").glob("step*.ckpt"))
+
+
+# -- on many machines, and the clock
+
+
+def test_a_run_that_is_named_is_trained_alone(program: Program, tmp_path: Path) -> None:
+    code, _, err = program("--config", "gating.yaml", "--only=moe-seed1")
+
+    assert (code, err) == (0, "")
+    assert runs(tmp_path / "runs/gating") == ["moe-seed1"]
+    assert len(StudyConfig.read(tmp_path / "runs/gating/study.yaml").planned_runs()) == 4
+
+    code, _, err = program("--config", "gating.yaml", "--only", "moe-sed1")
+    assert code == 2
+    assert err == "error: --only: there is no run 'moe-sed1'; did you mean 'moe-seed1'?\n"
+
+
+def test_a_wandb_sweep_has_a_command_for_each_run(program: Program, tmp_path: Path) -> None:
+    argv = ("--config", "gating.yaml", "--seeds", "0", "--trainer.max_steps", "2")
+    code, out, err = program(*argv, "--wandb-sweep")
+
+    assert (code, err) == (0, "")
+    assert not (tmp_path / "runs").exists()
+    found = parse_yaml(out, "the sweep")
+    assert found["method"] == "grid"
+    assert found["parameters"] == {"only": {"values": ["dense-seed0", "moe-seed0"]}}
+    # As an agent makes the command: macros replaced, parameters in the place of ${args}.
+    assert found["command"][:2] == ["${env}", "${interpreter}"]
+    assert found["command"][-1] == "${args}"
+    words = found["command"][2:-1]
+    assert words[: words.index("sweep") + 1] == ["-P", "-m", "moe_ffn.cli", "sweep"]
+    code, out, _ = program(*words[words.index("sweep") + 1 :], "--only=moe-seed0", "--dry-run")
+    assert code == 0
+    assert "moe-seed0" in out
+    assert "dense-seed0" not in out
+
+
+class Executor:
+    """In the place of `submitit.AutoExecutor`, on a machine with SLURM."""
+
+    made: ClassVar[list[Executor]] = []
+    cluster = "slurm"
+
+    def __init__(self, folder: Path, cluster: str | None) -> None:
+        self.folder, self.parameters, self.commands = folder, dict[str, Any](), list[list[str]]()
+        Executor.made.append(self)
+
+    def update_parameters(self, **parameters: Any) -> None:
+        self.parameters = parameters
+
+    def map_array(self, function: Any, commands: list[list[str]]) -> list[Any]:
+        assert function is subprocess.check_call
+        self.commands = commands
+        return [SimpleNamespace(job_id=f"7_{number}") for number in range(len(commands))]
+
+
+def test_slurm_gets_an_array_of_one_job_for_each_run_that_is_not_done(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitit = pytest.importorskip("submitit")
+    monkeypatch.setattr(submitit, "AutoExecutor", Executor)
+    assert program("--config", "gating.yaml", "--only", "dense-seed0")[0] == 0
+
+    code, out, err = program(
+        "--config", "gating.yaml", "--slurm", "timeout_min=30", "slurm_partition=gpu", "--seed-x=1"
+    )
+    assert (code, err[:21]) == (2, "error: --seed-x: unkn"), "what follows KEY=VALUE is an option"
+    code, out, err = program(
+        "--config", "gating.yaml", "--slurm", "timeout_min=30", "slurm_partition=gpu"
+    )
+
+    assert (code, err) == (0, "")
+    made = Executor.made[-1]
+    assert made.folder == Path("runs/gating/logs/slurm/%j")
+    assert made.parameters == {
+        "name": "gating",
+        "timeout_min": 30,
+        "slurm_array_parallelism": 3,
+        "slurm_partition": "gpu",
+    }
+    names = ["moe-seed0", "dense-seed1", "moe-seed1"]
+    assert [command[-2:] for command in made.commands] == [["--only", name] for name in names]
+    assert made.commands[0][:5] == [sys.executable, "-P", "-m", "moe_ffn.cli", "sweep"]
+    assert out.startswith("moe-seed0: job 7_0\ndense-seed1: job 7_1\n")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it does not wait
+def test_submitit_runs_the_command_of_a_job(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("submitit")
+    only = ("--config", "gating.yaml", "--only", "dense-seed0")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+    code, out, _ = program(*only, "--slurm", "cluster=local", "timeout_min=5")
+
+    assert code == 0
+    assert re.match(r"dense-seed0: job \d+\n", out)
+    deadline = time.monotonic() + 200
+    while not is_finished(tmp_path / "runs/gating/dense-seed0"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    code, out, _ = program(*only, "--slurm", "cluster=local")
+    assert (code, out) == (0, "all 1 runs are done\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            [],
+            "--slurm: there is no SLURM on this machine, which has no srun; leave it out to train here",
+        ),
+        (["partition"], "argument --slurm: expected KEY=VALUE, got 'partition'"),
+        (["cluster=nowhere"], "--slurm: "),
+    ],
+)
+def test_what_is_wrong_with_slurm_is_told_in_a_sentence(
+    program: Program, flags: list[str], message: str
+) -> None:
+    pytest.importorskip("submitit")
+    code, _, err = program("--config", "gating.yaml", "--slurm", *flags)
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_without_submitit_a_sentence_says_what_to_install(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    code, _, err = program("--config", "gating.yaml", "--slurm")
+    assert code == 2
+    assert err == "error: --slurm: needs submitit; install it with pip install '.[slurm]'\n"
+
+
+def test_every_arm_is_timed_and_compared_with_the_baseline(
+    program: Program, tmp_path: Path
+) -> None:
+    code, out, err = program("--config", "gating.yaml", "--time")
+
+    assert code == 0
+    assert "timing 2 arms in turns" in err
+    found = json.loads((tmp_path / "runs/gating/timing.json").read_text())
+    assert [*found] == ["machine", "dense", "moe"]
+    for arm in ("dense", "moe"):
+        seconds, speed = found[arm]["seconds_per_step"], found[arm]["tokens_per_second"]
+        assert speed == pytest.approx(16 * 4 / seconds)
+        assert found[arm]["num_steps"] >= 9
+    assert read_timing(tmp_path / "runs/gating") == {
+        arm: found[arm]["seconds_per_step"] for arm in ("dense", "moe")
+    }
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["arm", "ms/step", "tokens/s", "speed"]
+    assert lines[1][0] == "dense"
+    assert lines[1][3] == "1.00"
+    assert float(lines[2][3]) == pytest.approx(
+        found["moe"]["tokens_per_second"] / found["dense"]["tokens_per_second"], abs=0.006
+    )
 
 
 def test_time_in_words() -> None:

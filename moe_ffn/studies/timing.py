@@ -1,0 +1,226 @@
+"""How long a training step of each arm takes, measured in turns: a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.benchmark import timer
+
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.config import PlannedRun
+from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.monitoring.hardware import describe_hardware
+from moe_ffn.training.objective import objective
+from moe_ffn.training.optimizer import build_schedule
+
+FEWEST_ROUNDS = 3
+
+
+class Timed(Protocol):
+    """Something to time."""
+
+    @property
+    def calls(self) -> int:
+        """Calls within one `run`; a single one may be too short for the clock."""
+        ...
+
+    def run(self) -> object: ...
+
+    def reset(self) -> object:
+        """Called after every run, off the clock."""
+
+
+def interleave(
+    candidates: Sequence[Timed],
+    rounds: int,
+    warmup: int = 1,
+    patience: float = math.inf,
+    clock: Callable[[], float] = timer,
+) -> list[tuple[float, ...]]:
+    """Seconds of a call of each candidate, one for each round; every candidate runs once a round.
+
+    A busy machine then slows all of them alike. No garbage is collected while the clock runs.
+
+    Args:
+        warmup: rounds beforehand that are not kept.
+        patience: seconds of timed rounds after which `FEWEST_ROUNDS` are enough.
+        clock: the time in seconds; torch's waits for the GPU before it reads it.
+    """
+    seconds: list[list[float]] = [[] for _ in candidates]
+    spent = 0.0
+    for turn in range(-warmup, rounds):
+        if turn >= FEWEST_ROUNDS and spent > patience:
+            break
+        # A candidate finds the caches and the heap as the one before it left them: it should not always
+        # be the same one. Shuffled in the same way in every run.
+        for number in random.Random(turn).sample(range(len(candidates)), len(candidates)):
+            candidate = candidates[number]
+            gc.collect(1)
+            gc.disable()
+            try:
+                start = clock()
+                candidate.run()
+                elapsed = clock() - start
+            finally:
+                gc.enable()
+            candidate.reset()
+            if turn >= 0:
+                spent += elapsed
+                seconds[number].append(elapsed / candidate.calls)
+    return [tuple(values) for values in seconds]
+
+
+class Training:
+    """The loop that one would write by hand: a model, its optimizer and the steps it has trained."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        vocab_size: int,
+        batches: TrainBatches,
+        device: torch.device,
+        bf16: bool,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        self.clip = config.trainer.gradient_clip_val or torch.inf
+        self.objective = config.objective
+        self.accumulate = config.trainer.accumulate_grad_batches
+        self.model = config.model.build(vocab_size, batches.seq_len).to(device)
+        self.optimizer = config.optimizer.build(self.model)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, config.trainer.max_steps)
+        self.batches, self.device, self.bf16 = batches, device, bf16
+        self.num_batches = 0
+
+    def step(self) -> None:
+        for _ in range(self.accumulate):
+            batch = self.batches[self.num_batches]
+            input_ids, target_ids = (
+                batch.input_ids.to(self.device),
+                batch.target_ids.to(self.device),
+            )
+            self.num_batches += 1
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                output = self.model(input_ids)
+                loss = objective(output.logits, target_ids, output.routings, self.objective).total
+            (loss / self.accumulate).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+# -- the arms of a study
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The training step of an arm."""
+
+    seconds_per_step: float
+    """The median over the rounds."""
+    tokens_per_second: float
+    num_steps: int
+    """Steps that were timed."""
+
+
+class _Arm:
+    """Some training steps of an arm, as a candidate for `interleave`."""
+
+    def __init__(self, training: Training, calls: int) -> None:
+        self.training, self.calls = training, calls
+
+    def run(self) -> None:
+        for _ in range(self.calls):
+            self.training.step()
+
+    def reset(self) -> None: ...
+
+
+_SECONDS_OF_A_TURN = 0.3
+_MAX_CALLS = 20
+
+
+def time_arms(
+    runs: Iterable[PlannedRun],
+    rounds: int = 9,
+    on_round: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = timer,
+) -> dict[str, StepTime]:
+    """The training step (forward, objective, backward, clipping, optimizer) of every arm, in this process.
+
+    Only the first seed of an arm is timed, and no run of tuning: their steps are the same.
+
+    Args:
+        rounds: turns of each arm, after two that warm up.
+        on_round: called with what is done now.
+
+    Raises:
+        ConfigError: the corpus cannot be used, or a precision is none that is known here.
+    """
+    arms: dict[str, TrainConfig] = {}
+    for run in runs:
+        if not run.tuning:
+            arms.setdefault(run.arm, run.config)
+    prepared: dict[str, PreparedData] = {}
+    candidates: dict[str, _Arm] = {}
+    for arm, config in arms.items():
+        on_round(f"building {arm}")
+        same = str(config.data.to_dict())
+        data = prepared[same] = prepared.get(same) or prepare(config.data)
+        training = _training(config, data)
+        training.step()  # the first one is slower than all others
+        start = clock()
+        training.step()
+        calls = math.ceil(_SECONDS_OF_A_TURN / max(clock() - start, 1e-9))
+        candidates[arm] = _Arm(training, min(calls, _MAX_CALLS))
+    on_round(f"timing {len(candidates)} arms in turns")
+    seconds = interleave([*candidates.values()], rounds, warmup=1, clock=clock)
+    return {
+        arm: _step_time(arms[arm], candidate.calls, values)
+        for (arm, candidate), values in zip(candidates.items(), seconds, strict=True)
+    }
+
+
+def _training(config: TrainConfig, data: PreparedData) -> Training:
+    is_gpu = config.trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    precision = resolve_precision(config.trainer.precision, device.type)
+    if precision not in ("32-true", "bf16-mixed"):
+        raise ConfigError(
+            f"trainer.precision ({precision}): the loop that is timed knows 32-true and bf16-mixed"
+        )
+    shape = config.data
+    batches = TrainBatches(
+        data.train, seq_len=shape.seq_len, batch_size=shape.batch_size, seed=config.seed
+    )
+    training = Training(
+        config, data.tokenizer.vocab_size, batches, device, precision == "bf16-mixed"
+    )
+    if config.trainer.compile:
+        training.model.compile()
+    return training
+
+
+def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> StepTime:
+    median = statistics.median(seconds)
+    tokens = config.data.batch_size * config.data.seq_len * config.trainer.accumulate_grad_batches
+    return StepTime(median, tokens / median, calls * len(seconds))
+
+
+def timing_file(times: dict[str, StepTime]) -> dict[str, Any]:
+    """What `timing.json` holds: the arms, and the machine that they were timed on."""
+    machine = describe_hardware() | {
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    return {"machine": machine} | {arm: asdict(time) for arm, time in times.items()}
