@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -240,16 +240,23 @@ def read_runs(folders: Sequence[Path], *, has_ended: bool = False) -> list[Run]:
     ]
 
 
-def read_run(folder: Path, name: str | None = None, *, has_ended: bool = False) -> Run:
+def read_run(
+    folder: Path,
+    name: str | None = None,
+    *,
+    has_ended: bool = False,
+    keys: Collection[str] | None = None,
+) -> Run:
     """Read a run as it is now; see `load_run`.
 
     Args:
         has_ended: whether training is known to be over; otherwise the times of its files decide.
+        keys: those of the log that are read, all by default; most of the time goes into reading rows.
     """
     check_is_run(folder)
     text = _text(folder / CONFIG_FILE)
     with reading(folder / METRICS_FILE):
-        rows = Rows(read_lines(folder / METRICS_FILE, Row))
+        rows = Rows(read_lines(folder / METRICS_FILE, Row), keys)
     summary = Summary.read(folder / SUMMARY_FILE)
     return Run(
         folder=folder,

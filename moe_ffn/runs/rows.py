@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,11 +48,18 @@ class Rows:
     step, with the columns that have a value there.
     """
 
-    def __init__(self, lines: Iterable[Row] = ()) -> None:
+    def __init__(self, lines: Iterable[Row] = (), keys: Collection[str] | None = None) -> None:
+        """
+        Args:
+            keys: those of the log that are read; all by default.
+        """
         self.columns: dict[str, Series] = {}
         """The series of each key, in the order of the log."""
         for line in lines:
-            for key, value in flat(line.values).items():
+            found = line.values
+            if keys is not None:
+                found = {key: found[key] for key in keys if key in found}
+            for key, value in flat(found).items():
                 if value is not None:
                     self.columns.setdefault(key, Series()).put(line.step, value)
 

@@ -14,7 +14,7 @@ from moe_ffn.runs.folder import FACTS_FILE, SUMMARY_FILE, TOKENIZER_FILE, is_run
 from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.comparison import few_words, identity
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
-from moe_ffn.studies.result import RunResult, arm_of
+from moe_ffn.studies.result import ROW_KEYS, RunResult, arm_of
 
 TIMING_FILE = "timing.json"
 """In the folder of a study: arm -> seconds of a step, measured while the machine did nothing else."""
@@ -187,7 +187,7 @@ class _Source:
     def read(self) -> RunResult:
         if self.path.is_file():
             return RunResult.read(self.path)
-        run = read_run(self.path)
+        run = read_run(self.path, keys=ROW_KEYS)
         arm = arm_of(run)
         return RunResult.of_run(run, arm, *(self._tuned.get(arm) or (arm, {})))
 

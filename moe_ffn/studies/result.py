@@ -31,6 +31,10 @@ from moe_ffn.training.monitoring.json_lines import (
 MAX_POINTS = 200
 """Of a curve; neighbouring rows are one where there are more."""
 
+TRAIN_LOSS, BITS_PER_BYTE = "train/loss", "validation/bits_per_byte"
+ROW_KEYS = (TRAIN_LOSS, TRAIN_SECONDS, STEP_SECONDS, VALIDATION_LOSS, BITS_PER_BYTE)
+"""What a result reads of a run's log."""
+
 _SEED = re.compile(r"-seed\d+$")
 
 
@@ -157,7 +161,7 @@ class RunResult(_Value):
             tuning=dict(tuning or {}),
             config=_kept_options(run.options),
             budget=_budget(run, step * tokens_per_step),
-            train=_curve(run.series("train/loss"), seconds, tokens_per_step, is_mean=True),
+            train=_curve(run.series(TRAIN_LOSS), seconds, tokens_per_step, is_mean=True),
             validation=_curve(run.series(VALIDATION_LOSS), seconds, tokens_per_step),
             outcome=Outcome(
                 is_finished=run.state == "finished",
@@ -261,26 +265,27 @@ def _json(value: Any, indent: str = "") -> str:
 def _curve(
     losses: Series, seconds: Series, tokens_per_step: int, *, is_mean: bool = False
 ) -> Curve:
-    """The points of a series, thinned.
-
-    Args:
-        is_mean: a value is the mean since the one before, so that neighbours are averaged and not left out.
-    """
-    size = -(-len(losses) // MAX_POINTS) or 1
-    steps = list(losses.steps[size - 1 :: size])
-    values = list(losses.values[size - 1 :: size])
-    if is_mean:
-        values = [fmean(losses.values[i : i + size]) for i in range(0, len(steps) * size, size)]
-    if losses and steps[-1:] != [losses.steps[-1]]:  # the rest
-        steps.append(losses.steps[-1])
-        values.append(
-            fmean(losses.values[-(len(losses) % size) :]) if is_mean else losses.values[-1]
-        )
+    steps, values = thinned(losses, MAX_POINTS, is_mean=is_mean)
     return Curve(
         steps=steps,
         tokens=[step * tokens_per_step for step in steps],
         seconds=[_rounded(interpolate(seconds.steps, seconds.values, step), 3) for step in steps],
         losses=[_rounded(value) for value in values],
+    )
+
+
+def thinned(series: Series, max_points: int, *, is_mean: bool) -> tuple[list[int], list[float]]:
+    """Steps and values of at most `max_points` points, each of equally many neighbours, at their last step.
+
+    Args:
+        is_mean: a value is the mean since the one before, so that neighbours are averaged and not left out.
+    """
+    size = -(-len(series) // max_points) or 1
+    parts = [slice(start, start + size) for start in range(0, len(series), size)]
+    values = [series.values[part] for part in parts]
+    return (
+        [series.steps[part][-1] for part in parts],
+        [fmean(part) if is_mean else part[-1] for part in values],
     )
 
 

@@ -1,0 +1,168 @@
+"""The result of a run: what its files say, small, and equal when it is read back."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.runs.reader import read_run
+from moe_ffn.runs.rows import Series
+from moe_ffn.studies.budget import Budget
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.gather import gather
+from moe_ffn.studies.result import ROW_KEYS, RunResult, interpolate, thinned
+from tests.helpers.arms import change, write_arm
+from tests.helpers.synthetic_run import raise_alarms, write_run
+from tests.helpers.tiny_runs import finished_copy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps of 4 sequences of 16 tokens, with validations each 4."""
+    return finished_copy(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> RunResult:
+    return RunResult.of_run(read_run(folder))
+
+
+def test_a_trained_run_says_everything(folder: Path, result: RunResult) -> None:
+    run = read_run(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+
+    assert (result.arm, result.main_arm, result.seed) == ("run", "run", 0)
+    assert result.budget == Budget.of(run.config, vocab_size=run.saved_model.tokenizer.vocab_size)
+    assert result.budget.tokens == 12 * 64
+    outcome = result.outcome
+    assert outcome.is_finished
+    assert outcome.step == 12
+    assert outcome.validation_loss == pytest.approx(summary["validation_loss"], abs=1e-5)
+    assert outcome.bits_per_byte == pytest.approx(summary["validation_bits_per_byte"], abs=1e-5)
+    assert outcome.step_seconds is not None
+    assert outcome.tokens_per_second == pytest.approx(64 / outcome.step_seconds, rel=1e-3)
+    assert outcome.train_seconds is not None
+    assert outcome.wall_seconds is not None
+    assert 0 < outcome.train_seconds < outcome.wall_seconds
+    assert (outcome.peak_memory_bytes or 0) > 50e6
+    assert outcome.max_violation == pytest.approx(
+        fmean(layer["max_violation"] for layer in summary["routing"].values()), abs=1e-5
+    )
+    assert outcome.dead_experts == sum(
+        layer["load"].count(0) for layer in summary["routing"].values()
+    )
+    assert fmean(x for x in result.window_losses if x) == pytest.approx(
+        outcome.validation_loss, abs=1e-4
+    )
+    assert {"precision", "threads", "torch", "processor", "git_revision"} <= result.machine.keys()
+    assert all(len(sha or "") == 64 for sha in result.fingerprints.values())
+    assert "run" not in result.config, "places are of one machine"
+    assert "cache_dir" not in result.config["data"]
+
+
+def test_its_curves_have_steps_tokens_and_seconds(folder: Path, result: RunResult) -> None:
+    run = read_run(folder)
+
+    assert result.train.steps == [2, 4, 6, 8, 10, 12]
+    assert result.validation.steps == [4, 8, 12]
+    assert result.validation.tokens == [256, 512, 768]
+    seconds = run.series("train/seconds").values
+    assert result.train.seconds == pytest.approx(list(seconds), abs=1e-3)
+    assert result.validation.seconds == pytest.approx(
+        [seconds[1], seconds[3], seconds[5]], abs=1e-3
+    )
+    assert result.train.losses == pytest.approx(list(run.series("train/loss").values), abs=1e-5)
+
+
+def test_only_the_rows_that_it_needs_are_read(folder: Path, result: RunResult) -> None:
+    run = read_run(folder, keys=ROW_KEYS)
+
+    assert run.rows.columns.keys() == set(ROW_KEYS)
+    assert RunResult.of_run(run) == result
+
+
+def test_it_is_small_and_reads_back_as_it_was(result: RunResult, tmp_path: Path) -> None:
+    path = result.write(tmp_path)
+
+    assert path.name == "run-seed0.json"
+    assert RunResult.read(path) == result
+    assert RunResult.read(path).to_json() == path.read_text()
+
+
+def test_that_of_a_long_run_is_small_too(tmp_path: Path) -> None:
+    write_arm(tmp_path, "long", [2.0], experts=8)
+    long = write_run(tmp_path / "rows", layers=8, experts=8, rows=2000)
+    folder = tmp_path / "long-seed0"
+    (long / "metrics.jsonl").rename(folder / "metrics.jsonl")
+    raise_alarms(folder)
+    change(folder / "summary.json", window_losses=[2.12345] * 1024)
+
+    result = RunResult.of_run(read_run(folder))
+
+    assert len(result.to_json()) < 30_000
+    assert len(result.train.steps) == 200
+    assert result.train.steps[-1] == 20_000
+    assert result.outcome.alarms == {"collapse": 1, "loss_spike": 1}
+
+
+def test_a_thinned_curve_averages_neighbours_and_keeps_the_last_step() -> None:
+    series = Series()
+    for step in range(1, 8):
+        series.put(step, float(step))
+
+    assert thinned(series, 3, is_mean=True) == ([3, 6, 7], [2.0, 5.0, 7.0])
+    assert thinned(series, 3, is_mean=False) == ([3, 6, 7], [3.0, 6.0, 7.0])
+    assert thinned(series, 7, is_mean=True) == (list(range(1, 8)), [float(n) for n in range(1, 8)])
+    assert thinned(Series(), 3, is_mean=True) == ([], [])
+
+
+def test_between_points_lies_a_line() -> None:
+    assert interpolate([10, 20], [1.0, 3.0], 15) == pytest.approx(2.0)
+    assert interpolate([10, 20], [1.0, 3.0], 5) == pytest.approx(0.5)
+    assert interpolate([10, 20], [1.0, 3.0], 20) == 3.0
+    assert interpolate([10, 20], [1.0, 3.0], 21) is None
+    assert interpolate([], [], 1) is None
+
+
+def test_a_run_that_is_not_finished_says_so(folder: Path, tmp_path: Path) -> None:
+    copy = finished_copy(tmp_path)
+    (copy / "summary.json").unlink()
+
+    outcome = RunResult.of_run(read_run(copy, has_ended=True)).outcome
+
+    assert not outcome.is_finished
+    assert outcome.validation_loss is not None, "the last that is known"
+    assert outcome.train_seconds is None
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"arm": "a", "seed": 0, "budget": 3}')
+
+    with pytest.raises(ConfigError, match=r"x\.json' is no result of a run: main_arm: missing"):
+        RunResult.read(tmp_path / "x.json")
+
+
+@pytest.mark.slow
+def test_a_hundred_runs_are_compared_in_ten_seconds(tmp_path: Path) -> None:
+    """Of this process alone: other work on the machine does not count."""
+    rows = write_run(tmp_path / "rows", layers=4, experts=8, rows=150) / "metrics.jsonl"
+    for arm in range(10):
+        write_arm(
+            tmp_path / "runs", f"arm{arm}", [2 + arm / 10 + n / 100 for n in range(10)], experts=8
+        )
+        for seed in range(10):
+            run = tmp_path / "runs" / f"arm{arm}-seed{seed}"
+            (run / "metrics.jsonl").write_bytes(rows.read_bytes())
+            change(run / "config.yaml", optimizer__learning_rate=0.001 * (arm + 1))
+
+    began = time.process_time()
+    comparison = Comparison.of(gather([tmp_path / "runs"]).results)
+    seconds = time.process_time() - began
+
+    assert len(comparison.arms) == 10
+    assert seconds < 10
