@@ -1,11 +1,12 @@
-"""Write the page of a run, or of several runs in the same plots, as one file that opens from disk.
+"""Write the page of a run, or the comparison of several, as one file that opens from disk.
 
     moe-ffn report runs/NAME              writes runs/NAME/report.html
-    moe-ffn report runs/a runs/b          both in the same plots: runs/report.html
+    moe-ffn report runs/a runs/b          which is better, as far as they say: runs/report.html
     moe-ffn report --watch runs/NAME      keeps the page current until the run has ended
     moe-ffn report --csv FILE runs/NAME   writes the run's rows as a table instead
 
-Of several runs the curves lie over each other.
+Runs that differ in their seeds alone are one arm. With --shared-script plotly's 4.8 MB lie once in
+runs/plotly.min.js, and this page and all later ones of runs in that folder refer to it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.errors import ConfigError, command
+from moe_ffn.errors import ConfigError, command, reason
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import check_plotly, watch, write_report
 from moe_ffn.runs.reader import read_run
@@ -35,6 +36,11 @@ def main(argv: Sequence[str]) -> int:
         "--watch",
         action="store_true",
         help="wait for the runs, and write again whenever a file of one changed, until all have ended",
+    )
+    parser.add_argument(
+        "--shared-script",
+        action="store_true",
+        help="put plotly's script beside the pages once, and not into each",
     )
     parser.add_argument(
         "--csv",
@@ -58,12 +64,28 @@ def main(argv: Sequence[str]) -> int:
     if options.output is not None:
         check_output("--output", options.output, OPENING)
     output = options.output or default_output(options.runs)
+    if options.shared_script:
+        share(output if options.output or output.parent not in options.runs else output.parent)
     if options.watch:
         watch(options.runs, output, options.every, lambda text: print(text, flush=True))
         return 0
     write_report(options.runs, output)
     print(output)
     return 0
+
+
+def share(beside: Path) -> None:
+    """Put plotly's script beside this file or folder."""
+    # Only now: without plotly it cannot be imported.
+    from moe_ffn.report.plots import SHARED_SCRIPT, share_script
+
+    folder = beside.resolve().parent
+    try:
+        share_script(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--shared-script: '{folder / SHARED_SCRIPT}' cannot be written ({reason(error)})"
+        ) from error
 
 
 def write_csv(folders: Sequence[Path], path: Path) -> int:

@@ -141,8 +141,6 @@ class Line:
     series: Series
     number: int
     """Chooses colour and dash, the same for the same thing in every plot."""
-    scale: float = 1
-    """What a step is worth on the x axis."""
 
 
 def line_figure(
@@ -151,35 +149,29 @@ def line_figure(
     max_points: int,
     *,
     levels: Mapping[str, float] = MappingProxyType({}),
-    title: str = "",
     note: str = "",
-    x_axis: str = STEP_AXIS,
 ) -> go.Figure:
     """Lines over a common x; the legend stands above, where it wraps on a phone, with the last values.
 
     Args:
         max_points: of a line, see `average`.
         levels: horizontal lines to compare with by their names, such as the entropy of an even choice.
-        title: instead of the metric's.
     """
     found = [line.series for line in lines]
     traces: list[go.Scatter] = []
     for line in lines:
         grid = average([line.series], max_points)
-        # JSON has no infinity: what is beyond a float stands at its end.
-        steps = [min(step * line.scale, sys.float_info.max) for step in grid.steps]
-        traces.append(_line(steps, grid.values[0], line.name, metric, *style_of(line.number)))
+        traces.append(_line(grid.steps, grid.values[0], line.name, metric, *style_of(line.number)))
     span = [step for series in found for step in series.steps]
     for name, value in levels.items():
         traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
     # From the first step on: of a single validation plotly would make an axis from 99 to 101.
-    x_options: dict[str, Any] = {
-        "title": axis_title(x_axis),
+    x_options = {
+        "title": axis_title(STEP_AXIS),
         "hoverformat": ",~r",
         "rangemode": "tozero",
+        "unifiedhovertitle": {"text": "step %{x:,~r}"},
     }
-    if x_axis == STEP_AXIS:
-        x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
     axis, ticks = scale_of(metric)
     layout = {
         "height": 300,
@@ -195,7 +187,7 @@ def line_figure(
         layout["yaxis"]["rangemode"] = "tozero"
         layout["shapes"] = [healthy_band(low, high)]
     note = f"{note} {describe_points(found, max_points)}".strip()
-    return figure(traces, layout, title or metric.title, note)
+    return figure(traces, layout, metric.title, note)
 
 
 def healthy_band(low: float, high: float) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +35,7 @@ from moe_ffn.report.drawing import (
     line_figure,
     scale_of,
 )
-from moe_ffn.report.tables import FLOPS_PER_FORWARD, measured, tokens_per_step
+from moe_ffn.report.tables import measured
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 
@@ -59,9 +58,6 @@ MAX_LOADS = 240_000
 """Of the load heat maps of all layers together: a page of a large run has under a megabyte of data."""
 
 ROW_NAMES = {"train": "training", "validation": "validation"}
-
-FLOPS = "training FLOPs"
-"""The other x axis of losses of several runs."""
 
 
 class NotMeasuredError(LookupError):
@@ -259,67 +255,41 @@ def _is_square(matrix: Any) -> bool:
     return all(isinstance(row, list) and len(row) == len(matrix) for row in matrix)
 
 
-# -- several runs in one figure: a run has one colour and one dash in all of them
+# -- several runs in one figure
 
 
-def overlay(runs: Sequence[Run], key: str, over: str = STEP_AXIS) -> go.Figure:
-    """A metric of the whole model, a line for each run.
+def overlay_measure(arms: Mapping[str, Sequence[Run]], key: str) -> go.Figure:
+    """A metric of sparse layers, a line for each arm: the mean over the layers of its runs.
 
     Args:
-        key: a column, such as `validation/loss`.
-        over: `optimizer step`, or `training FLOPs` where every run knows what it costs.
-
-    Raises:
-        NotMeasuredError: there is no such metric, no run has it, or a run does not know its FLOPs.
-    """
-    row, _, name = key.partition("/")
-    metric = _find(name, RUN_METRICS)
-    if row not in metric.rows:
-        raise NotMeasuredError(f"there is no '{key}'; {name} is of {' and '.join(metric.rows)}")
-    title = metric.title
-    if len(metric.rows) > 1:
-        title = f"{ROW_NAMES[row].capitalize()} {title.lower()}"
-    lines = [Line(run.name, run.series(key), n) for n, run in enumerate(runs)]
-    if over != FLOPS:
-        return _overlay(lines, metric, title)
-    for number, run in enumerate(runs):
-        flops = flops_per_step(run)
-        if flops is None:
-            raise NotMeasuredError(f"run '{run.name}' does not say how many FLOPs a step takes")
-        lines[number] = replace(lines[number], scale=flops)
-    note = (
-        f"FLOPs are {FLOPS_PER_FORWARD} (forward and backward) x flops_per_token x batch_size x "
-        "seq_len x accumulate_grad_batches x step."
-    )
-    return _overlay(lines, metric, title, note, x_axis=FLOPS)
-
-
-def overlay_measure(runs: Sequence[Run], key: str) -> go.Figure:
-    """A metric of sparse layers, a line for each run: the mean over its layers, see `mean_over_layers`.
+        arms: the runs of each, such as one for each seed; their order gives them their colours.
 
     Raises:
         NotMeasuredError: there is no such metric, or no layer of any run has it.
     """
     metric = _find(key, LAYER_METRICS)
-    lines = [Line(run.name, mean_over_layers(run, metric), n) for n, run in enumerate(runs)]
-    return _overlay(lines, metric, metric.title, f"{metric.sentence} Mean over the layers.")
-
-
-def _overlay(
-    lines: Sequence[Line], metric: Metric, title: str, note: str = "", x_axis: str = STEP_AXIS
-) -> go.Figure:
+    lines = [
+        Line(name, mean_over_layers(runs, metric), number)
+        for number, (name, runs) in enumerate(arms.items())
+    ]
     lines = [line for line in lines if line.series]
     if not lines:
-        raise NotMeasuredError(f"no run has '{title}'")
-    return line_figure(lines, metric, MAX_POINTS, title=title, note=note, x_axis=x_axis)
+        raise NotMeasuredError(f"no run has '{metric.title}'")
+    note = f"{metric.sentence} Mean over the layers and seeds. Healthy: {metric.healthy}."
+    return line_figure(lines, metric, MAX_POINTS, note=note)
 
 
-def mean_over_layers(run: Run, metric: Metric) -> Series:
-    """A metric averaged over the layers that have it, at each step; NaN where one of them is.
+def mean_over_layers(runs: Sequence[Run], metric: Metric) -> Series:
+    """A metric averaged over the layers that have it, of all runs, at each step; NaN where one of them is.
 
     Blocks inside the blocks of layers are left out.
     """
-    found = [series for layer, series in measured(run, metric).items() if not is_inner(layer)]
+    found = [
+        series
+        for run in runs
+        for layer, series in measured(run, metric).items()
+        if not is_inner(layer)
+    ]
     if not found:
         return Series()
     steps = np.concatenate([np.asarray(series.steps) for series in found])
@@ -327,12 +297,6 @@ def mean_over_layers(run: Run, metric: Metric) -> Series:
     kept, places = np.unique(steps, return_inverse=True)
     means = np.bincount(places, weights=values) / np.bincount(places)
     return Series(array("q", kept.tolist()), array("d", means.tolist()))
-
-
-def flops_per_step(run: Run) -> float | None:
-    """FLOPs of one optimizer step, forward and backward; None where the run does not say."""
-    tokens, cost = tokens_per_step(run), run.facts.flops_per_token
-    return None if tokens is None or cost is None else float(FLOPS_PER_FORWARD) * tokens * cost
 
 
 # -- what they share

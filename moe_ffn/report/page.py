@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report import tables
-from moe_ffn.report.html import render, write_page
+from moe_ffn.report.html import write_page
 from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
 
 Stamp = list[tuple[int, int] | None]
@@ -35,7 +35,7 @@ def write_report(
     """
     check_plotly()
     runs = read_runs(folders, has_ended=has_ended)
-    html = report_html(runs, reload_every=reload_every)
+    html = report_html(runs, reload_every=reload_every, output=output)
     try:
         write_page(output, html)
     except OSError as error:
@@ -56,28 +56,34 @@ def check_plotly() -> None:
         raise ConfigError("the report needs plotly; install it with: pip install plotly") from error
 
 
-def report_html(runs: Sequence[Run], *, reload_every: float | None = None) -> str:
-    """The document, plotly's script in it."""
-    # Only now: without plotly the import of this module should still succeed.
-    from plotly.offline import get_plotlyjs
+def report_html(
+    runs: Sequence[Run], *, reload_every: float | None = None, output: Path | None = None
+) -> str:
+    """The document.
 
+    Args:
+        output: where it will stand: a script that is shared there is not put into it, see `shared_script`.
+    """
+    # Only now: without plotly the import of this module should still succeed.
     from moe_ffn.report import expert_tokens
-    from moe_ffn.report.drawing import LIGHT
-    from moe_ffn.report.plots import plots_of_run, plots_of_runs
+    from moe_ffn.report.comparison_page import compare_runs, comparison_html
+    from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
-    plots = plots_of_runs(runs) if len(runs) > 1 else plots_of_run(runs[0])
-    return render(
-        "runs.html" if len(runs) > 1 else "run.html",
+    reload_every = reload_every if any(run.is_going_on for run in runs) else None
+    script = None if output is None else shared_script(output)
+    if len(runs) > 1:
+        return comparison_html(compare_runs(runs), reload_every=reload_every, script=script)
+    return render_plots(
+        "run.html",
+        plots_of_run(runs[0]),
+        script=script,
+        title=runs[0].name,
         runs=runs,
         tables=tables,
-        reload_every=reload_every if any(run.is_going_on for run in runs) else None,
-        light=LIGHT,
-        takes=expert_tokens.view(runs[0]) if len(runs) == 1 else None,
+        reload_every=reload_every,
+        takes=expert_tokens.view(runs[0]),
         grounds=PALETTE,
-        plots=plots,
-        figures={plot.name: plot.figures for of_section in plots.values() for plot in of_section},
-        plotly=get_plotlyjs(),
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 

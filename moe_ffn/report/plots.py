@@ -5,23 +5,25 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.files import write_whole
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
-from moe_ffn.metrics.table import RUN_METRICS, layer_measures
+from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report import figures, tables
-from moe_ffn.report.drawing import STEP_AXIS
+from moe_ffn.report import arm_figures, figures, tables
+from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves
+from moe_ffn.report.drawing import LIGHT
+from moe_ffn.report.html import render
 from moe_ffn.runs.reader import Run
+from moe_ffn.studies.comparison import COSTS, Comparison
 
 MAX_PAIRS = 200_000
 """Of experts in all co-activation heat maps together; some of the layers are left out beyond it."""
-
-NOT_COMPARED = ("objective", "skipped_steps")
-"""An objective is a sum by weights that differ between runs; a skipped step is one run's own matter."""
 
 NOT_DRAWN = {
     "bits_per_byte": "the loss in another unit",
@@ -81,23 +83,40 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
     )
 
 
-def plots_of_runs(runs: Sequence[Run]) -> dict[str, list[Plot]]:
-    """Each section of `runs.html` -> its plots; the losses over training FLOPs too where all are known."""
-    curves: list[Plot] = []
-    metrics = [metric for key, metric in RUN_METRICS.items() if key not in NOT_COMPARED]
-    for metric, row in ((m, row) for m in metrics for row in reversed(m.rows)):
-        key = f"{row}/{metric.key}"
-        if any(run.series(key) for run in runs):
-            knows_flops = metric.key == "loss" and all(figures.flops_per_step(run) for run in runs)
-            axes = [STEP_AXIS, figures.FLOPS] if knows_flops else [STEP_AXIS]
-            found: dict[str, Any] = {axis: figures.overlay(runs, key, axis) for axis in axes}
-            curves.append(_choice(found, note=found[axes[-1]].layout.meta["note"], choice="over"))
-    measures: list[Plot] = []
-    for metric in layer_measures():
-        means = [figures.mean_over_layers(run, metric) for run in runs]
-        if len({value for series in means for value in series.values}) > 1:
-            measures.append(_plot(figures.overlay_measure(runs, metric.key)))
-    return _named(curves=curves, measures=measures)
+def plots_of_arms(
+    comparison: Comparison | None,
+    arms: Sequence[ArmCurves],
+    runs: Mapping[str, Sequence[Run]],
+) -> dict[str, list[Plot]]:
+    """Each section of `runs.html`, in its order -> its plots.
+
+    Args:
+        comparison: None where the runs do not compare, so that their curves alone are drawn.
+        arms: all that have curves, in the order that gives them their colours.
+        runs: those of each arm whose routing over training is known, in that order.
+    """
+    answer: list[Plot] = []
+    tuning: list[Plot] = []
+    if comparison is not None:
+        if any(arm.difference for arm in comparison.arms):
+            answer.append(_plot(arm_figures.differences(comparison)))
+        known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
+        costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
+        answer += [_choice(costs, choice="cost")] if costs else []
+        tuning = [_plot(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
+    curves = [
+        _choice({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
+        for of in LOSSES
+        if (axes := arm_figures.axes_of(arms, of))
+    ]
+    moving = [key for key in FIRST if _moves(runs, key)]
+    measures = [_plot(figures.overlay_measure(runs, key)) for key in moving]
+    return _named(answer=answer, curves=curves, tuning=tuning, measures=measures)
+
+
+def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
+    means = [figures.mean_over_layers(of_arm, LAYER_METRICS[key]) for of_arm in runs.values()]
+    return len({value for series in means for value in series.values}) > 1
 
 
 def _named(**sections: list[Plot]) -> dict[str, list[Plot]]:
@@ -110,7 +129,7 @@ def _plot(figure: Any, **options: Any) -> Plot:
     return _choice({"": figure}, **options)
 
 
-def _choice(found: Mapping[str, Any], **options: Any) -> Plot:
+def _choice(found: Mapping[Any, Any], **options: Any) -> Plot:
     """What is chosen -> what is drawn; title and note are those of the first figure, or in `options`."""
     plain = [plain_figure(figure) for figure in found.values()]
     about = next(iter(found.values())).layout.meta
@@ -148,6 +167,55 @@ def _coactivations(run: Run) -> list[Plot]:
 
 def _layer(name: str) -> str:
     return f"layer {short_name(name)}"
+
+
+# -- pages with plots, and the script that draws them
+
+SHARED_SCRIPT = "plotly.min.js"
+"""Plotly's 4.8 MB, once for all pages of a folder and of the folders in it."""
+
+
+def render_plots(
+    template: str, plots: Mapping[str, Sequence[Plot]], *, script: str | None = None, **values: Any
+) -> str:
+    """A page as text, see `render`.
+
+    Args:
+        script: address of plotly's script; None puts it into the page, which then needs no other file.
+    """
+    from plotly.offline import get_plotlyjs
+
+    return render(
+        template,
+        plots=plots,
+        figures={plot.name: plot.figures for of_section in plots.values() for plot in of_section},
+        light=LIGHT,
+        script=script,
+        plotly="" if script else get_plotlyjs(),
+        **values,
+    )
+
+
+def share_script(folder: Path) -> None:
+    """Put plotly's script there, for pages in the folder and in those in it; OSError where that fails."""
+    from plotly.offline import get_plotlyjs
+
+    write_whole(folder / SHARED_SCRIPT, get_plotlyjs())
+
+
+def shared_script(page: Path) -> str | None:
+    """The address of the script that `share_script` put beside a page or a folder higher; None without."""
+    from plotly.offline import get_plotlyjs
+
+    folder = page.resolve().parent
+    for address, path in (
+        (SHARED_SCRIPT, folder / SHARED_SCRIPT),
+        (f"../{SHARED_SCRIPT}", folder.parent / SHARED_SCRIPT),
+    ):
+        # That of another version of plotly may draw something else.
+        if path.is_file() and path.stat().st_size == len(get_plotlyjs().encode()):
+            return address
+    return None
 
 
 # -- figures as the page's script draws them

@@ -470,8 +470,21 @@ def precisions(runs: Sequence[Run]) -> str:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Dotted path of each option in which the runs differ -> its value in each run, None if absent."""
+    """Dotted path of each option in which the runs differ -> its value in each run, None if absent.
+
+    Of parts of different types the type alone.
+    """
     flat = [flatten(run.options) for run in runs]
+    types = {
+        path: {o.get(path) for o in flat} for o in flat for path in o if path.endswith(".type")
+    }
+    swapped = [path for path, found in types.items() if len(found) > 1]
+
+    def is_inside(path: str) -> bool:
+        """Whether it is an option of a part whose type differs."""
+        return any(path.startswith(t.removesuffix("type")) for t in swapped if t != path)
+
+    flat = [{path: v for path, v in options.items() if not is_inside(path)} for options in flat]
     paths = sorted(
         {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
     )

@@ -25,6 +25,7 @@ def write_run(
     seed: int = 0,
     is_finished: bool = True,
     learning_rate: float = 0.003,
+    worse_by: float = 0.0,
 ) -> Path:
     """A run of `rows` training rows, ten steps apart; `experts` 0 is a dense one."""
     folder.mkdir(parents=True)
@@ -32,16 +33,22 @@ def write_run(
     every, validate_every = 10, 100
     max_steps = every * rows
     done = max_steps if is_finished else max_steps // 2
-    config = _config(folder.name, layers, experts, max_steps, learning_rate)
+    config = _config(folder.name, layers, experts, max_steps, learning_rate, seed)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     facts = {
         **config,
         "git_revision": "146dbad7166a4465e5030191ba5465daa6b2c61b-dirty",
+        "tokenizer_sha256": "0123456789abcdef" * 4,
+        "validation_sha256": "fedcba9876543210" * 4,
         "corpus_sha256": "66b795b1a032a35aab3821d737f2147293b46d817f5cfa10d23ac864eed29115",
         "precision": "bf16-mixed",
         "num_params": 2_450_000,
         "num_active_params": 870_000,
         "flops_per_token": 1_740_000,
+        "ffn_params": 2_000_000,
+        "ffn_active_params": 420_000,
+        "ffn_flops_per_token": 840_000,
+        "hardware": {"processor": "Some CPU", "num_cpus": 2, "gpu": None},
         "versions": {"python": "3.11.7", "torch": "2.13.0+cpu"},
     }
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -54,6 +61,11 @@ def write_run(
         for step in range(validate_every, done + 1, validate_every)
     ]
     table.sort(key=lambda row: row["step"])
+    for row in table:
+        losses = ("train/loss", "validation/loss")
+        row |= {key: row[key] + worse_by for key in losses if key in row}
+        if "train/loss" in row:
+            row["train/seconds"] = 0.1 * row["step"]
     write_metrics(folder / "metrics.jsonl", table)
     samples = [
         {"step": step, "prompt": "def ", "text": _text(step / max_steps, rng)}
@@ -98,7 +110,7 @@ def age(folder: Path, seconds: float) -> None:
 
 
 def _config(
-    name: str, layers: int, experts: int, max_steps: int, learning_rate: float
+    name: str, layers: int, experts: int, max_steps: int, learning_rate: float, seed: int
 ) -> dict[str, Any]:
     ffn: dict[str, Any] = {"type": "swiglu", "d_ff": None}
     if experts:
@@ -110,7 +122,7 @@ def _config(
             "capacity": {"factor": 1.25},
         }
     return {
-        "seed": 0,
+        "seed": seed,
         "run": {"name": name, "output_dir": "runs"},
         "model": {"d_model": 128, "num_layers": layers, "causal": True, "ffn": ffn},
         "data": {"corpus": {"type": "stdlib"}, "seq_len": 256, "batch_size": 16},
@@ -206,6 +218,9 @@ def _summary(
         "validation_bits_per_byte": last["validation/bits_per_byte"],
         "unigram_loss": 3.08,
         "tokens_per_second": 41_207.3,
+        "train_seconds": 60.0,
+        "wall_seconds": 75.5,
+        "peak_memory_bytes": 1_500_000_000,
         "routing": routing,
     }
 

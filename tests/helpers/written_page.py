@@ -46,6 +46,7 @@ NO_PLOTS: dict[str, list[Any]] = {
     section: []
     for section in (
         *("curves", "more_curves", "loads", "measures", "more_measures", "coactivation"),
+        *("answer", "tuning"),
     )
 }
 
@@ -54,7 +55,7 @@ def without_plots(*folders: Path) -> Written:
     """The page without its plots, which take a second to draw."""
     with (
         patch("moe_ffn.report.plots.plots_of_run", return_value=NO_PLOTS),
-        patch("moe_ffn.report.plots.plots_of_runs", return_value=NO_PLOTS),
+        patch("moe_ffn.report.comparison_page.plots_of_arms", return_value=NO_PLOTS),
     ):
         return Written(*folders)
 

@@ -134,31 +134,14 @@ def test_co_activation_is_that_of_the_summary(run: Run) -> None:
     assert "Even would be 33.3% everywhere off the diagonal." in figure.layout.meta["note"]
 
 
-@pytest.mark.parametrize(
-    "key", ["train/loss", "validation/loss", "validation/bits_per_byte", "train/gradient_norm"]
-)
-def test_a_curve_of_several_runs_has_a_line_for_each(run: Run, dense: Run, key: str) -> None:
-    drawn = lines(figures.overlay([run, dense], key))
-
-    check_line(drawn["moe"], run.series(key))
-    check_line(drawn["dense"], dense.series(key))
-
-
-def test_a_loss_of_several_runs_over_what_they_cost(run: Run, dense: Run) -> None:
-    flops = 3 * 1_740_000 * 16 * 256
-    drawn = lines(figures.overlay([run, dense], "train/loss", figures.FLOPS))
-
-    assert list(drawn["dense"].x) == [flops * step for step in dense.series("train/loss").steps]
-
-
 def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: Run) -> None:
-    figure = figures.overlay_measure([run, dense], "max_violation")
+    figure = figures.overlay_measure({"moe": [run, run], "dense": [dense]}, "max_violation")
 
     means = np.mean([layer["max_violation"].values for layer in run.layers.values()], axis=0)
     (trace,) = figure.data
     assert trace.meta["name"] == "moe"
     assert trace.y == pytest.approx(means, rel=1e-6)
-    assert "Mean over the layers." in figure.layout.meta["note"]
+    assert "Mean over the layers and seeds." in figure.layout.meta["note"]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +153,10 @@ def test_a_measure_of_several_runs_is_the_mean_of_their_layers(run: Run, dense: 
         (lambda run, dense: figures.measure(run, "none"), "there is no metric 'none'; there are "),
         (lambda run, dense: figures.measure(dense, "churn"), "run 'dense' has no churn of any"),
         (lambda run, dense: figures.balancing_losses(dense), "'dense' has no balancing losses"),
-        (lambda run, dense: figures.overlay_measure([dense], "churn"), "no run has 'Churn'"),
-        (lambda run, dense: figures.overlay([run], "x/loss"), "loss is of train and validation"),
-        (lambda run, dense: figures.overlay([run], "train/x"), "there is no metric 'x'; there are"),
+        (
+            lambda run, dense: figures.overlay_measure({"dense": [dense]}, "churn"),
+            "no run has 'Churn'",
+        ),
     ],
 )
 def test_what_was_not_measured_is_said(

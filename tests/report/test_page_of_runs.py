@@ -1,4 +1,4 @@
-"""The page of several runs beside each other."""
+"""The page of several runs: which is better as far as they say, and what each did."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_ffn.report.comparison_page import write_comparison_page
 from moe_ffn.report.page import report_html
 from moe_ffn.report.tables import RUN_NUMBERS, best_runs
 from moe_ffn.runs.reader import read_runs
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.gather import gather
 from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
 from tests.helpers.written_page import Written, row_of, without_plots
 
@@ -19,6 +22,88 @@ from tests.helpers.written_page import Written, row_of, without_plots
 @pytest.fixture
 def moe(tmp_path: Path) -> Path:
     return write_run(tmp_path / "runs" / "moe")
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three seeds of two blocks; the dense one is worse by 0.2 in each."""
+    folder = tmp_path_factory.mktemp("study")
+    return [
+        write_run(folder / f"{name}-seed{seed}", experts=experts, seed=seed, worse_by=loss)
+        for name, experts, loss in (("moe", 4, 0.0), ("dense", 0, 0.2))
+        for seed in range(3)
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(study: list[Path]) -> Written:
+    return Written(*study)
+
+
+def names_in(page: Written, title: str) -> set[str]:
+    """Of the lines of a plot with a choice, in the first of its figures."""
+    return {trace["meta"]["name"] for trace in page.figures[title][0]["data"]}
+
+
+def test_seeds_are_one_arm_and_the_verdict_is_what_their_intervals_allow(page: Written) -> None:
+    assert "<h1>moe · dense</h1>" in page.body
+    verdict = page.text[page.text.index("Which block? dense") :]
+    assert re.match(
+        r"Which block\? dense is worse than moe by 0\.[12]\d+ \[0\.\d+, 0\.\d+\] nats per token \(3 seeds",
+        verdict,
+    )
+    assert "dense: model.ffn: moe, 4 experts (swiglu), top_k k=2 -> swiglu" in page.text
+    assert list(page.figures) == [
+        "Difference from moe",
+        "Final loss against cost",
+        "Validation loss",
+        "Training loss",
+        "MaxVio",
+        "Dropped",
+        "Entropy per token",
+        "Largest router logit",
+        "Churn",
+        "Dead experts",
+    ]
+
+
+def test_an_arm_has_one_colour_in_its_table_and_in_every_plot(page: Written) -> None:
+    colours = {"moe": 0, "dense": 1, "frontier": "quiet"}
+    for title, figures in page.figures.items():
+        for trace in (trace for figure in figures for trace in figure["data"]):
+            colour = trace["meta"].get("colour", trace["meta"].get("fill"))
+            assert colour == colours[trace["meta"]["name"]], title
+    assert re.search(r'series-1\)"/></svg> dense</th>', page.body)
+    assert page.traces("MaxVio").keys() == {"moe"}
+
+
+def test_a_loss_is_drawn_over_tokens_flops_seconds_and_steps(
+    study: list[Path], page: Written
+) -> None:
+    axes = {f["layout"]["xaxis"]["title"]["text"]: f for f in page.figures["Validation loss"]}
+    names = ("tokens trained on", "training FLOPs", "seconds of training steps", "optimizer steps")
+    assert tuple(axes) == names
+    firsts = [
+        next(t for t in axes[name]["data"] if t["meta"].get("colour") == 0)["x"][0]
+        for name in names
+    ]
+    assert firsts == pytest.approx([100 * 4096, 3 * 1_740_000 * 100 * 4096, 10, 100], rel=1e-5)
+
+
+def test_the_page_of_results_alone_says_the_same(
+    study: list[Path], page: Written, tmp_path: Path
+) -> None:
+    results = gather(study).results
+    comparison = Comparison.of(results, question="Is a <b> better?")
+    write_comparison_page(comparison, results, tmp_path / "page.html")
+
+    html = (tmp_path / "page.html").read_text()
+    assert "<title>Is a &lt;b&gt; better?</title>" in html
+    assert "<h1>Is a &lt;b&gt; better?</h1>" in html
+    table = page.body[page.body.index("<h3>Loss</h3>") :].split("</table>")[0]
+    assert table in html
+    loss = results[4].outcome.validation_loss
+    assert f"dense-seed1</th><td>{loss:.4f}</td><td>600</td><td>0</td><td>2.45 M</td>" in html
 
 
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:
@@ -31,46 +116,80 @@ def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: 
     assert "No alarm was raised" not in page.text
 
 
-def test_runs_side_by_side(tmp_path: Path) -> None:
+def test_each_run_has_its_progress_alarms_and_parameters(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "small", experts=8),
         write_run(tmp_path / "wide", experts=16, learning_rate=0.001),
         write_run(tmp_path / "dense", experts=0),
     ]
     raise_alarms(folders[1])
-    page = Written(*folders)
+    page = without_plots(*folders)
 
     loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
-    cells = [f"{loss:.4f}", "finished", "600 of 600", "swiglu"]
+    cells = [f"{loss:.4f}", "finished", "600 of 600", 0, "swiglu"]
     assert row_of(page.text, ["dense", *cells])
     assert " - - - 2.45 0.87 1.74 " in page.text
-    assert row_of(page.text, ["optimizer.learning_rate", "0.003", "0.001", "0.003"])
-    assert row_of(page.text, ["model.ffn.num_experts", "8", "16", "-"])
+    assert "finished 600 of 600 2 moe, 16 experts" in page.text
+    assert "optimizer.learning_rate: 0.003 -> 0.001" in page.text
     assert "trainer.max_steps" not in page.text
     assert "run.name" not in page.text
     assert "2 alarms collapse wide, step 300" in page.text
 
-    colours = {"small": 0, "wide": 1, "dense": 2}
-    for title, (figure, *_) in page.figures.items():
-        for trace in figure["data"]:
-            assert trace["meta"]["colour"] == colours[trace["meta"]["name"]], title
-    assert page.traces("MaxVio").keys() == {"small", "wide"}
+
+def test_a_run_that_goes_on_is_drawn_beside_those_that_are_compared(tmp_path: Path) -> None:
+    ended = [write_run(tmp_path / name, experts=n) for name, n in (("a", 4), ("b", 0))]
+    page = Written(*ended, write_run(tmp_path / "c", experts=2, is_finished=False))
+
+    assert names_in(page, "Training loss") == {"a", "b", "c"}
+    assert re.search("Left out: .*is not finished: it is at step 300 of 600", page.text)
+    assert "c 1." in page.text, "its loss so far"
+    assert "training 300 of 600" in page.text
+    assert "b: " in page.text
 
 
-def test_a_measure_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Path) -> None:
-    """Of the layers: a block inside the block of one is none."""
+@pytest.mark.parametrize(
+    ("fact", "said"),
+    [
+        (
+            "corpus_sha256",
+            "No verdict: the runs read other text (data.corpus), so that their losses do",
+        ),
+        (
+            "tokenizer_sha256",
+            "No verdict: the runs have other tokenizers (data.tokenizer), so that",
+        ),
+    ],
+)
+def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
+    tmp_path: Path, fact: str, said: str
+) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=4)
+    facts = json.loads((b / "facts.json").read_text())
+    (b / "facts.json").write_text(json.dumps({**facts, fact: "32"}))
+    page = Written(a, b)
+
+    assert said in page.text
+    assert names_in(page, "Validation loss") == {"a", "b"}
+    assert "Difference from a" not in page.figures
+    assert row_of(page.text, ["model.ffn.type", "swiglu", "moe"])
+    assert "model.ffn.router" not in page.text, "a swap is one line"
+
+
+def test_runs_that_say_nothing_but_their_losses_are_drawn_over_their_steps(tmp_path: Path) -> None:
     for name, shift in (("a", 0.0), ("b", 1.0)):
         (tmp_path / name).mkdir()
         values = {"layer_00": 1.0 + shift, "layer_01": 2.0, "layer_01/inner": 99.0}
         rows = [
-            {"step": step}
+            {"step": step, "train/loss": 3.0 - step}
             | {f"routing/{layer}/max_violation": step * v for layer, v in values.items()}
             for step in (1, 2)
         ]
         write_metrics(tmp_path / name / "metrics.jsonl", rows)
     page = Written(tmp_path / "a", tmp_path / "b")
 
+    assert page.traces("Training loss")["b"]["x"] == [1, 2]
     drawn = page.traces("MaxVio")
+    # The mean of the layers: a block inside the block of one is none.
     assert {name: (trace["x"], trace["y"]) for name, trace in drawn.items()} == {
         "a": ([1, 2], [1.5, 3]),
         "b": ([1, 2], [2, 4]),
@@ -103,7 +222,8 @@ def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
 
 
 def test_names_and_logging_are_no_difference(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
+    """Two runs with the same seed, which are no arm, and so are not compared."""
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0, worse_by=1.0)
     config = yaml.safe_load((b / "config.yaml").read_text())
     config["logging"]["every_n_steps"] = 99
     (b / "config.yaml").write_text(yaml.safe_dump(config))
@@ -124,37 +244,14 @@ def test_a_page_loads_itself_anew_while_any_of_its_runs_goes_on(
     assert ('id="reload"' in report_html(read_runs(runs), reload_every=5)) == reloads
 
 
-def test_losses_are_drawn_over_training_flops_too(tmp_path: Path) -> None:
-    page = Written(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
-    over_steps, over_flops = page.figures["Validation loss"]
-
-    # 3 passes x 1,740,000 FLOPs x 16 sequences x 256 tokens, a step.
-    assert over_steps["data"][0]["x"][0] == 100
-    assert over_flops["data"][0]["x"][0] == 100 * 3 * 1_740_000 * 16 * 256
-    assert over_flops["layout"]["xaxis"]["title"]["text"] == "training FLOPs"
-    assert "FLOPs are 3 (forward and backward) x flops_per_token x batch_size" in page.text
-
-
-@pytest.mark.parametrize(
-    ("fact", "said"),
-    [
-        ("corpus_sha256", "These runs read different corpora: their losses do not compare."),
-        (
-            "precision",
-            "These runs differ in precision, which by itself moves a loss in its second decimal.",
-        ),
-    ],
-)
-def test_runs_with_other_data_or_precision_are_said_to_differ(
-    tmp_path: Path, fact: str, said: str
-) -> None:
-    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=0)
-    assert "These runs" not in without_plots(a, b).body
+def test_runs_in_other_precisions_are_said_to_differ(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a", experts=0), write_run(tmp_path / "b", experts=4)
+    assert "The runs differ in precision" not in without_plots(a, b).text
     facts = json.loads((b / "facts.json").read_text())
-    (b / "facts.json").write_text(json.dumps({**facts, fact: "32-true"}))
+    (b / "facts.json").write_text(json.dumps({**facts, "precision": "32-true"}))
 
-    shown = without_plots(a, b).body
-    assert said in shown
-    assert shown.count("These runs") == 1
-    precision = "bf16-mixed, 32-true" if fact == "precision" else "bf16-mixed"
-    assert f"Precision: {precision}." in shown
+    shown = without_plots(a, b).text
+    assert (
+        "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ" in shown
+    )
+    assert "Precision: bf16-mixed, 32-true." in shown

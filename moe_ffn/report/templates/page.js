@@ -1,6 +1,15 @@
 "use strict";
 // Draws the plots of #plots in the colours of the style sheet, and again when those change.
 (() => {
+  if (typeof Plotly === "undefined") {
+    const lost = document.createElement("p");
+    lost.className = "bad";
+    lost.textContent =
+      "No plots: plotly.min.js, which pages of this folder share, is not where it was. Put it back, or make " +
+      "the page again.";
+    document.querySelector("header").after(lost);
+    return;
+  }
   const plots = JSON.parse(document.getElementById("plots").textContent);
   const chosen = {};
   const PRINT_WIDTH = 680; // of an A4 or letter page within its margins, in CSS pixels
@@ -39,8 +48,12 @@
     const role = trace.meta && trace.meta.colour;
     if (role !== undefined) {
       const found = colour(typeof role === "number" ? `series-${role}` : role);
-      trace.line.color = found;
-      trace.marker.color = found;
+      for (const part of [trace.line, trace.marker, trace.error_x, trace.error_y]) {
+        if (part) part.color = found;
+      }
+    }
+    if (trace.meta && trace.meta.fill !== undefined) {
+      trace.fillcolor = `${colour(`series-${trace.meta.fill}`)}24`;
     }
     if (trace.meta && trace.meta.shares && !trace.z) unpack(trace);
     if (trace.meta && trace.meta.stops) {

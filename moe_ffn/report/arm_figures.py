@@ -1,0 +1,420 @@
+"""Figures of several arms, each of one or more runs: functions that return a plotly figure.
+
+    from moe_ffn.report import arm_figures
+    from moe_ffn.studies.comparison import Comparison
+    from moe_ffn.studies.gather import gather
+
+    comparison = Comparison.of(gather([Path("runs/gating")]).results)
+    arm_figures.losses(arm_figures.curves_of(comparison.arms), over="FLOPs")
+    arm_figures.frontier(comparison, "FLOPs")
+    arm_figures.differences(comparison)
+
+An arm has one colour and one dash in all of them. Pages show the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import plotly.graph_objects as go
+
+from moe_ffn.metrics.plotting import axis_title, figure, label
+from moe_ffn.report.drawing import LIGHT, SERIES, rounded, style_of
+from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.studies.budget import TRAINING_FLOPS
+from moe_ffn.studies.comparison import COSTS, Arm, Comparison, Tuning
+from moe_ffn.studies.result import Curve
+from moe_ffn.studies.statistics import Interval, mean_interval
+
+Over = Literal["tokens", "FLOPs", "seconds", "steps"]
+
+AXES: dict[Over, str] = {
+    "tokens": "tokens trained on",
+    "FLOPs": "training FLOPs",
+    "seconds": "seconds of training steps",
+    "steps": "optimizer steps",
+}
+
+LOSSES = {"validation": "Validation loss", "train": "Training loss"}
+
+WHOLE = 0.25
+"""The axis of a loss has the part of it that comes after this share of training."""
+
+MAX_LABELS = 16
+"""More arms than this are named in the legend of the frontier alone."""
+
+_LOSS = "loss (nats per token)"
+_LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+_MARGIN = {"l": 62, "r": 16, "t": 14, "b": 48}
+
+
+@dataclass(frozen=True)
+class ArmCurves:
+    """The losses of an arm over training, a curve for each seed."""
+
+    name: str
+    validation: Sequence[Curve]
+    train: Sequence[Curve]
+    flops_per_token: float | None = None
+    """Of the forward pass; None where it is not known."""
+
+    def curves(self, of: str, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
+        """The places and the losses of each curve that has both."""
+        found: list[tuple[list[float | None], list[float | None]]] = []
+        for curve in self.validation if of == "validation" else self.train:
+            places: list[float | None] = list(
+                curve.tokens if over == "FLOPs" else getattr(curve, over)
+            )
+            if over == "FLOPs":
+                cost = self.flops_per_token
+                places = [
+                    None if x is None or cost is None else TRAINING_FLOPS * cost * x for x in places
+                ]
+            if len(places) == len(curve.losses) and any(x is not None for x in places):
+                found.append((places, list(curve.losses)))
+        return found
+
+
+def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
+    """What the runs of the arms measured over training."""
+    return [
+        ArmCurves(
+            arm.name,
+            [result.validation for result in arm.results],
+            [result.train for result in arm.results],
+            arm.budget.model.flops_per_token,
+        )
+        for arm in arms
+    ]
+
+
+def axes_of(arms: Sequence[ArmCurves], of: str) -> list[Over]:
+    """What the losses can be drawn over: what every arm with one knows; nothing of one point each."""
+    drawn = [arm for arm in arms if arm.curves(of, "steps")]
+    if all(len(places) == 1 for arm in drawn for places, _ in arm.curves(of, "steps")):
+        return []
+    return [over for over in AXES if drawn and all(arm.curves(of, over) for arm in drawn)]
+
+
+def losses(
+    arms: Sequence[ArmCurves],
+    over: Over = "tokens",
+    of: Literal["validation", "train"] = "validation",
+) -> go.Figure:
+    """The mean loss of each arm over training, with the 95 % interval of the mean over its seeds.
+
+    Args:
+        of: the loss on the validation split, or in training.
+
+    Raises:
+        NotMeasuredError: no arm has such a loss over that.
+    """
+    traces: list[go.Scatter] = []
+    late: list[float] = []
+    lowest: list[float] = []
+    num_seeds = 0
+    for number, arm in enumerate(arms):
+        points = _means(arm.curves(of, over))
+        if not points:
+            continue
+        num_seeds = max(num_seeds, len(arm.curves(of, over)))
+        xs = [x for x, _ in points]
+        traces += _band(arm.name, number, points)
+        late += [y.value for x, y in points if x >= WHOLE * xs[-1]]
+        lowest += [y.low for x, y in points if x >= WHOLE * xs[-1]]
+    if not traces:
+        raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
+    axis: dict[str, Any] = {"title": axis_title(_LOSS), "automargin": True}
+    note = ""
+    if max(late) > min(lowest):
+        pad = 0.05 * (max(late) - min(lowest))
+        axis["range"] = [min(lowest) - pad, max(late) + pad]
+        note = f"Of the losses before {WHOLE:.0%} of training only what is as low as later ones."
+    if num_seeds > 1:
+        note = f"Lines are means over seeds, bands their 95% intervals (Student's t). {note}"
+    layout = {
+        "height": 380,
+        "hovermode": "closest",
+        "showlegend": True,
+        "legend": _LEGEND,
+        "margin": _MARGIN,
+        "xaxis": {"title": axis_title(AXES[over]), "rangemode": "tozero"},
+        "yaxis": axis,
+    }
+    return figure(traces, layout, LOSSES[of], note.strip())
+
+
+def _means(
+    curves: Sequence[tuple[list[float | None], list[float | None]]],
+) -> list[tuple[float, Interval]]:
+    """(mean place, mean loss with its interval) at each point that all curves have, by their order."""
+    points: list[tuple[float, Interval]] = []
+    for found in zip(*(zip(*curve, strict=True) for curve in curves), strict=False):
+        xs = [x for x, y in found if x is not None and y is not None]
+        ys = [y for x, y in found if x is not None and y is not None]
+        if len(xs) == len(curves):
+            mean = sum(ys) / len(ys)
+            interval = mean_interval(ys) or Interval(mean, mean, mean)
+            points.append((sum(xs) / len(xs), interval))
+    return points
+
+
+def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
+    xs = [rounded(x) for x, _ in points]
+    role, dash = style_of(number)
+    colour = LIGHT[f"series-{role}"]
+    traces: list[go.Scatter] = []
+    if any(y.low < y.high for _, y in points):
+        edge = [y.high for _, y in points] + [y.low for _, y in reversed(points)]
+        traces.append(
+            go.Scatter(
+                x=xs + xs[::-1],
+                y=[round(y, 5) for y in edge],
+                fill="toself",
+                fillcolor=f"{colour}24",
+                mode="none",
+                legendgroup=str(number),
+                showlegend=False,
+                hoverinfo="skip",
+                name=label(name),
+                meta={"fill": role, "name": label(name)},
+            )
+        )
+    ys = [round(y.value, 5) for _, y in points]
+    traces.append(
+        go.Scatter(
+            x=xs,
+            y=ys,
+            mode="lines+markers" if len(xs) <= 40 else "lines",
+            name=f"{label(name)} {ys[-1]:.4f}",
+            legendgroup=str(number),
+            line={"color": colour, "dash": dash, "width": 2},
+            marker={"size": 5, "color": colour},
+            hovertemplate=f"{label(name)}: %{{y:.4f}} at %{{x:,.4~s}}<extra></extra>",
+            meta={"colour": role, "name": label(name)},
+        )
+    )
+    return traces
+
+
+def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
+    """Final loss against what training took, with intervals; a line joins the arms that none beats in both.
+
+    Args:
+        cost: one of `COSTS`.
+
+    Raises:
+        NotMeasuredError: it is not known of every arm.
+    """
+    costs = [COSTS[cost](arm) for arm in comparison.arms]
+    known = [value for value in costs if value is not None]
+    if len(known) < len(costs):
+        raise NotMeasuredError(f"not every arm knows its {cost}")
+    traces: list[go.Scatter] = []
+    best = sorted(
+        (x, arm.loss)
+        for x, arm in zip(known, comparison.arms, strict=True)
+        if arm.on_frontier.get(cost)
+    )
+    if len(best) > 1:
+        traces.append(
+            go.Scatter(
+                x=[x for x, _ in best],
+                y=[y for _, y in best],
+                mode="lines",
+                line={"dash": "dot", "width": 2, "color": "gray"},
+                marker={"color": "gray"},
+                name="frontier",
+                hoverinfo="skip",
+                meta={"colour": "quiet", "name": "frontier"},
+            )
+        )
+    for number, (x, arm) in enumerate(zip(known, comparison.arms, strict=True)):
+        role, _ = style_of(number)
+        colour = LIGHT[f"series-{role}"]
+        interval = arm.interval
+        errors = None
+        if interval is not None:
+            up, down = interval.high - arm.loss, arm.loss - interval.low
+            errors = {
+                "type": "data",
+                "symmetric": False,
+                "array": [up],
+                "arrayminus": [down],
+                "color": colour,
+            }
+        has_text = len(comparison.arms) <= MAX_LABELS
+        traces.append(
+            go.Scatter(
+                x=[x],
+                y=[arm.loss],
+                mode="markers+text" if has_text else "markers",
+                text=[_short(arm.name)],
+                textposition="top right" if number % 2 == 0 else "bottom right",
+                cliponaxis=False,
+                name=f"{label(arm.name)} {arm.loss:.4f}",
+                marker={"size": 9, "color": colour, "symbol": number // len(SERIES)},
+                line={"color": colour},
+                error_y=errors,
+                hovertemplate=f"{label(arm.name)}: %{{y:.4f}} at %{{x:,.4~s}}<extra></extra>",
+                meta={"colour": role, "name": label(arm.name)},
+            )
+        )
+    is_wide = min(known) > 0 and max(known) / min(known) > 4
+    span = max(known) - min(known) or max(known)
+    x_axis: dict[str, Any] = {
+        "title": axis_title(f"{cost} of training" if cost != "parameters" else cost)
+    }
+    # Room for the names on the right.
+    if is_wide:
+        low, high = math.log10(min(known)), math.log10(max(known))
+        x_axis |= {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
+    else:
+        x_axis["range"] = [min(known) - 0.08 * span, max(known) + 0.3 * span]
+    layout = {
+        "height": 380,
+        "hovermode": "closest",
+        "showlegend": True,
+        "legend": _LEGEND,
+        "margin": _MARGIN,
+        "xaxis": x_axis,
+        "yaxis": {"title": axis_title(_LOSS), "automargin": True},
+    }
+    over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
+    note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
+    note += " On the dotted line no other arm has both a lower loss and a lower cost."
+    return figure(traces, layout, "Final loss against cost", note.strip())
+
+
+def differences(comparison: Comparison) -> go.Figure:
+    """Each arm's paired difference from the baseline, with its 95 % interval: left of 0 it is better.
+
+    Raises:
+        NotMeasuredError: no arm has one.
+    """
+    rows = [
+        (number, arm, arm.difference)
+        for number, arm in enumerate(comparison.arms)
+        if arm.difference is not None
+    ]
+    if not rows:
+        raise NotMeasuredError(f"no arm has a difference from {comparison.baseline.name}")
+    traces: list[go.Scatter] = []
+    for number, arm, found in rows:
+        role, _ = style_of(number)
+        colour = LIGHT[f"series-{role}"]
+        mean, low, high = found.interval
+        traces.append(
+            go.Scatter(
+                x=[mean],
+                y=[_short(arm.name)],
+                mode="markers+text",
+                text=[f"{mean:+.4f}"],
+                textposition="top center",
+                marker={
+                    "size": 10,
+                    "color": colour,
+                    "symbol": "circle" if found.is_claimed else "circle-open",
+                },
+                line={"color": colour},
+                error_x={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [high - mean],
+                    "arrayminus": [mean - low],
+                    "color": colour,
+                },
+                name=label(arm.name),
+                hovertemplate=f"{label(arm.name)}: {mean:+.4f} [{low:+.4f}, {high:+.4f}]<extra></extra>",
+                meta={"colour": role, "name": label(arm.name)},
+            )
+        )
+    layout = {
+        "height": 110 + 44 * len(rows),
+        "hovermode": "closest",
+        "showlegend": False,
+        "margin": {**_MARGIN, "t": 26},
+        "xaxis": {
+            "title": axis_title(
+                f"loss minus that of {_short(comparison.baseline.name)} (nats per token)"
+            ),
+            "zeroline": True,
+            "zerolinewidth": 2,
+            "rangemode": "tozero",
+        },
+        "yaxis": {
+            "type": "category",
+            "range": [len(rows) - 0.5, -0.7],  # the first on top, with room for its number
+            "automargin": True,
+            "showgrid": False,
+        },
+    }
+    over = {found.over for _, _, found in rows}
+    pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
+    note = (
+        f"Left of 0 is better than {comparison.baseline.name}. Bars are 95% intervals over "
+        f"{' or '.join(pairs[o] for o in sorted(over))}; a full circle is a difference that Holm's "
+        "correction leaves significant."
+    )
+    return figure(traces, layout, f"Difference from {comparison.baseline.name}", note)
+
+
+def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
+    """The final loss of each arm by the value of the option that was tuned.
+
+    Args:
+        found: one of `comparison.tuning`.
+
+    Raises:
+        NotMeasuredError: no arm was tuned.
+    """
+    if not any(found.losses.values()):
+        raise NotMeasuredError(f"no arm was tuned by {found.option}")
+    traces: list[go.Scatter] = []
+    names = [arm.name for arm in comparison.arms]
+    for arm, by_value in found.losses.items():
+        role, dash = style_of(names.index(arm))
+        colour = LIGHT[f"series-{role}"]
+        values = [value for value in found.values if value in by_value]
+        best = found.best[arm]
+        traces.append(
+            go.Scatter(
+                x=values,
+                y=[by_value[value] for value in values],
+                mode="lines+markers",
+                line={"color": colour, "dash": dash, "width": 2},
+                marker={"size": [11 if value == best else 6 for value in values], "color": colour},
+                name=f"{label(arm)}: {best}",
+                hovertemplate=f"{label(arm)}: %{{y:.4f}} at %{{x}}<extra></extra>",
+                meta={"colour": role, "name": label(arm)},
+            )
+        )
+    layout = {
+        "height": 340,
+        "hovermode": "closest",
+        "showlegend": True,
+        "legend": _LEGEND,
+        "margin": _MARGIN,
+        # As categories, evenly apart: most are powers of each other, and some are no numbers.
+        "xaxis": {
+            "title": axis_title(found.option),
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": list(found.values),
+        },
+        "yaxis": {"title": axis_title(_LOSS), "automargin": True},
+    }
+    return figure(
+        traces,
+        layout,
+        f"Final loss by {found.option}",
+        f"{found.verdict} The large point is an arm's best.",
+    )
+
+
+def _short(name: str) -> str:
+    """A name beside its point."""
+    return label(name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}")

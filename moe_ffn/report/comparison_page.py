@@ -1,0 +1,145 @@
+"""The page of several runs: which block, by the evidence there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_ffn.errors import ConfigError, reason
+from moe_ffn.report import study_tables, tables
+from moe_ffn.report.arm_figures import ArmCurves, curves_of
+from moe_ffn.report.drawing import style_of
+from moe_ffn.report.html import write_page
+from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
+from moe_ffn.runs.reader import Run
+from moe_ffn.runs.rows import Series
+from moe_ffn.studies.comparison import Comparison, identity
+from moe_ffn.studies.gather import gather
+from moe_ffn.studies.result import Curve, RunResult
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a page shows of several runs."""
+
+    comparison: Comparison | None
+    """Of those that are finished and compare; None where they do not."""
+    problem: str = ""
+    """Why not."""
+    arms: Sequence[ArmCurves] = ()
+    """The arms of the comparison, then each run that is not in it; their place gives them their colour."""
+    results: Sequence[RunResult] = ()
+    left_out: Sequence[str] = ()
+    """Why runs are not in the comparison, a sentence each."""
+    runs: Sequence[Run] = ()
+    """The runs, where their folders are there."""
+    arm_names: Sequence[str] = ()
+    """Of the arm of each of them."""
+
+
+def write_comparison_page(comparison: Comparison, results: Sequence[RunResult], path: Path) -> None:
+    """Write the page of a comparison of runs, or of their committed results.
+
+    Raises:
+        ConfigError: plotly is not installed, or `path` cannot be written.
+    """
+    found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
+    try:
+        write_page(path, comparison_html(found, script=shared_script(path)))
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be written ({reason(error)}); choose another file"
+        ) from error
+
+
+def comparison_html(
+    found: Compared, *, reload_every: float | None = None, script: str | None = None
+) -> str:
+    """The document.
+
+    Args:
+        script: see `render_plots`.
+    """
+    names = [arm.name for arm in found.arms]
+    of_arms: dict[str, list[Run]] = {name: [] for name in names}
+    for name, run in zip(found.arm_names, found.runs, strict=True):
+        of_arms[name].append(run)
+    plots = plots_of_arms(found.comparison, found.arms, of_arms)
+    question = found.comparison.question if found.comparison else ""
+    shown = study_tables.tables(found.comparison) if found.comparison else []
+    joined = ", ".join(names)
+    return render_plots(
+        "runs.html",
+        plots,
+        script=script,
+        reload_every=reload_every,
+        title=question or (joined if len(joined) <= 80 else f"{len(names)} arms"),
+        found=found,
+        comparison=found.comparison,
+        heading=question or " · ".join(names),
+        runs=found.runs,
+        number_of={name: number for number, name in enumerate(names)},
+        style_of=style_of,
+        loss_tables=shown[:1],
+        other_tables=shown[1:],
+        tables=tables,
+    )
+
+
+def compare_runs(runs: Sequence[Run]) -> Compared:
+    """What the folders of these runs allow to say of them together, finished or not."""
+    comparison, problem = None, ""
+    results: Sequence[RunResult] = ()
+    left_out: Sequence[str] = ()
+    try:
+        gathered = gather([run.folder for run in runs])
+        results, study = gathered.results, gathered.study
+        left_out = list(gathered.left_out.values())
+        comparison = Comparison.of(
+            results,
+            baseline=study and study.baseline,
+            arms=study.arm_names if study else (),
+            step_seconds=gathered.step_seconds,
+            question=study.question if study else "",
+        )
+    except ConfigError as error:
+        problem = str(error)
+    arms = curves_of(comparison.arms) if comparison else []
+    names: list[str] = []
+    for run in runs:
+        name = None if comparison is None else _arm_of(run, results)
+        if name is None:
+            name = run.name
+            arms.append(_curves_of(run))
+        names.append(name)
+    return Compared(comparison, problem, arms, results, left_out, runs, names)
+
+
+def _arm_of(run: Run, results: Sequence[RunResult]) -> str | None:
+    """The name of the arm that a finished run is of; None where it is not among the results."""
+    try:
+        own = RunResult.of_run(run)
+    except ConfigError:  # it lacks what results are made of
+        return None
+    key = own.seed, identity(own)
+    found = (result.main_arm for result in results if (result.seed, identity(result)) == key)
+    return next(found, None) if run.state == "finished" else None
+
+
+def _curves_of(run: Run) -> ArmCurves:
+    """Of a run that is not compared: over its steps, and over more where it says what they take."""
+    try:
+        own = RunResult.of_run(run)
+    except ConfigError:
+        validation, train = (
+            _over_steps(run.series(f"{row}/loss")) for row in ("validation", "train")
+        )
+        return ArmCurves(run.name, [validation], [train])
+    return ArmCurves(run.name, [own.validation], [own.train], own.budget.model.flops_per_token)
+
+
+def _over_steps(series: Series) -> Curve:
+    finite = [value if math.isfinite(value) else None for value in series.values]
+    return Curve(steps=list(series.steps), losses=finite)
