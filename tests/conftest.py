@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +60,9 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """What a user's programs remember, the code they trust, is not that of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        # matplotlib's list of fonts takes seconds to make, and is the same in every session.
+        fonts = Path(tempfile.gettempdir()) / "matplotlib-of-tests"
+        patch.setenv("MPLCONFIGDIR", str(fonts))
         yield
 
 

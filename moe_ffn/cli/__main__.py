@@ -17,6 +17,7 @@ PROGRAMS = {
     "report": "write the page of a run, or of several runs in the same plots",
     "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
+    "study_page": "write the page of a study from the results of its runs",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
     "dashboard": "make a workspace in wandb that shows the runs",
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def help_page() -> str:
-    programs = [f"  {name:9}   {meaning}" for name, meaning in PROGRAMS.items()]
+    programs = [f"  {name:10}   {meaning}" for name, meaning in PROGRAMS.items()]
     return "\n".join(
         [
             "usage:  moe-ffn PROGRAM ...",

@@ -75,7 +75,7 @@ def _log_sum_exp(*terms: Array) -> Array:
     return largest + np.log(reduce(np.add, (np.exp(term - largest) for term in terms)))
 
 
-_EXPONENT = Parameter((0.0, 0.5, 1.0, 1.5, 2.0))
+_EXPONENT = Parameter((0.0, 0.5, 1.0, 1.5, 2.0), low=-1, high=4)
 _COEFFICIENT = Parameter((0.0, 5.0, 10.0, 15.0, 20.0, 25.0), is_log=True)
 _FLOOR = Parameter((-1.0, -0.5, 0.0, 0.5, 1.0), is_log=True)
 
@@ -157,11 +157,11 @@ GRANULARITY = Law(
     parameters={
         "c": _FLOOR,
         "g": Parameter((0.0, 5.0), is_log=True),
-        "gamma": Parameter((0.3, 0.6, 1.0)),
+        "gamma": Parameter((0.3, 0.6, 1.0), low=-1, high=4),
         "a": Parameter((0.0, 3.0, 10.0), is_log=True),
-        "alpha": Parameter((0.1, 0.3, 0.6)),
+        "alpha": Parameter((0.1, 0.3, 0.6), low=-1, high=4),
         "b": Parameter((0.0, 3.0, 10.0), is_log=True),
-        "beta": Parameter((0.1, 0.3, 0.6)),
+        "beta": Parameter((0.1, 0.3, 0.6), low=-1, high=4),
     },
     log_loss=lambda p, x: _log_sum_exp(
         p["c"],
@@ -307,7 +307,8 @@ def fit(
     return Fit(
         law,
         parameters={
-            name: Interval(*_reported(law, name, ends)) for name, ends in intervals.items()
+            name: Interval(*map(float, _reported(law, name, ends)))
+            for name, ends in intervals.items()
         },
         residuals=tuple(map(float, residuals)),
         ranges={name: (float(min(v)), float(max(v))) for name, v in variables.items()},
@@ -375,8 +376,10 @@ class _Settings:
             weights = 1 / np.maximum(np.abs(residuals) / DELTA, 1)
             gradient = slopes @ (weights * residuals)[..., None]
             hessian = (slopes * weights[:, None]) @ slopes.swapaxes(-1, -2)
-            scale = np.einsum("bii->bi", hessian)[..., None] * np.eye(len(self.free)) + 1e-12
-            step = np.linalg.solve(hessian + damping * scale, gradient)[..., 0]
+            scale = np.einsum("bii->bi", hessian)[..., None] * np.eye(len(self.free))
+            # Of a parameter that changes nothing, such as a floor of 0, there are no slopes.
+            never_singular = 1e-9 * np.eye(len(self.free))
+            step = np.linalg.solve(hessian + damping * scale + never_singular, gradient)[..., 0]
             trial = self._filled(found, np.clip(found[:, self._places] + step, *self._bounds))
             tried = _huber(y - _log_loss(self.law, trial, x))
             better = tried < loss
@@ -678,9 +681,8 @@ def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> 
 
 
 LEVERAGE_LIMITS = (
-    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has "
-    "not decayed yet, and the loss is above what a shorter run ends at: a leverage above 1 is a lower "
-    "bound there."
+    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
+    "decayed yet, and the loss is above what a shorter run ends at: leverage above 1 is a lower bound there."
 )
 """What leverage may not be used for."""
 

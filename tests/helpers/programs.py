@@ -5,6 +5,7 @@ PROGRAMS = (
     "generate",
     "compare",
     "sweep",
+    "study_page",
     "overhead",
     "report",
     "trace",

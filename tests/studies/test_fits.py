@@ -424,3 +424,12 @@ def test_arms_without_anything_in_common_have_no_leverage() -> None:
         leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
     with pytest.raises(ConfigError, match="loss: must be positive and finite"):
         leverage({0: ([1, 2], [9, math.nan])}, {0: curve(2)})
+
+
+def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing() -> None:
+    sizes = grid(C=[1, 2, 4, 8, 16])
+    # Lowest in the middle: no power law falls and rises.
+    losses = [2.1, 2.02, 2.0, 2.02, 2.1]
+    found = fit(POWER, sizes, losses, num_resamples=50)
+    assert np.isfinite(found.residuals).all()
+    assert found.undetermined

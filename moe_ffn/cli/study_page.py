@@ -1,0 +1,70 @@
+"""Write the page of a study, its figures, and its row of the table of all studies.
+
+    moe-ffn study_page configs/studies/gating.yaml --runs runs/gating
+    moe-ffn study_page configs/studies/*.yaml
+
+The results of the runs, one small JSON each, are put into docs/studies/NAME/. The page, docs/studies/NAME.md,
+is made of all that lie there and of the words in the study's file; it can be made again without the runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ffn.cli.parser import Parser
+from moe_ffn.errors import ConfigError, command, printable, reason
+from moe_ffn.files import read_text, write_whole
+from moe_ffn.report.study_page import study_page
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import gather
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog=command("study_page"), description=__doc__)
+    parser.add_argument("studies", type=Path, nargs="+", metavar="STUDY", help="file of a study")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        metavar="FOLDER",
+        help="put the results of the finished runs in this folder beside the page first",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("docs/studies"),
+        metavar="FOLDER",
+        help="where the pages are (default: docs/studies)",
+    )
+    options = parser.parse_args(argv)
+    if options.runs is not None and len(options.studies) > 1:
+        raise ConfigError("--runs: are those of one study, got several studies")
+    for file in options.studies:
+        study = StudyConfig.read(file)
+        folder = options.output / study.name
+        if options.runs is not None:
+            keep(options.runs, folder)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
+                f"{command('sweep')} --config {file}, and give --runs runs/{study.name}"
+            )
+        found = gather([folder])
+        print(study_page(study, found.results, found.step_seconds).write(options.output))
+    return 0
+
+
+def keep(runs: Path, folder: Path) -> None:
+    """Put the results of the finished runs of a study into `folder`, in the place of older ones."""
+    found = gather([runs])
+    for path, why in found.left_out.items():
+        print(printable(f"left out: {path} {why}"), file=sys.stderr)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for result in found.results:
+            result.write(folder)
+        for path in found.study_files:
+            write_whole(folder / path.name, read_text(path))
+    except OSError as error:
+        raise ConfigError(f"'{folder}' cannot be written ({reason(error)})") from error

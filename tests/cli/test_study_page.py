@@ -1,0 +1,127 @@
+"""From a tiny sweep that is really trained to its page, and again without the runs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.results import make_result
+from tests.helpers.tiny_runs import Finished, ForkedTraining, run_here
+
+STUDY = """
+question: Which?
+seeds: [0, 1]
+baseline: dense
+arms:
+  dense: {model.ffn: {type: dense, d_ff: 32}}
+  moe: {model.ffn: {type: moe, num_experts: 4, router: {type: top_k, k: 1}}}
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Callable[..., Finished]:
+    """The program; which.yaml in the current folder is a study."""
+    (tmp_path / "which.yaml").write_text(STUDY, encoding="utf-8")
+    return lambda *argv: run_here(*argv, program="experiments.study_page")
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
+    page: Callable[..., Finished],
+    tiny_yaml: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import_module("moe_ffn.cli.training_run")
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
+    tiny = [*tiny_yaml.read_text("utf-8").splitlines(), f"data.cache_dir: {tmp_path / 'cache'}"]
+    config = "\n".join(f"  {line}" for line in tiny)
+    (tmp_path / "which.yaml").write_text(f"config:\n{config}\n{STUDY}", encoding="utf-8")
+    swept = run_here("--config", "which.yaml", program="experiments.sweep")
+    assert swept.code == 0, swept.stderr
+
+    done = page("which.yaml", "--runs", "runs/which")
+
+    assert (done.code, done.stdout) == (0, "docs/studies/which.md\n"), done.stderr
+    studies = tmp_path / "docs" / "studies"
+    text = (studies / "which.md").read_text(encoding="utf-8")
+    assert text.startswith("# Which?\n")
+    assert "moe: no difference from dense seen" in text or "moe is" in text
+    assert "| dense | 2 |" in text
+    assert {path.name for path in (studies / "which").glob("*-seed*.json")} == {
+        f"{arm}-seed{seed}.json" for arm in ("dense", "moe") for seed in (0, 1)
+    }
+    for path in (studies / "which").glob("*.json"):
+        assert path.stat().st_size < 30_000
+        assert str(tmp_path) not in path.read_text(encoding="utf-8").replace("corpus", "")
+    assert "| [which](which.md) | Which? |" in (studies / "README.md").read_text(encoding="utf-8")
+
+    before = snapshot(studies)
+    shutil.rmtree(tmp_path / "runs")
+    assert page("which.yaml").code == 0
+    assert snapshot(studies) == before
+
+
+def test_a_seed_that_somebody_adds_is_on_the_page(
+    page: Callable[..., Finished], tmp_path: Path
+) -> None:
+    folder = tmp_path / "pages" / "which"
+    folder.mkdir(parents=True)
+    for seed in (0, 1):
+        for arm in ("dense", "moe"):
+            make_result(arm, seed, 2 + seed / 10, options={"model.ffn.type": arm}).write(folder)
+    assert page("which.yaml", "--output", "pages").code == 0
+    assert "| moe | 2 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
+
+    for arm in ("dense", "moe"):
+        make_result(arm, 2, 2.5, options={"model.ffn.type": arm}).write(folder)
+    assert page("which.yaml", "--output", "pages").code == 0
+    assert "| moe | 3 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
+
+
+def refusal(done: Finished) -> str:
+    assert done.code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line.removeprefix("error: ")
+
+
+def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path) -> None:
+    assert refusal(page("which.yaml")) == (
+        "'docs/studies/which' does not exist: there are no results of 'which' yet; train its runs, "
+        "python -m experiments.sweep --config which.yaml, and give --runs runs/which"
+    ).replace("python -m experiments.sweep", "moe-ffn sweep")
+    assert "'nowhere' does not exist" in refusal(page("which.yaml", "--runs", "nowhere"))
+    assert "--runs: are those of one study" in refusal(
+        page("which.yaml", "which.yaml", "--runs", "x")
+    )
+    assert "no.yaml: No such file" in refusal(page("no.yaml"))
+    (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
+    assert "holds no runs and no results" in refusal(page("which.yaml"))
+    make_result("other", 0).write(tmp_path / "docs" / "studies" / "which")
+    assert refusal(page("which.yaml")) == (
+        "which: none of the results is of one of its arms, dense, moe"
+    )
+    (tmp_path / "docs" / "studies" / "which" / "other-seed0.json").write_text("{")
+    assert "is no result of a run" in refusal(page("which.yaml"))
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    page: Callable[..., Finished], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "docs" / "studies" / "which"
+    folder.mkdir(parents=True)
+    make_result("dense", 0).write(folder)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert refusal(page("which.yaml")) == (
+        "the figures of a study need matplotlib; install with: pip install '.[studies]'"
+    )
+    assert not (tmp_path / "docs" / "studies" / "which.md").exists()

@@ -1,0 +1,339 @@
+"""The page of a study: its sections and figures, what it says of made-up results, equal bytes each time."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.config_files import parse_yaml, validate
+from moe_ffn.errors import ConfigError
+from moe_ffn.report.study_page import StudyPage, study_page, with_row
+from moe_ffn.studies.budget import Budget, Cost
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.result import RunResult
+from tests.helpers.results import make_result
+
+GATING = """
+name: gating
+question: Do gates beat activations?
+published: ReLU 1.997, SwiGLU 1.944
+would_change_our_mind: A larger model.
+seeds: [0, 1, 2]
+baseline: gelu
+arms: {gelu: {model.ffn: {type: dense}}, swiglu: {model.ffn: swiglu}}
+"""
+
+
+def study(text: str) -> StudyConfig:
+    return validate(StudyConfig, parse_yaml(text, where="study"))
+
+
+def gating(**losses: float) -> list[RunResult]:
+    """Three seeds of each arm, which move both alike."""
+    return [
+        make_result(
+            arm,
+            seed,
+            loss + 0.1 * seed + 0.001 * (seed == 1),
+            options={"model.ffn.type": "swiglu" if arm == "swiglu" else "dense"},
+            curve=[4.0, 3.0, 2.5, 2.2, 0],
+            wall_seconds=1800.0,
+            machine={"processor": "a fast one", "torch": "2.13.0", "git_revision": "abc"},
+        )
+        for arm, loss in losses.items()
+        for seed in range(3)
+    ]
+
+
+def sections(page: StudyPage) -> dict[str, str]:
+    found = re.split(r"^## (.+)$", page.markdown, flags=re.MULTILINE)
+    return {"": found[0], **dict(zip(found[1::2], found[2::2], strict=True))}
+
+
+def test_the_page_has_what_was_asked_how_and_what_came_of_it() -> None:
+    page = study_page(study(GATING), gating(gelu=2.0, swiglu=1.9))
+
+    found = sections(page)
+    assert list(found) == [
+        "",
+        "Design",
+        "Result",
+        "What would change our mind",
+        "What this does not show",
+        "How it was made",
+    ]
+    assert found[""].startswith("# Do gates beat activations?\n\nPublished: ReLU 1.997")
+    assert "| gelu | dense" in found["Design"]
+    assert "| swiglu | `model.ffn: dense" in found["Design"]
+    assert "- swiglu is better than gelu by 0.1000 [0.1000, 0.1000]" in found["Result"]
+    assert "| swiglu | 3 | 2.0003 " in found["Result"]
+    assert found["What would change our mind"].strip() == "A larger model."
+    assert "Models of 500 parameters, trained on 1.00 k tokens" in found["What this does not show"]
+    made = found["How it was made"]
+    assert "experiments.sweep --config configs/studies/gating.yaml" in made
+    assert "| processor | a fast one |" in made
+    assert "| revision | abc |" in made
+    assert "| training | 3.0 hours of all runs |" in made
+    for image in re.findall(r"!\[.+\]\(gating/(.+)\)", page.markdown):
+        assert image in page.figures
+    assert set(page.figures) == {"losses.svg", "curves.svg"}
+    assert page.summary == (
+        "| [gating](gating.md) | Do gates beat activations? | ReLU 1.997, SwiGLU 1.944 | "
+        f"{re.search(r'- (swiglu is better .*)', page.markdown)[1]} |"  # pyright: ignore[reportOptionalSubscript]
+    )
+
+
+def test_what_the_author_concludes_stands_first_and_in_the_table_of_studies() -> None:
+    page = study_page(study(GATING + "answer: Yes, by a tenth."), gating(gelu=2.0, swiglu=1.9))
+    assert "\n\n**Yes, by a tenth.**\n\n" in page.markdown
+    assert page.summary.endswith("| Yes, by a tenth. |")
+
+
+def test_the_same_results_give_the_same_bytes() -> None:
+    first, again = (study_page(study(GATING), gating(gelu=2.0, swiglu=1.9)) for _ in range(2))
+    assert first == again
+    figure = first.figures["losses.svg"]
+    assert "<svg" in figure
+    assert "<dc:date>" not in figure
+    assert ">gelu (baseline)</text>" in figure, "text stays text"
+
+
+def test_results_of_other_arms_are_no_part_of_the_study() -> None:
+    with_another = [*gating(gelu=2.0, swiglu=1.9), make_result("relu", 0)]
+    assert study_page(study(GATING), with_another) == study_page(
+        study(GATING), gating(gelu=2.0, swiglu=1.9)
+    )
+    with pytest.raises(
+        ConfigError, match="gating: none of the results is of one of its arms, gelu"
+    ):
+        study_page(study(GATING), [make_result("relu", 0)])
+
+
+def test_a_study_that_has_but_begun_has_a_page() -> None:
+    page = study_page(study(GATING), gating(swiglu=1.9)[:1])
+    assert "swiglu: one run of one seed" in page.markdown
+
+
+def test_one_arm_says_what_its_scatter_means_for_other_studies() -> None:
+    noise = study("name: noise\nquestion: How far apart?\narms: {swiglu: }")
+    page = study_page(noise, [make_result("swiglu", seed, 2 + 0.01 * seed) for seed in range(5)])
+    # The standard deviation of 0 to 4 is 1.5811; of two unpaired arms sqrt(2) times as much.
+    assert "end 0.0158 nats apart (standard deviation of 5 runs)" in page.markdown
+    rows = dict(re.findall(r"^\| (\d+) \| ([\d.]+) \|$", page.markdown, flags=re.MULTILINE))
+    # t(.975) and t(.8) of 9 degrees of freedom are 2.262 and 0.883.
+    assert float(rows["10"]) == pytest.approx((2.262 + 0.883) * 0.02236 / math.sqrt(10), abs=1e-4)
+
+
+def test_a_grid_of_numbers_is_an_axis() -> None:
+    widths = study("""
+        name: width
+        arms: {dense: , moe: }
+        grid: {model.d_model: [16, 32]}
+        baseline: dense,d_model=16
+    """)
+    results = [
+        make_result(f"{arm},d_model={d}", seed, 2 - d / 100, options={"model.d_model": d})
+        for arm in ("dense", "moe")
+        for d in (16, 32)
+        for seed in range(2)
+    ]
+    page = study_page(widths, results)
+    axis = page.figures["axis.svg"]
+    assert "model.d_model</text>" in axis
+    for tick in ("16", "32"):
+        assert f">{tick}</text>" in axis
+    for line in ("dense", "moe"):
+        assert f">{line}</text>" in axis
+
+
+def test_arms_that_differ_along_the_axis_are_one_line() -> None:
+    capacity = study("""
+        name: capacity
+        arms: {dropless: , c1: , c2: }
+        axis: model.ffn.capacity.factor
+    """)
+    results = [make_result("dropless", 0)] + [
+        make_result(arm, 0, options={"model.ffn.capacity.factor": factor})
+        for arm, factor in (("c1", 1.0), ("c2", 2.0))
+    ]
+    page = study_page(capacity, results)
+    assert "axis.svg" in page.figures, "though one arm has no place on it"
+    assert "c1" not in page.figures["axis.svg"]
+
+
+def test_tuning_says_where_the_optimum_lies_and_if_it_is_at_an_end() -> None:
+    text = GATING + "tuning: {grid: {optimizer.learning_rate: [0.001, 0.002, 0.004]}, seeds: [0]}"
+    rate = "optimizer.learning_rate"
+    results = [
+        run.model_copy(update={"config": run.config | {"optimizer": {"learning_rate": 0.002}}})
+        for run in gating(gelu=2.0, swiglu=1.9)
+    ]
+    for arm, losses in (("gelu", (2.1, 2.2)), ("swiglu", (1.8, 2.0))):
+        results += [
+            make_result(
+                f"{arm},learning_rate={value}",
+                0,
+                loss,
+                options={rate: value},
+                tuning={rate: value},
+                main_arm=arm,
+            )
+            for value, loss in zip((0.001, 0.004), losses, strict=True)
+        ]
+    page = study_page(study(text), results)
+    tuning = sections(page)["Tuning"]
+    assert "The best value is at an end of those tried: swiglu." in tuning
+    assert "| gelu | 2.1000 | 2.0000 | 2.2000 |" in tuning
+    assert "tuning-learning_rate.svg" in page.figures
+    assert "learning_rate=0.001" not in sections(page)["Result"], "not mixed with the others"
+
+
+def sized(
+    arm: str, seed: int, loss: float, *, active: int, expansion: float = 1.0, **rest: Any
+) -> Any:
+    """A run whose active parameters are half feed-forward, with two FLOPs each."""
+    ffn = active // 2
+    tokens = rest.pop("tokens", 1000)
+    run = make_result(arm, seed, loss, curve=[loss + 2, loss + 1, loss + 0.3, 0], **rest)
+    total = round(ffn * expansion)
+    budget = Budget(
+        Cost(active - ffn + total, active, 2 * active), Cost(total, ffn, 2 * ffn), tokens
+    )
+    return run.model_copy(update={"budget": budget})
+
+
+def experts() -> list[RunResult]:
+    rng = random.Random(0)
+    return [
+        sized(
+            f"e{e},d_model={d}",
+            seed,
+            10 ** (-0.08 * math.log10(100 * d * d) - 0.05 * math.log10(e + 1) + 0.9)
+            + rng.gauss(0, 0.002),
+            active=100 * d * d,
+            expansion=e,
+            options={"model.d_model": d},
+        )
+        for e in (1, 2, 4, 8)
+        for d in (16, 32, 64)
+        for seed in range(3)
+    ]
+
+
+def test_leverage_and_scaling_with_experts() -> None:
+    text = """
+        name: experts
+        arms: {e1: , e2: , e4: , e8: }
+        grid: {model.d_model: [16, 32, 64]}
+        baseline: e1,d_model=32
+        axis: expansion
+        fit: [clark, leverage]
+    """
+    page = study_page(study(text), experts())
+    found = sections(page)
+    rows = re.findall(r"^\| (e\d),d_model=(\d+) \| e1,d_model=(\d+) \| (.+) \| (.+) \|$",
+                      found["Efficiency leverage"], flags=re.MULTILINE)  # fmt: skip
+    assert len(rows) == 9
+    for _, size, dense, within, _ in rows:
+        assert size == dense, "beside the dense model of the same size"
+        assert float(within.split()[0]) > 1
+    assert [final for _, size, *_, final in rows if size == "64"] == ["-"] * 3, "beyond all sizes"
+    assert float(rows[0][4].split()[0]) > 1
+    assert "leverage.svg" in page.figures
+    assert "leverage above 1 is a lower bound there" in found["Efficiency leverage"]
+    clark = found["Scaling with experts"]
+    assert "| a | -0.0" in clark
+    assert "| -0.082 |" in clark, "the published one beside it"
+    assert "largest runs, the form is" in clark
+    for width in (16, 32, 64):
+        assert f">d_model={width}</text>" in page.figures["axis.svg"]
+
+
+def test_isoflop_has_a_best_size_at_each_budget_or_says_why_none() -> None:
+    results: list[RunResult] = []
+    for arm, best in (("dense", 1.0), ("sparse", 100.0)):
+        for budget in (1, 4):
+            for place, factor in enumerate((0.25, 0.5, 1, 2, 4)):
+                active = round(10_000 * factor * budget**0.5)
+                tokens = 6_000_000 * budget // active
+                loss = 3 - 0.2 * budget + 0.05 * math.log(factor / best) ** 2
+                results += [
+                    sized(
+                        f"{arm},{budget},{place}",
+                        seed,
+                        loss + 0.0005 * seed,
+                        active=active,
+                        tokens=tokens,
+                        options={"model.d_model": active},
+                    )
+                    for seed in range(2)
+                ]
+    names = ", ".join(f'"{run.arm}": ' for run in results[::2])
+    page = study_page(study(f"name: isoflop\narms: {{{names}}}\nfit: isoflop"), results)
+    found = sections(page)["Best size at each budget"]
+    assert re.search(r"\| dense \| 3.6e\+07 \| 10\.\d\d k \[.+ k, .+ k\] \|  \|", found)
+    assert "| sparse | 3.6e+07 | - | the loss is lowest at the largest size" in found
+    assert re.search(r"dense: the best size grows as FLOPs to the power 0\.50 \[", found)
+    assert "a line through two minima cannot show" in found
+    assert "sparse: Not for budgets outside" in found
+    assert "isoflop.svg" in page.figures
+
+
+@pytest.mark.parametrize(("best", "says"), [(4, r"| all arms | 4.0 [4.0, 4.0] |"), (99, "largest")])
+def test_granularity_has_a_best_value_or_none(best: float, says: str) -> None:
+    text = "name: grain\narms: {g1: , g2: , g4: , g8: , g16: }\naxis: model.ffn.router.k\nfit: granularity"
+    results = [
+        make_result(
+            f"g{g}",
+            seed,
+            2 + 0.05 * math.log(g / best) ** 2 + 1e-4 * seed,
+            options={"model.ffn.router.k": g},
+        )
+        for g in (1, 2, 4, 8, 16)
+        for seed in range(2)
+    ]
+    found = sections(study_page(study(text), results))["Best granularity"]
+    assert says in found
+    assert "`L = E + A / G^alpha`" in found
+    assert "Krajewski's form is this one in G alone" in found
+
+
+def test_a_fit_without_enough_runs_says_so_on_the_page() -> None:
+    text = GATING + "fit: [clark, granularity, leverage, isoflop]"
+    found = sections(study_page(study(text), gating(gelu=2.0, swiglu=1.9)))
+    assert (
+        "no fit; 6 runs at 1 sizes cannot determine 4 parameters" in found["Scaling with experts"]
+    )
+    assert found["Best granularity"].strip().startswith("No fit: the study names no `axis`")
+    assert (
+        "2 sizes" in found["Best size at each budget"]
+        or "1 sizes" in found["Best size at each budget"]
+    )
+
+
+def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
+    text = ""
+    for row in ("| [a](a.md) | 1 |", "| [b](b.md) | 2 |", "| [a](a.md) | 3 |"):
+        text = with_row(text, row)
+    assert [line for line in text.splitlines() if line.startswith("| [")] == [
+        "| [a](a.md) | 3 |",
+        "| [b](b.md) | 2 |",
+    ]
+
+
+def test_figures_that_are_no_longer_drawn_are_removed(tmp_path: Path) -> None:
+    page = study_page(study(GATING), gating(gelu=2.0, swiglu=1.9))
+    page.write(tmp_path)
+    (tmp_path / "gating" / "old.svg").write_text("<svg/>")
+    (tmp_path / "gating" / "gelu-seed0.json").write_text("{}")
+    assert page.write(tmp_path) == tmp_path / "gating.md"
+    assert {path.name for path in (tmp_path / "gating").iterdir()} == {
+        "losses.svg",
+        "curves.svg",
+        "gelu-seed0.json",
+    }
