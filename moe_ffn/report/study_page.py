@@ -19,7 +19,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.report import study_figures as figures
-from moe_ffn.report.html import NONE, compact
+from moe_ffn.report.html import NONE, compact, finite
 from moe_ffn.report.study_figures import Line, Row
 from moe_ffn.report.study_tables import Table, tables
 from moe_ffn.studies.budget import TRAINING_FLOPS
@@ -173,7 +173,8 @@ def _loss(run: RunResult) -> float:
     return run.outcome.validation_loss or math.nan
 
 
-def _size(run: RunResult, axis: str) -> float | None:
+def _size(run: RunResult, axis: str) -> float:
+    """Its place on an axis; NaN where it has none."""
     model, ffn = run.budget.model, run.budget.ffn
     if axis == "expansion":
         value = ffn.params / ffn.active_params if ffn.active_params else None
@@ -181,8 +182,12 @@ def _size(run: RunResult, axis: str) -> float | None:
         value = getattr(model, axis)
     else:
         value = run.option(axis)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and value > 0 else None
+    number = finite(value)
+    return float(number) if number is not None and number > 0 else math.nan
+
+
+def _sizes(runs: Sequence[RunResult], axis: str) -> list[float]:
+    return [_size(run, axis) for run in runs]
 
 
 def _axis(study: StudyConfig) -> str | None:
@@ -335,7 +340,8 @@ def _lines(arms: Sequence[Arm], axis: str) -> list[Line]:
     A line is what an arm's name begins with, or, where that is what moves along the axis, what is behind its
     first comma.
     """
-    places = {arm.name: x for arm in arms if (x := _size(arm.results[0], axis)) is not None}
+    every = {arm.name: _size(arm.results[0], axis) for arm in arms}
+    places = {name: x for name, x in every.items() if not math.isnan(x)}
     if len(set(places.values())) < 2:
         return []
 
@@ -390,12 +396,13 @@ def _tuning(page: StudyPage, comparison: Comparison) -> str:
             parts.append(f"The best value is at an end of those tried: {', '.join(at_an_end)}.")
         with suppress(ValueError):  # not of numbers
             points = {
-                name: {float(x): [loss] for x, loss in losses.items()}
+                name: {float(x): [loss] for x, loss in losses.items() if float(x) > 0}
                 for name, losses in tuning.losses.items()
             }
-            svg = figures.against(_drawn(comparison.arms, points), tuning.option)
-            name = f"tuning-{tuning.option.rpartition('.')[2]}"
-            parts.append(_image(page, name, svg, f"Final loss by {tuning.option}"))
+            if lines := _drawn(comparison.arms, points):
+                name = f"tuning-{tuning.option.rpartition('.')[2]}"
+                svg = figures.against(lines, tuning.option)
+                parts.append(_image(page, name, svg, f"Final loss by {tuning.option}"))
         parts.append(_legended(table))
     return "\n\n".join(parts)
 
@@ -456,15 +463,8 @@ def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     notes: list[str] = []
     for line in dict.fromkeys(_line(arm) for arm in arms):
         runs = [run for arm in arms if _line(arm) == line for run in arm.results]
-        points = [(float(run.budget.training_flops), _size(run, axis), _loss(run)) for run in runs]
-        whole = [point for point in points if None not in point]
-        try:
-            found = fit_isoflop(*zip(*whole, strict=True)) if whole else None
-        except ConfigError as error:
-            notes.append(f"{line}: {error}.")
-            continue
-        if found is None:
-            continue
+        flops = [float(run.budget.training_flops) for run in runs]
+        found = fit_isoflop(flops, _sizes(runs, axis), [_loss(run) for run in runs])
         for number, budget in enumerate(sorted({*found.parabolas, *found.refusals})):
             parabola = found.parabolas.get(budget)
             minimum = parabola.minimum if parabola else None
@@ -500,10 +500,7 @@ def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
 def _clark(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     runs = [run for arm in arms for run in arm.results]
     return _fitted(
-        {
-            "N": [_size(run, "active_params") for run in runs],
-            "E": [_size(run, "expansion") for run in runs],
-        },
+        {"N": _sizes(runs, "active_params"), "E": _sizes(runs, "expansion")},
         [_loss(run) for run in runs],
         CLARK,
         "N are the active parameters of the model; E the parameters of the feed-forward blocks over those "
@@ -537,10 +534,11 @@ def _granularity(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> st
             _image(page, "granularity", svg, "Final loss over granularity, with parabolas")
         )
     parts.append(_table(["line", "granularity with the lowest loss", "why none"], rows))
-    runs = [run for arm in arms for run in arm.results]
+    every = [run for arm in arms for run in arm.results]
+    runs = [run for run in every if not math.isnan(_size(run, axis))]
     variables = {
-        "G": [_size(run, axis) for run in runs],
-        "N": [_size(run, "params") for run in runs],
+        "G": _sizes(runs, axis),
+        "N": _sizes(runs, "params"),
         "D": [float(run.budget.tokens) for run in runs],
     }
     vary = {name: len(set(values)) > 1 for name, values in variables.items()}
@@ -563,7 +561,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     for run in (run for arm in arms if _line(arm) == line for run in arm.results):
         sizes.setdefault(run.seed, []).append((float(run.budget.training_flops), _loss(run)))
     whole = {
-        seed: tuple(zip(*sorted(points), strict=True))
+        seed: ([flops for flops, _ in sorted(points)], [loss for _, loss in sorted(points)])
         for seed, points in sizes.items()
         if len({flops for flops, _ in points}) == len(points) > 1
     }
@@ -586,7 +584,8 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
             values = list(found.by_seed.values())
             mean = fmean(values) if len(values) == 1 else None
             cells.append(_with_interval(found.interval, mean, form=lambda value: f"{value:.2f}"))
-            if which == 0 and (x := _size(arm.results[0], "expansion")) is not None:
+            if which == 0:
+                x = _size(arm.results[0], "expansion")
                 drawn.setdefault(size or "leverage", {})[x] = values
         rows.append([arm.name, dense.name, *cells])
     if not rows:
@@ -613,7 +612,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
 
 
 def _fitted(
-    variables: Mapping[str, Sequence[float | None]],
+    variables: Mapping[str, Sequence[float]],
     losses: Sequence[float],
     law: Law,
     note: str,
@@ -624,24 +623,14 @@ def _fitted(
     Args:
         held: parameters that are held at their published values where the runs do not determine all.
     """
-    kept = [
-        place for place in range(len(losses)) if None not in [v[place] for v in variables.values()]
-    ]
-    values = {name: [v[place] for place in kept] for name, v in variables.items()}
-    losses = [losses[place] for place in kept]
+    fixed = {name: law.published[name] for name in held}
     try:
-        try:
-            found = fit(law, values, losses)
-            is_held = bool(held and found.undetermined)
-        except ConfigError:
-            is_held = bool(held)
-            if not is_held:
-                raise
-        if is_held:
+        found = _fit_unless_loose(variables, losses, law) if held else fit(law, variables, losses)
+        if found is None:
             note += (
                 f" {' and '.join(held)} cannot be told from these runs, and are held as published."
             )
-            found = fit(law, values, losses, fixed={name: law.published[name] for name in held})
+            found = fit(law, variables, losses, fixed=fixed)
     except ConfigError as error:
         return f"`{law.formula}` ({law.source}): no fit; {error}."
     rows = [
@@ -655,6 +644,16 @@ def _fitted(
             f"{_held_out(found)} {found.limits}",
         ]
     )
+
+
+def _fit_unless_loose(
+    variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law
+) -> Fit | None:
+    """None where the runs do not determine all parameters."""
+    with suppress(ConfigError):  # too few
+        found = fit(law, variables, losses)
+        return None if found.undetermined else found
+    return None
 
 
 def _published(law: Law, name: str) -> str:
