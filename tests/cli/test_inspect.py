@@ -182,7 +182,7 @@ def test_the_page_in_a_browser(browser: Browser, page: Path) -> None:
         plots = found.page.query_selector_all(".plot")
         assert len(plots) >= 7
         assert all(plot.query_selector("svg.main-svg") for plot in plots)
-        assert found.page.query_selector_all(".passage span[style]")
+        assert found.page.query_selector_all(".taken code")
         found.keep("inspect")
         found.page.select_option("select >> nth=0", "1")
         found.page.emulate_media(color_scheme="dark")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_ffn.outputs import Routing
+from moe_ffn.report.expert_tokens import expert_tokens
 from moe_ffn.report.inspect import Inspection, experts, inspect_model, text_of_tokens
 from moe_ffn.report.inspect.experts import (
     Assignment,
@@ -104,12 +105,11 @@ def test_an_expert_that_takes_exactly_the_newline() -> None:
     lift = experts.lift(counts)
     assert lift[1, newline] == pytest.approx(1 / share)
     assert lift[0, by_class.names.index("digit")] == pytest.approx(1 / (1 - share))
-    (top,) = experts.top_tokens(assignment, found.text)[1]
-    assert (found.text.token(top.token_id), top.share, top.part) == (r"\n", 1, 1)
-    others = {
-        found.text.token(t.token_id): t.part for t in experts.top_tokens(assignment, found.text)[0]
-    }
-    assert others == {"a": 1, "b": 1, "1": 1}
+    others, own = expert_tokens(found.routed, "layer_00")
+    (top,) = own.most_typical
+    assert (top.token, top.share, top.lift) == (r"\n", 1, pytest.approx(1 / share))
+    assert own.share == pytest.approx(share)
+    assert {token.token for token in others.most_typical} == {"a", "b", "1"}
     column = found.routers["layer_00"].agreement["position in line"]
     assert 0 < column.above_chance < 0.5, (
         "a newline stands behind a line, never long after its start"
@@ -152,10 +152,10 @@ def test_padding_of_a_shorter_sequence_inside_is_nobody_s(make_routing: MakeRout
     )
     routings = {"layer_00": gate, "layer_00/inner": inner}
 
-    found = experts.came_from(routings, ["layer_00"], first=100)
+    found = [experts.came_from(routings, name, ["layer_00"], first=100) for name in routings]
 
-    assert found["layer_00"].tolist() == [100, 101, 102, 103]
-    assert found["layer_00/inner"].tolist() == [101, experts.NOT_REACHED, 102, 103]
+    assert found[0].tolist() == [100, 101, 102, 103]
+    assert found[1].tolist() == [101, experts.NOT_REACHED, 102, 103]
 
 
 # -- counts by hand

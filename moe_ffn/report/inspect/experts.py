@@ -14,6 +14,7 @@ import numpy as np
 
 from moe_ffn.outputs import Routing
 from moe_ffn.report.inspect.text import BYTE_CLASSES, SYNTAX_CLASSES, Text
+from moe_ffn.report.trace import origin
 
 NUM_PERMUTATIONS = 5
 """Of a label over the tokens, whose mean mutual information is what chance gives."""
@@ -245,40 +246,6 @@ def lift(counts_EA: np.ndarray) -> np.ndarray:
         )
 
 
-@dataclass(frozen=True)
-class TakenToken:
-    """A token id that an expert takes."""
-
-    token_id: int
-    share: float
-    """Of the expert's pairs."""
-    part: float
-    """Of the occurrences of this token at the router, those that chose the expert."""
-
-
-def top_tokens(assignment: Assignment, text: Text, num: int = 6) -> list[list[TakenToken]]:
-    """For each expert the tokens that set it apart: the largest p(token | expert) log lift."""
-    tokens, experts = assignment.pairs
-    known, ids_T = np.unique(text.ids_T, return_inverse=True)
-    counts = np.zeros((assignment.num_experts, len(known)), dtype=np.int64)
-    np.add.at(counts, (experts, ids_T[tokens]), 1)
-    occurrences = np.bincount(ids_T[assignment.reached_T], minlength=len(known))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        apart = np.where(counts > 1, counts * np.log(lift(counts)), -np.inf)
-    found: list[list[TakenToken]] = []
-    for row, scores in zip(counts, apart, strict=True):
-        best = np.argsort(-scores, kind="stable")[:num]
-        total = max(int(row.sum()), 1)
-        found.append(
-            [
-                TakenToken(int(known[v]), float(row[v] / total), float(row[v] / occurrences[v]))
-                for v in best
-                if scores[v] > 0
-            ]
-        )
-    return found
-
-
 def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
     """(E, E) how often two experts share a token, over how often they would if pairs were drawn by load.
 
@@ -305,23 +272,11 @@ def coactivation_lift(assignment: Assignment) -> np.ndarray | None:
 
 
 def came_from(
-    routings: Mapping[str, Routing], gates: Sequence[str], first: int
-) -> dict[str, np.ndarray]:
-    """Where in the text the tokens of each routing of a batch stand, whose first has number `first`.
-
-    A block inside a mixture of depths sees the tokens that were let through, in their order.
-    """
-    found: dict[str, np.ndarray] = {}
-    for name, routing in routings.items():
-        places = np.arange(routing.num_tokens) + first
-        outer = next((gate for gate in gates if name.startswith(f"{gate}/")), None)
-        if outer is not None:
-            gate = routings[outer]
-            passed = found[outer][gate.token_ids_N[gate.computed_N].cpu().numpy()]
-            is_real = np.ones(routing.num_tokens, dtype=bool)
-            if routing.mask_T is not None:
-                is_real = routing.mask_T.cpu().numpy()
-            places = np.full(routing.num_tokens, NOT_REACHED)
-            places[is_real] = passed
-        found[name] = places
-    return found
+    routings: Mapping[str, Routing], name: str, gates: Sequence[str], first: int
+) -> np.ndarray:
+    """Where in the text the tokens of a routing stand, in a batch whose first token has number `first`."""
+    inside = origin(routings, name, gates)
+    if inside is None:
+        return np.arange(routings[name].num_tokens) + first
+    places = inside.cpu().numpy()
+    return np.where(places < 0, NOT_REACHED, places + first)

@@ -19,6 +19,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
 from moe_ffn.model.decoder import Block, Decoder, layer_name, layer_number
 from moe_ffn.outputs import FFNOutput, within
+from moe_ffn.report.expert_tokens import NOWHERE, RoutedLayer, RoutedText
 from moe_ffn.report.inspect import experts
 from moe_ffn.report.inspect.experts import Agreement, Assignment, Attribute, TokenPrediction
 from moe_ffn.report.inspect.text import Text
@@ -74,6 +75,16 @@ class Inspection:
     def without_units(self) -> list[int]:
         known = {units.layer for units in self.units}
         return [layer for layer in self.layers if layer not in known]
+
+    @cached_property
+    def routed(self) -> RoutedText:
+        """The text and where its pairs went, before any dropping, for `expert_tokens.expert_tokens`."""
+        text, layers = self.text, dict[str, RoutedLayer]()
+        for name, router in self.routers.items():
+            one = router.assignment
+            heaviest_T = np.where(one.first_T < one.num_experts, one.first_T, NOWHERE)
+            layers[name] = RoutedLayer(one.expert_names, *one.pairs, heaviest_T)
+        return RoutedText(text.tokenizer.token_bytes, text.ids_T, text.seq_len, layers)
 
     @cached_property
     def depth(self) -> np.ndarray:
@@ -157,14 +168,13 @@ def observe(
             for memory in cast("FFNBlock", ffn).memories(*args) if top_k else ():
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
-            places = experts.came_from(routings, gates, first)
             for name, routing in routings.items():
                 if name not in assignments:
                     names = tuple(map(str, range(routing.num_experts)))
                     if name in infos and not infos[name].is_gate:
                         names = infos[name].expert_names()
                     assignments[name] = Assignment(name, names, len(text))
-                assignments[name].add(routing, places[name])
+                assignments[name].add(routing, experts.came_from(routings, name, gates, first))
 
         return look
 

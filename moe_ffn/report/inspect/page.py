@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report import figures as run_figures
+from moe_ffn.report.expert_tokens import expert_tokens
 from moe_ffn.report.html import render
 from moe_ffn.report.inspect import experts, figures
-from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection, Router
+from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection
 from moe_ffn.report.inspect.units import (
     AGREE,
     KINDS,
@@ -25,11 +24,7 @@ from moe_ffn.report.inspect.units import (
     explanation,
 )
 from moe_ffn.report.plots import Plot, plain_figure
-from moe_ffn.report.trace_view import ground
 from moe_ffn.runs.reader import Run
-
-MAX_PASSAGE = 512
-"""Tokens of the text that is coloured by expert."""
 
 
 def inspection_html(found: Inspection, run: Run) -> str:
@@ -53,8 +48,8 @@ def inspection_html(found: Inspection, run: Run) -> str:
         KINDS=KINDS,
         AGREE=AGREE,
         NEAR=NEAR,
-        ground=ground,
         short_name=short_name,
+        expert_tokens=expert_tokens,
     )
 
 
@@ -100,7 +95,6 @@ class PageParts:
 
     def __init__(self, found: Inspection) -> None:
         self.found = found
-        self._random = random.Random(0)
 
     def findings(self) -> list[str]:
         """The main numbers in sentences."""
@@ -177,45 +171,6 @@ class PageParts:
             rows.append(row)
         return rows
 
-    def expert_rows(self, router: Router) -> list[dict[str, Any]]:
-        text, assignment = self.found.text, router.assignment
-        tokens, chosen = assignment.pairs
-        loads = np.bincount(chosen, minlength=assignment.num_experts) / max(len(chosen), 1)
-        rows: list[dict[str, Any]] = []
-        for expert, top in enumerate(experts.top_tokens(assignment, text)):
-            mine = tokens[chosen == expert]
-            contexts = []
-            for one in top[:3]:
-                places = mine[text.ids_T[mine] == one.token_id]
-                contexts.append(text.context(int(places[self._random.randrange(len(places))]), 16))
-            rows.append(
-                {
-                    "name": assignment.expert_names[expert],
-                    "number": expert,
-                    "load": _percent(float(loads[expert])),
-                    "tokens": [
-                        (text.token(one.token_id), f"{one.share:.0%}", f"{one.part:.0%}")
-                        for one in top
-                    ],
-                    "contexts": contexts,
-                }
-            )
-        return rows
-
-    def passage(self, router: Router) -> list[tuple[str, int, str]]:
-        """The middle window: each token, its first expert or -1, and what is said of it."""
-        text, assignment = self.found.text, router.assignment
-        start = (len(text) // text.seq_len // 2) * text.seq_len
-        passage: list[tuple[str, int, str]] = []
-        for place in range(start, start + min(text.seq_len, MAX_PASSAGE)):
-            first = int(assignment.first_T[place])
-            shown = text.token(int(text.ids_T[place])).replace("␣", " ").replace("\\n", "⏎\n")
-            if 0 <= first < assignment.num_experts:
-                passage.append((shown, first, f"expert {assignment.expert_names[first]}"))
-            else:
-                passage.append((shown, -1, "no expert" if first >= 0 else "did not come here"))
-        return passage
-
     @property
     def history_tokens(self) -> int:
         return len(self.found.text.head(HISTORY_TOKENS))
@@ -238,11 +193,6 @@ class PageParts:
             f"Layer {layer} ({self.found.types[layer]}) has no hidden units that see single tokens."
             for layer in self.found.without_units
         ]
-
-    @staticmethod
-    def lines(token: str) -> Markup:
-        """Escaped, but for its line ends."""
-        return Markup("\n").join(token.split("\n"))
 
     def history_rows(self) -> list[list[str]]:
         """A router a row, a checkpoint a column: the share of first choices that are those of the newest."""
@@ -305,7 +255,6 @@ def numbers(found: Inspection) -> dict[str, Any]:
         )
     routers: dict[str, Any] = {}
     for name, router in found.routers.items():
-        tops = experts.top_tokens(router.assignment, text)
         profiles: dict[str, Any] = {}
         for attribute in (a for a in found.attributes if a.names):
             counts = experts.profile(router.assignment, attribute)
@@ -321,9 +270,12 @@ def numbers(found: Inspection) -> dict[str, Any]:
             "token_predicts": None
             if guess is None
             else {"accuracy": guess.accuracy, "most_frequent": guess.most_frequent},
-            "top_tokens": [
-                [{"token": text.token(t.token_id), "share": t.share, "part": t.part} for t in top]
-                for top in tops
+            "typical_tokens": [
+                [
+                    {"token": token.token, "share": token.share, "lift": _finite(token.lift)}
+                    for token in one.most_typical
+                ]
+                for one in expert_tokens(found.routed, name)
             ],
             "pairs_by": profiles,
             "coactivation": None
