@@ -329,7 +329,10 @@ def _over_windows(arm: Arm, base: Arm) -> Difference | None:
 def _verdict(arm: Arm, base: Arm) -> str:
     found, baseline = arm.difference, base.name
     if arm.task != base.task:
-        return f"{arm.name} predicts {arm.task} and {baseline} {base.task}, so that their losses do not compare."
+        return (
+            f"{arm.name} predicts {arm.task} and {baseline} {base.task}, so that their losses do not "
+            "compare."
+        )
     if found is None:
         shared = set(arm.losses) & set(base.losses)
         why = "have one seed in common" if shared else "have no seed in common"
