@@ -64,6 +64,8 @@ def is_finished(config: TrainConfig) -> bool:
     if not run_folder.is_finished(folder):
         return False
     for key, (before, now) in _differences(folder, config).items():
+        if key.startswith("run."):  # the folder was moved, or is named by another path
+            continue
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
             "options it had, or choose another --name"
