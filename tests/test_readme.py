@@ -35,6 +35,7 @@ PYTHON_COMMANDS = [command for command in commands() if command.startswith("pyth
 # Programs that look at a finished run, and what they print of it.
 OF_A_RUN = {
     "experiments.generate": "class ",
+    "experiments.inspect": "inspect.html",
     "experiments.report": "report.html",
     "experiments.trace": "layer 0",
 }
@@ -136,8 +137,19 @@ def test_every_command_succeeds(
         assert run([f"{module}.__main__", *tiny]) == 0
         assert "moe_ffn auto" in capsys.readouterr().out
         return
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
+    if "configs/studies/noise.yaml" in arguments:
+        sweep = ["--config", "configs/studies/noise.yaml", *TINY, "--seeds", "0", "1"]
+        if module == "experiments.sweep":
+            assert run([module, *arguments, *sweep[2:]]) == 0
+            assert "swiglu-seed1" in capsys.readouterr().out
+            return
+        shutil.rmtree("docs/studies")  # whose runs read other text
+        assert run(["experiments.sweep", *sweep]) == 0
+        assert run([module, *arguments]) == 0
+        assert "over 2 seeds" in Path("docs/studies/noise.md").read_text(encoding="utf-8")
+        return
     if module == "experiments.sweep":  # one of the configs stands for all
-        monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
         files = sorted(str(path) for path in Path().glob(arguments[0]))
         assert len(files) > 15
         kept = [path for path in files if Path(path).stem == "relu"]
