@@ -83,7 +83,7 @@ def check_run_folder(config: TrainConfig) -> None:
         if not folder.is_dir():
             raise ConfigError(f"run.output_dir: '{folder}' is a file, not a folder")
         # Only trying tells: root may write anywhere, except where the file system says no.
-        with tempfile.TemporaryDirectory(dir=folder):
+        with tempfile.TemporaryDirectory(prefix=".run-", dir=folder):
             pass
 
 

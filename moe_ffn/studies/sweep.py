@@ -64,8 +64,6 @@ def is_finished(config: TrainConfig) -> bool:
     if not run_folder.is_finished(folder):
         return False
     for key, (before, now) in _differences(folder, config).items():
-        if key.startswith("run."):  # the folder was moved, or is named by another path
-            continue
         raise ConfigError(
             f"'{folder}' holds a run with other options ({key} was {show(before)}, is {show(now)}); give the "
             "options it had, or choose another --name"
@@ -107,7 +105,9 @@ def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]
         raise
     except ConfigError as error:
         raise UnreadableRunError(first_line(error)) from error
-    return differences(comparable_options(own), comparable_options(config))
+    found = differences(comparable_options(own), comparable_options(config))
+    # The folder was moved, or is named by another path.
+    return {key: values for key, values in found.items() if not key.startswith("run.")}
 
 
 # -- one run

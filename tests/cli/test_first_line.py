@@ -40,6 +40,8 @@ ANSWERS = {
     "report nowhere --every soon": (2, None),
     "compare --help": (0, ""),
     "compare nowhere": (2, None),
+    "sweep --help": (0, ""),
+    "sweep nowhere.yaml": (2, None),
     "trace --help": (0, ""),
     "trace nowhere --text a": (2, None),
     "trace RUN --text a": (0, ""),

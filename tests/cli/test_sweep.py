@@ -256,7 +256,8 @@ def only(program: Program) -> Sweep:
 def test_an_interrupted_run_is_resumed(only: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     run = only.jobs[0].run
     run.folder.mkdir(parents=True)
-    (run.folder / "config.yaml").write_text(to_yaml(run.config))
+    elsewhere = {"run": {"name": "dense-seed0", "output_dir": "/another/path/to/it"}}
+    (run.folder / "config.yaml").write_text(to_yaml(run.config.to_dict() | elsewhere))
     commands: list[list[str]] = []
 
     def start(command: list[str], **options: Any) -> None:

@@ -18,7 +18,7 @@ MAX_SECONDS = 240
 """For one program. Each waits for nothing, so this is what a slow machine computes."""
 KEY = {"WANDB_API_KEY": "0123456789" * 4}
 """An API key that is well formed, and nobody's."""
-PROGRAMS = ("train", "generate", "report", "trace", "dashboard", "benchmark", "compare")
+PROGRAMS = ("train", "generate", "report", "trace", "dashboard", "benchmark", "compare", "sweep")
 
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 """Runs its arguments in a pseudo-terminal where nobody types."""
