@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -55,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
     overrides = rest[len(files) :]
     study = read_study(flags, files, parse_overrides(overrides))
-    runs = chosen(study.planned_runs(), flags.only)
+    runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
-    seeds = ["--seeds", *map(str, study.seeds)] if flags.seeds else []
+    seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
     again = [
         *source,
         "--name",
@@ -101,7 +102,11 @@ def _parser() -> Parser:
         help="folder of the runs in run.output_dir; by default the stem of the study's file",
     )
     parser.add_argument(
-        "--seeds", nargs="+", type=_whole, metavar="N", help="run each arm once with each of these"
+        "--seeds",
+        nargs="+",
+        type=_whole,
+        metavar="N",
+        help="run each arm with these seeds alone, and no tuning",
     )
     parser.add_argument("--only", nargs="+", metavar="RUN", help="these runs alone, ARM-seedN")
     parser.add_argument(
@@ -142,14 +147,22 @@ def _parameter(text: str) -> tuple[str, Any]:
     return key, parse_value(value, where=f"--slurm {key}")
 
 
-def chosen(runs: Sequence[PlannedRun], names: Sequence[str] | None) -> list[PlannedRun]:
-    """The runs of these names, of None all; ConfigError where there is no such run."""
+def chosen(
+    runs: Sequence[PlannedRun], seeds: Sequence[int] | None, names: Sequence[str] | None
+) -> list[PlannedRun]:
+    """The runs with these seeds, without those of tuning, and with these names; None is all.
+
+    Raises:
+        ConfigError: there is no run of a name.
+    """
+    if seeds is not None:
+        runs = [run for run in runs if run.seed in seeds and not run.tuning]
     by_name = {run.name: run for run in runs}
     for name in names or ():
         if name not in by_name:
             known = did_you_mean(name, by_name) or f"; {command('sweep')} --dry-run lists the runs"
             raise ConfigError(f"--only: there is no run {show(name)}{known}")
-    return [by_name[name] for name in by_name if names is None or name in names]
+    return [run for run in runs if names is None or run.name in names]
 
 
 def _whole(text: str, least: int = 0, most: int = 2**63 - 1) -> int:
@@ -170,10 +183,16 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
             f"give one study, {command('sweep')} --config configs/studies/gating.yaml, or the config files "
             f"of its arms first: {command('sweep')} configs/routers/*.yaml"
         )
-    given = {"name": flags.name, "seeds": flags.seeds}
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {} if flags.name is None else {"name": flags.name}
+    seeds: list[int] = flags.seeds or []
+    if len({*seeds}) < len(seeds):
+        raise ConfigError(f"--seeds: {statistics.mode(seeds)} is given twice")
     if flags.config:
-        return StudyConfig.read(flags.config, given, overrides)
+        study = StudyConfig.read(flags.config, given, overrides)
+        # Beside those of the file, so that the study in the folder knows all.
+        return study.model_copy(update={"seeds": [*dict.fromkeys([*study.seeds, *seeds])]})
+    if seeds:
+        given["seeds"] = seeds
     arms: dict[str, Any] = {}
     for file in files:
         if file.stem in arms:

@@ -144,6 +144,22 @@ def test_a_dry_run_says_how_near_a_solved_width_comes(program: Program, tmp_path
     assert " ".join(out.split()).count(said) == 1
 
 
+def test_seeds_are_added_without_the_runs_of_tuning(program: Program, tmp_path: Path) -> None:
+    tuning = "tuning: {seeds: [0], grid: {optimizer.learning_rate: [0.001, 0.1]}}"
+    write_study(tmp_path, f"{STUDY}\n{tuning}\n")
+
+    code, out, _ = program("--config", "gating.yaml", "--seeds", "1", "5", "--dry-run")
+    assert code == 0
+    assert re.findall(r"^ *\d+ (\S+-seed\d)", out, re.MULTILINE) == [
+        *("dense-seed1", "moe-seed1", "dense-seed5", "moe-seed5")
+    ]
+
+    assert program("--config", "gating.yaml", "--seeds", "5", "--only", "dense-seed5")[0] == 0
+    kept = StudyConfig.read(tmp_path / "runs/gating/study.yaml")
+    assert kept.seeds == [0, 1, 5], "beside those of the file"
+    assert kept.tuning is not None
+
+
 def test_a_run_that_fails_ends_no_other_and_is_tried_again(
     program: Program, tmp_path: Path
 ) -> None:
@@ -213,7 +229,7 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
             ["--config", "gating.yaml", "--seeds", "a"],
             "argument --seeds: must be a whole number, at least 0, got 'a'",
         ),
-        (["--config", "gating.yaml", "--seeds", "1", "1"], "seeds: 1 is given twice"),
+        (["--config", "gating.yaml", "--seeds", "1", "1"], "--seeds: 1 is given twice"),
         (
             ["--config", "gating.yaml", "--seed", "1"],
             "--seed: the seeds of a study are its `seeds`, or --seeds 0 1 2",
