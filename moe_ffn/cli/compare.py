@@ -14,11 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.config_files import to_yaml
 from moe_ffn.errors import ConfigError, command, printable, reason
 from moe_ffn.files import make_folder, read_bytes, write_whole
 from moe_ffn.report.html import OPENING
@@ -30,6 +32,7 @@ from moe_ffn.report.study_tables import (
     to_markdown,
 )
 from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
 
 EXIT_LEFT_OUT = 1
@@ -129,6 +132,14 @@ def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
     write_comparison_page(comparison, gathered.results, path)
 
 
+def without_places(study: StudyConfig) -> dict[str, Any]:
+    """A study as it is committed: where its runs were written is of one machine."""
+    options = study.to_dict()
+    for key in ("config", "overrides"):
+        options[key] = {name: value for name, value in options[key].items() if name != "run"}
+    return options
+
+
 def write_results(gathered: Gathered, folder: Path) -> None:
     """The result of each run, and the files of the study, in `folder`.
 
@@ -139,7 +150,9 @@ def write_results(gathered: Gathered, folder: Path) -> None:
         make_folder(folder)
         for result in gathered.results:
             result.write(folder)
-        for path in gathered.study_files:
+        if gathered.study is not None:
+            write_whole(folder / STUDY_FILE, to_yaml(without_places(gathered.study)))
+        for path in gathered.timing_files:
             write_whole(folder / path.name, read_bytes(path))
     except OSError as error:
         raise ConfigError(

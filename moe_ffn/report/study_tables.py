@@ -192,7 +192,7 @@ def _tuning(comparison: Comparison) -> Iterator[Table]:
             f"Final loss by {tuning.option}",
             ["arm", *tuning.values],
             rows,
-            f"mean over the seeds that all values of an arm have. {tuning.verdict}",
+            f"mean over the seeds that an arm has of all its values; {tuning.verdict}",
         )
 
 
@@ -208,12 +208,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     if comparison.question:
         say(comparison.question, "bold")
     for table in tables(comparison):
-        shown = RichTable(
-            title=Text(printable(table.title), style="bold"),
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-        )
+        say(table.title, "bold")
+        shown = RichTable(box=None, pad_edge=False)
         for place, name in enumerate(table.headers):
             shown.add_column(Text(name), justify="right" if place else "left", overflow="fold")
         for row in table.rows:

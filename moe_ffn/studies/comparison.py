@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from moe_ffn.studies.statistics import (
     Interval,
     PairedDifference,
     bootstrap_interval,
+    detectable_difference,
     holm,
     mean_interval,
     paired_difference,
@@ -183,20 +185,34 @@ class Tuning:
     losses: Mapping[str, Mapping[str, float]]
     """Arm -> value -> mean final loss over the seeds that all values of the arm have."""
 
+    own: Mapping[str, str]
+    """Arm -> the value that its compared runs have."""
+
     @property
     def best(self) -> Mapping[str, str]:
         """Arm -> the value of its lowest loss."""
+        return {arm: min(found, key=found.__getitem__) for arm, found in self.losses.items()}
+
+    @property
+    def gains(self) -> Mapping[str, float]:
+        """Arm -> how much lower its loss is at its best value than at that of its compared runs."""
         return {
-            arm: min(found, key=found.__getitem__) for arm, found in self.losses.items() if found
+            arm: found[self.own[arm]] - min(found.values()) for arm, found in self.losses.items()
         }
 
     @property
     def verdict(self) -> str:
-        best = self.best
+        best, gains = self.best, self.gains
         if len(set(best.values())) == 1:
-            return f"{self.option}: {next(iter(best.values()))} is the best of these for every arm."
-        each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
-        return f"{self.option}: the best one moves between arms: {each}."
+            first = f"{next(iter(best.values()))} is the best of these for every arm"
+        else:
+            each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
+            first = f"the best of these moves between arms: {each}"
+        most = max(gains, key=gains.__getitem__)
+        second = f"at its best {most} would be {gains[most]:.4f} lower, and no arm would gain more"
+        return f"{self.option}: {first}; " + (
+            second if gains[most] > 0 else "the compared runs have the best of these"
+        )
 
 
 @dataclass(frozen=True)
@@ -356,9 +372,12 @@ def _verdict(arm: Arm, base: Arm) -> str:
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
     return (
-        f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); {found.num_pairs} seeds that "
-        f"scatter so could have seen {found.detectable:.4f}."
+        f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); the study "
+        f"could have seen {found.detectable:.4f}."
     )
+
+
+SEEDS_TO_PLAN = (3, 5, 10)
 
 
 def _alone(arm: Arm) -> str:
@@ -366,9 +385,13 @@ def _alone(arm: Arm) -> str:
         return f"{arm.name}: one run of one seed, so nothing is said of what another would give."
     assert arm.interval is not None
     low, high = arm.interval[1:]
+    # Of two independent arms; pairs within a seed scatter less, if anything.
+    planned = [detectable_difference(math.sqrt(2) * arm.sd, n) for n in SEEDS_TO_PLAN]
     return (
         f"{arm.name}: {arm.loss:.4f} [{low:.4f}, {high:.4f}] nats per token over {len(arm.losses)} seeds, "
-        f"whose standard deviation is {arm.sd:.4f}."
+        f"whose standard deviation is {arm.sd:.4f}. Two arms that scatter so could show a difference of "
+        f"{', '.join(f'{d:.4f}' for d in planned)} with {', '.join(map(str, SEEDS_TO_PLAN))} seeds each, "
+        "less where pairing takes noise away."
     )
 
 
@@ -607,7 +630,8 @@ def _tunings(results: Sequence[RunResult], arms: Sequence[str]) -> list[Tuning]:
     for result in results:
         if result.tuning and result.main_arm in arms:
             tuned.setdefault(tuple(result.tuning), []).append(result)
-    return [_tuning(keys, found, results, arms) for keys, found in tuned.items()]
+    tables = [_tuning(keys, found, results, arms) for keys, found in tuned.items()]
+    return [table for table in tables if table.losses]
 
 
 def _tuning(
@@ -626,6 +650,7 @@ def _tuning(
         if result.main_arm in arms and loss is not None:
             of_arm = losses.setdefault(result.main_arm, {})
             of_arm.setdefault(point(result), {})[result.seed] = loss
+    own = {r.arm: point(r) for r in results if not r.tuning}
     table: dict[str, dict[str, float]] = {}
     points: dict[tuple[Any, ...], None] = {}
     for arm in arms:
@@ -640,7 +665,12 @@ def _tuning(
                 for p, by_seed in found.items()
             }
     in_order = sorted(points, key=lambda p: [(isinstance(v, str), v) for v in p])
-    return Tuning(", ".join(keys), [_point_text(p) for p in in_order], table)
+    return Tuning(
+        ", ".join(keys),
+        [_point_text(p) for p in in_order],
+        table,
+        {arm: _point_text(own[arm]) for arm in table},
+    )
 
 
 def _point_text(point: tuple[Any, ...]) -> str:

@@ -31,8 +31,8 @@ class Gathered:
     """The study, where all are of one."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     """Arm -> seconds of a step; see `TIMING_FILE`."""
-    study_files: Sequence[Path] = ()
-    """Those of the study that belong beside its results."""
+    timing_files: Sequence[Path] = ()
+    """Where those seconds stand."""
 
 
 def gather(
@@ -74,12 +74,7 @@ def gather(
         left_out=left_out,
         study=next(iter(studies.values())) if len(studies) == 1 else None,
         step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
-        study_files=[
-            path
-            for folder in studies
-            for name in (STUDY_FILE, TIMING_FILE)
-            if (path := folder / name).is_file()
-        ],
+        timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
     )
 
 
@@ -105,26 +100,27 @@ def _named(found: Found) -> Found:
             name = few_words(first, group[0][0]) or str(group[0][0].option("model.ffn.type"))
             names |= {source.path: name for _, source in group}
     found = [
-        (_renamed(result, names.get(source.path, result.arm)), source) for result, source in found
+        (_renamed(result, name, name) if (name := names.get(source.path)) else result, source)
+        for result, source in found
     ]
     identities: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
     for result, source in found:
-        identities.setdefault(result.arm, set()).add(identity(result))
-        folders.setdefault(result.arm, set()).add(source.folder.name)
+        if not result.tuning:
+            identities.setdefault(result.arm, set()).add(identity(result))
+            folders.setdefault(result.arm, set()).add(source.folder.name)
+    shared = {arm for arm in identities if len(identities[arm]) > 1 and len(folders[arm]) > 1}
     return [
-        (_renamed(result, f"{source.folder.name}/{result.arm}"), source)
-        if len(identities[result.arm]) > 1 and len(folders[result.arm]) > 1
+        (_renamed(result, f"{folder}/{result.arm}", f"{folder}/{result.main_arm}"), source)
+        if result.main_arm in shared
         else (result, source)
         for result, source in found
+        for folder in [source.folder.name]
     ]
 
 
-def _renamed(result: RunResult, arm: str) -> RunResult:
-    if arm == result.arm:
-        return result
-    main = arm if result.main_arm == result.arm else result.main_arm
-    return result.model_copy(update={"arm": arm, "main_arm": main})
+def _renamed(result: RunResult, arm: str, main_arm: str) -> RunResult:
+    return result.model_copy(update={"arm": arm, "main_arm": main_arm})
 
 
 def _each_once(found: Found) -> list[RunResult]:

@@ -240,7 +240,7 @@ def _tokens_per_step(run: Run) -> int:
     for key, count in zip(keys, counts, strict=True):
         if _whole(count) is None:
             raise ConfigError(f"'{run.folder}' does not say its {key}: {CONFIG_FILE} is damaged")
-    return math.prod(counts[1:])
+    return math.prod(count for count in counts[1:] if count is not None)
 
 
 def _budget(run: Run, tokens: int) -> Budget:

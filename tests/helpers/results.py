@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_ffn.config_files import merge, nest
@@ -25,8 +26,8 @@ def make_result(
     flops_per_token: int = 1000,
     params: int = 500,
     step_seconds: float = 0.5,
-    windows: list[float] | None = None,
-    fingerprints: dict[str, str] | None = None,
+    windows: Sequence[float] = (),
+    fingerprints: Mapping[str, str] = SHA,
     machine: dict[str, Any] | None = None,
     **outcome: Any,
 ) -> RunResult:
@@ -69,7 +70,7 @@ def make_result(
                 **outcome,
             }
         ),
-        window_losses=windows or [],
+        window_losses=list(windows),
         machine=machine or {"precision": "32-true"},
-        fingerprints=fingerprints or SHA,
+        fingerprints=dict(fingerprints),
     )
