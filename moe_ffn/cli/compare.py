@@ -14,15 +14,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.config_files import to_yaml
-from moe_ffn.errors import ConfigError, command, printable, reason
-from moe_ffn.files import make_folder, read_bytes, write_whole
+from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.study_tables import (
     CSV_OPENING,
@@ -32,7 +29,6 @@ from moe_ffn.report.study_tables import (
     to_markdown,
 )
 from moe_ffn.studies.comparison import Comparison
-from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.gather import Gathered, gather
 
 EXIT_LEFT_OUT = 1
@@ -58,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if options.html is not None:
         write_html(comparison, gathered, options.html)
     if options.json_dir is not None:
-        write_results(gathered, options.json_dir)
+        gathered.write(options.json_dir, "--json-dir")
     for why in gathered.left_out.values():
         print(printable(f"left out: {why}"), file=sys.stderr)
     return EXIT_LEFT_OUT if gathered.left_out else 0
@@ -130,31 +126,3 @@ def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
     except ImportError:
         raise ConfigError("--html: this version has no page of comparisons yet") from None
     write_comparison_page(comparison, gathered.results, path)
-
-
-def without_places(study: StudyConfig) -> dict[str, Any]:
-    """A study as it is committed: where its runs were written is of one machine."""
-    options = study.to_dict()
-    for key in ("config", "overrides"):
-        options[key] = {name: value for name, value in options[key].items() if name != "run"}
-    return options
-
-
-def write_results(gathered: Gathered, folder: Path) -> None:
-    """The result of each run, and the files of the study, in `folder`.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        make_folder(folder)
-        for result in gathered.results:
-            result.write(folder)
-        if gathered.study is not None:
-            write_whole(folder / STUDY_FILE, to_yaml(without_places(gathered.study)))
-        for path in gathered.timing_files:
-            write_whole(folder / path.name, read_bytes(path))
-    except OSError as error:
-        raise ConfigError(
-            f"--json-dir: '{folder}' cannot be written ({reason(error)}); choose another folder"
-        ) from error

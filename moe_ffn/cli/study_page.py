@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.errors import ConfigError, command, printable, reason
-from moe_ffn.files import read_text, write_whole
+from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.report.study_page import study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import gather
@@ -58,13 +57,6 @@ def main(argv: Sequence[str]) -> int:
 def keep(runs: Path, folder: Path) -> None:
     """Put the results of the finished runs of a study into `folder`, in the place of older ones."""
     found = gather([runs])
-    for path, why in found.left_out.items():
-        print(printable(f"left out: {path} {why}"), file=sys.stderr)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for result in found.results:
-            result.write(folder)
-        for path in found.study_files:
-            write_whole(folder / path.name, read_text(path))
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written ({reason(error)})") from error
+    for why in found.left_out.values():
+        print(printable(f"left out: {why}"), file=sys.stderr)
+    found.write(folder)

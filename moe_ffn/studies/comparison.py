@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from moe_ffn.studies.statistics import (
     Interval,
     PairedDifference,
     bootstrap_interval,
-    detectable_difference,
     holm,
     mean_interval,
     paired_difference,
@@ -377,21 +375,14 @@ def _verdict(arm: Arm, base: Arm) -> str:
     )
 
 
-SEEDS_TO_PLAN = (3, 5, 10)
-
-
 def _alone(arm: Arm) -> str:
     if arm.sd is None:
         return f"{arm.name}: one run of one seed, so nothing is said of what another would give."
     assert arm.interval is not None
     low, high = arm.interval[1:]
-    # Of two independent arms; pairs within a seed scatter less, if anything.
-    planned = [detectable_difference(math.sqrt(2) * arm.sd, n) for n in SEEDS_TO_PLAN]
     return (
         f"{arm.name}: {arm.loss:.4f} [{low:.4f}, {high:.4f}] nats per token over {len(arm.losses)} seeds, "
-        f"whose standard deviation is {arm.sd:.4f}. Two arms that scatter so could show a difference of "
-        f"{', '.join(f'{d:.4f}' for d in planned)} with {', '.join(map(str, SEEDS_TO_PLAN))} seeds each, "
-        "less where pairing takes noise away."
+        f"whose standard deviation is {arm.sd:.4f}."
     )
 
 

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.config_files import to_yaml
 from moe_ffn.errors import ConfigError
-from moe_ffn.files import read_object
-from moe_ffn.runs.folder import FACTS_FILE, SUMMARY_FILE, TOKENIZER_FILE, is_run, reading
+from moe_ffn.files import make_folder, read_bytes, read_object, write_whole
+from moe_ffn.runs.folder import (
+    FACTS_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_FILE,
+    explaining,
+    is_run,
+    reading,
+)
 from moe_ffn.runs.reader import read_run
 from moe_ffn.studies.comparison import few_words, identity
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
@@ -33,6 +41,33 @@ class Gathered:
     """Arm -> seconds of a step; see `TIMING_FILE`."""
     timing_files: Sequence[Path] = ()
     """Where those seconds stand."""
+
+    def write(self, folder: Path, where: str = "") -> None:
+        """Write what is committed to `folder`: the result of each run, the study, the timing.
+
+        Args:
+            where: the option that names the folder.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        problem = f"{where}: '{folder}' cannot be written".removeprefix(": ")
+        with explaining(problem, "choose another folder"):
+            make_folder(folder)
+            for result in self.results:
+                result.write(folder)
+            if self.study is not None:
+                write_whole(folder / STUDY_FILE, to_yaml(_without_places(self.study)))
+            for path in self.timing_files:
+                write_whole(folder / path.name, read_bytes(path))
+
+
+def _without_places(study: StudyConfig) -> dict[str, Any]:
+    """A study as it is committed: where its runs were written is of one machine."""
+    options = study.to_dict()
+    for key in ("config", "overrides"):
+        options[key] = {name: value for name, value in options[key].items() if name != "run"}
+    return options
 
 
 def gather(
