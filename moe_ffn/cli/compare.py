@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.report.html import OPENING
+from moe_ffn.report.page import check_plotly
 from moe_ffn.report.study_tables import (
     CSV_OPENING,
     MARKDOWN_OPENING,
@@ -120,9 +121,12 @@ def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
 
 
 def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
-    """The page of a comparison."""
-    try:
-        from moe_ffn.report.comparison_page import write_comparison_page
-    except ImportError:
-        raise ConfigError("--html: this version has no page of comparisons yet") from None
+    """The page of a comparison.
+
+    Raises:
+        ConfigError: plotly is not installed, or the page cannot be written.
+    """
+    check_plotly()
+    from moe_ffn.report.comparison_page import write_comparison_page
+
     write_comparison_page(comparison, gathered.results, path)

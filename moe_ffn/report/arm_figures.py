@@ -141,7 +141,11 @@ def losses(
         "showlegend": True,
         "legend": _LEGEND,
         "margin": _MARGIN,
-        "xaxis": {"title": axis_title(AXES[over]), "rangemode": "tozero"},
+        "xaxis": {
+            "title": axis_title(AXES[over]),
+            "rangemode": "tozero",
+            "exponentformat": "SI",
+        },
         "yaxis": axis,
     }
     return figure(traces, layout, LOSSES[of], note.strip())
@@ -266,7 +270,8 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     is_wide = min(known) > 0 and max(known) / min(known) > 4
     span = max(known) - min(known) or max(known)
     x_axis: dict[str, Any] = {
-        "title": axis_title(f"{cost} of training" if cost != "parameters" else cost)
+        "title": axis_title(f"{cost} of training" if cost != "parameters" else cost),
+        "exponentformat": "SI",
     }
     # Room for the names on the right.
     if is_wide:

@@ -69,16 +69,18 @@ def comparison_html(
     plots = plots_of_arms(found.comparison, found.arms, of_arms)
     question = found.comparison.question if found.comparison else ""
     shown = study_tables.tables(found.comparison) if found.comparison else []
-    joined = ", ".join(names)
+    # Of several runs of one arm, which have no other name together.
+    called = names if len(names) > 1 or not found.runs else [run.name for run in found.runs]
+    joined = ", ".join(called)
     return render_plots(
         "runs.html",
         plots,
         script=script,
         reload_every=reload_every,
-        title=question or (joined if len(joined) <= 80 else f"{len(names)} arms"),
+        title=question or (joined if len(joined) <= 80 else f"{len(called)} arms"),
         found=found,
         comparison=found.comparison,
-        heading=question or " · ".join(names),
+        heading=question or " · ".join(called),
         runs=found.runs,
         number_of={name: number for number, name in enumerate(names)},
         style_of=style_of,

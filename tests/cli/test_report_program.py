@@ -71,6 +71,43 @@ def test_the_page_may_go_elsewhere(program: Program) -> None:
     assert not Path("a/report.html").exists()
 
 
+def test_pages_of_a_folder_share_plotly_s_script(
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "plotly's own")
+    dense(Path("runs/a"))
+    dense(Path("runs/b"))
+
+    program("runs/a")
+    assert "plotly's own" in Path("runs/a/report.html").read_text(), "a page alone is one file"
+    assert program("--shared-script", "runs/a")[0] == 0
+    assert Path("runs/plotly.min.js").read_text() == "plotly's own"
+    for argv, written, address in (
+        (["runs/a"], "runs/a/report.html", "../plotly.min.js"),
+        (["runs/b"], "runs/b/report.html", "../plotly.min.js"),
+        (["runs/a", "runs/b"], "runs/report.html", "plotly.min.js"),
+    ):
+        assert program(*argv)[0] == 0
+        html = Path(written).read_text()
+        assert f'<script src="{address}"></script>' in html
+        assert "plotly's own" not in html
+    Path("runs/plotly.min.js").write_text("of another version")
+    program("runs/a")
+    assert "plotly's own" in Path("runs/a/report.html").read_text()
+
+    Path("elsewhere").mkdir()
+    assert program("runs/a", "--shared-script", "--output", "elsewhere/page.html")[0] == 0
+    assert Path("elsewhere/plotly.min.js").is_file()
+    assert '<script src="plotly.min.js"></script>' in Path("elsewhere/page.html").read_text()
+    Path("elsewhere/plotly.min.js").unlink()
+    Path("elsewhere/plotly.min.js").mkdir()
+    code, _, said = program("runs/a", "--shared-script", "--output", "elsewhere/page.html")
+    assert code == 2
+    assert said.startswith(
+        f"error: --shared-script: '{tmp_path}/elsewhere/plotly.min.js' cannot be"
+    )
+
+
 def test_the_rows_of_a_run_as_csv(program: Program) -> None:
     dense(Path("a"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import escape
 
 import moe_ffn
 from moe_ffn.data.prepare import cached_validation, prepare
@@ -22,6 +23,7 @@ from moe_ffn.report.expert_tokens import (
     stretches,
 )
 from tests.helpers import tiny_runs
+from tests.helpers.written_page import Written
 
 VOCABULARY = (b"a", b"b", b"\n", b"")
 
@@ -136,3 +138,34 @@ def test_the_text_comes_from_the_cache_alone_and_its_loss_is_one_sentence(
         shutil.rmtree(cache, ignore_errors=True)
         moved.rename(cache)
     assert json.loads((trained / "facts.json").read_text())["corpus_sha256"] == sha256
+
+
+def test_a_page_shows_what_experts_take_in_colour_and_in_words(trained: Path) -> None:
+    page = Written(trained)
+
+    assert '<option value="0">layer 0</option><option value="1">layer 0 inner</option>' in page.body
+    first, inner, *_ = page.body.split('<div class="layer-view"')[1:]
+    assert first.startswith(">")
+    assert inner.startswith(" hidden>")
+    found = route_validation(moe_ffn.load_run(trained))
+    for expert, text in stretches(found, "layer_00/inner", 0):
+        shown = str(escape(text.decode()))
+        on_ground = f'<i class="g{expert}" data-expert="{expert}">{shown}</i>'
+        assert (on_ground if expert != NOWHERE else shown) in inner
+    for expert in expert_tokens(found, "layer_00/inner"):
+        for token in expert.most_frequent:
+            cell = f"<code>{escape(token.token)}</code> {100 * token.share:.1f}%"
+            assert cell in inner
+    assert "tokens of the validation split" in page.text
+
+
+def test_a_run_that_lost_its_weights_has_its_page_and_one_sentence(
+    trained: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "copy")
+    shutil.rmtree(folder / "checkpoints")
+    page = Written(folder)
+
+    assert "What each expert takes is not shown: " in page.text
+    assert "Load of each expert" in page.figures
+    assert "layer-view" not in page.body

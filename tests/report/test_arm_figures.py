@@ -1,0 +1,146 @@
+"""Figures of several arms, held to the numbers of a comparison made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_ffn.report import arm_figures as functions
+from moe_ffn.report.arm_figures import ArmCurves, axes_of, curves_of
+from moe_ffn.report.drawing import style_of
+from moe_ffn.report.figures import NotMeasuredError
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.result import Curve
+from moe_ffn.studies.statistics import mean_interval
+from tests.helpers.results import make_result
+
+figures: Any = functions
+"""Without types: plotly's know nothing of what is in a figure."""
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    """swiglu is clearly better than gelu and costs twice as much; relu cannot be told from gelu."""
+    results = [
+        make_result(arm, seed, 2.0 + 0.1 * seed + shift, curve=[4.0 + seed, 3.0, 2.0], **options)
+        for seed in range(3)
+        for arm, shift, options in (
+            ("gelu", 0.0, {}),
+            ("swiglu", -0.5 + 0.01 * seed, {"flops_per_token": 2000}),
+            ("relu", (0.1, -0.1, 0.05)[seed], {"flops_per_token": 1100}),
+        )
+    ]
+    tuned = [
+        make_result(
+            f"{arm},learning_rate={rate}",
+            0,
+            loss,
+            main_arm=arm,
+            tuning={"optimizer.learning_rate": rate},
+            options={"optimizer.learning_rate": rate},
+        )
+        for arm, rate, loss in (("gelu", 0.01, 2.5), ("swiglu", 0.01, 1.2), ("swiglu", 0.1, 3.0))
+    ]
+    return Comparison.of([*results, *tuned], baseline="gelu")
+
+
+def drawn(figure: Any) -> dict[str, Any]:
+    """Name of each arm -> its line or point; bands are left out."""
+    return {t.meta["name"]: t for t in figure.data if "colour" in t.meta}
+
+
+def test_sixty_arms_have_colours_and_dashes_of_their_own() -> None:
+    assert len({style_of(number) for number in range(60)}) == 60
+    assert style_of(10) != style_of(0), "the colour comes again, the dash does not"
+
+
+@pytest.mark.parametrize(
+    ("over", "factor"), [("steps", 1), ("tokens", 10), ("seconds", 0.5), ("FLOPs", 3 * 1000 * 10)]
+)
+def test_a_loss_is_the_mean_of_the_seeds_with_its_interval(
+    comparison: Comparison, over: Any, factor: float
+) -> None:
+    figure = figures.losses(curves_of(comparison.arms), over)
+    line = drawn(figure)["gelu"]
+    (band,) = (t for t in figure.data if t.meta.get("fill") == 0)
+
+    assert list(line.x) == [factor * step for step in (33, 67, 100)]
+    assert list(line.y) == [5.0, 3.0, 2.1], "the means over three seeds"
+    first, last = mean_interval([4.0, 5.0, 6.0]), mean_interval([2.0, 2.1, 2.2])
+    assert first is not None
+    assert last is not None
+    assert (band.y[0], band.y[-1]) == pytest.approx((first.high, first.low), abs=1e-4)
+    assert (band.y[2], band.y[3]) == pytest.approx((last.high, last.low), abs=1e-4)
+    assert line.name == "gelu 2.1000", "the last value needs no pointer"
+
+
+def test_of_one_seed_there_is_no_band() -> None:
+    alone = Comparison.of([make_result("a", loss=2.0), make_result("b", loss=1.9)])
+    figure = figures.losses(curves_of(alone.arms))
+    assert [trace.meta for trace in figure.data] == [
+        {"colour": 0, "name": "a"},
+        {"colour": 1, "name": "b"},
+    ]
+    assert "interval" not in figure.layout.meta["note"]
+
+
+def test_a_loss_is_drawn_over_what_every_arm_knows() -> None:
+    whole = Curve(steps=[1, 2], tokens=[10, 20], seconds=[0.1, 0.2], losses=[3.0, 2.0])
+    of_steps = Curve(steps=[1, 2], losses=[3.0, None])
+    point = Curve(steps=[9], tokens=[90], seconds=[0.9], losses=[2.0])
+    assert axes_of([ArmCurves("a", [whole], [], 5.0)], "validation") == [
+        *("tokens", "FLOPs", "seconds", "steps")
+    ]
+    assert axes_of([ArmCurves("a", [whole], [])], "validation") == ["tokens", "seconds", "steps"]
+    both = [ArmCurves("a", [whole], []), ArmCurves("b", [of_steps], [])]
+    assert axes_of(both, "validation") == ["steps"]
+    assert list(drawn(figures.losses(both, "steps"))["b"].y) == [3.0], "what is not finite is a gap"
+    assert axes_of(both, "train") == []
+    assert axes_of([ArmCurves("a", [point], [], 5.0)], "validation") == [], "a dot is no curve"
+    with pytest.raises(NotMeasuredError, match="no arm has a training loss over seconds"):
+        figures.losses(both, "seconds", "train")
+
+
+def test_the_frontier_joins_what_nothing_beats_in_loss_and_cost(comparison: Comparison) -> None:
+    figure = figures.frontier(comparison, "FLOPs")
+    points = drawn(figure)
+    gelu, swiglu = comparison.arms[0], comparison.arms[1]
+
+    assert list(points["frontier"].x) == [3 * 1000 * 1000, 3 * 2000 * 1000]
+    assert list(points["frontier"].y) == pytest.approx([gelu.loss, swiglu.loss])
+    assert list(points["relu"].y) == pytest.approx([comparison.arms[2].loss])
+    assert gelu.interval is not None
+    assert points["gelu"].error_y.array[0] == pytest.approx(gelu.interval.high - gelu.loss)
+    assert points["gelu"].text == ("gelu",), "named without a pointer"
+
+
+def test_differences_are_those_of_the_comparison(comparison: Comparison) -> None:
+    rows = drawn(figures.differences(comparison))
+
+    assert list(rows) == ["swiglu", "relu"]
+    for arm in comparison.arms[1:]:
+        assert arm.difference is not None
+        row, interval = rows[arm.name], arm.difference.interval
+        assert row.x == (interval.value,)
+        assert row.error_x.array[0] == pytest.approx(interval.high - interval.value)
+        assert row.error_x.arrayminus[0] == pytest.approx(interval.value - interval.low)
+        assert row.text == (f"{interval.value:+.4f}",)
+    assert (rows["swiglu"].marker.symbol, rows["relu"].marker.symbol) == ("circle", "circle-open")
+    assert rows["swiglu"].meta["colour"] == 1, "the colour that it has in every plot"
+
+
+def test_tuning_is_drawn_by_value_with_the_best_one_large(comparison: Comparison) -> None:
+    (found,) = comparison.tuning
+    lines = drawn(figures.tuning(comparison, found))
+
+    assert list(lines["swiglu"].x) == ["0.003", "0.01", "0.1"]
+    assert list(lines["swiglu"].y) == pytest.approx([1.5, 1.2, 3.0])
+    assert list(lines["swiglu"].marker.size) == [6, 11, 6]
+    assert lines["gelu"].name == "gelu: 0.003"
+
+
+def test_what_is_not_known_is_said() -> None:
+    alone = Comparison.of([make_result("a", 0), make_result("a", 1, step_seconds=0.5)])
+    with pytest.raises(NotMeasuredError, match="no arm has a difference from a"):
+        figures.differences(alone)
