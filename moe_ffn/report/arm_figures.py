@@ -38,7 +38,9 @@ AXES: dict[Over, str] = {
     "steps": "optimizer steps",
 }
 
-LOSSES = {"validation": "Validation loss", "train": "Training loss"}
+Loss = Literal["validation", "train"]
+
+LOSSES: dict[Loss, str] = {"validation": "Validation loss", "train": "Training loss"}
 
 WHOLE = 0.25
 """The axis of a loss has the part of it that comes after this share of training."""
@@ -61,7 +63,7 @@ class ArmCurves:
     flops_per_token: float | None = None
     """Of the forward pass; None where it is not known."""
 
-    def curves(self, of: str, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
+    def curves(self, of: Loss, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
         """The places and the losses of each curve that has both."""
         found: list[tuple[list[float | None], list[float | None]]] = []
         for curve in self.validation if of == "validation" else self.train:
@@ -91,7 +93,7 @@ def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
     ]
 
 
-def axes_of(arms: Sequence[ArmCurves], of: str) -> list[Over]:
+def axes_of(arms: Sequence[ArmCurves], of: Loss) -> list[Over]:
     """What the losses can be drawn over: what every arm with one knows; nothing of one point each."""
     drawn = [arm for arm in arms if arm.curves(of, "steps")]
     if all(len(places) == 1 for arm in drawn for places, _ in arm.curves(of, "steps")):
@@ -102,7 +104,7 @@ def axes_of(arms: Sequence[ArmCurves], of: str) -> list[Over]:
 def losses(
     arms: Sequence[ArmCurves],
     over: Over = "tokens",
-    of: Literal["validation", "train"] = "validation",
+    of: Loss = "validation",
 ) -> go.Figure:
     """The mean loss of each arm over training, with the 95 % interval of the mean over its seeds.
 

@@ -23,12 +23,14 @@ figures: Any = functions
 def comparison() -> Comparison:
     """swiglu is clearly better than gelu and costs twice as much; relu cannot be told from gelu."""
     results = [
-        make_result(arm, seed, 2.0 + 0.1 * seed + shift, curve=[4.0 + seed, 3.0, 2.0], **options)
+        make_result(
+            arm, seed, 2.0 + 0.1 * seed + shift, curve=[4.0 + seed, 3.0, 2.0], flops_per_token=flops
+        )
         for seed in range(3)
-        for arm, shift, options in (
-            ("gelu", 0.0, {}),
-            ("swiglu", -0.5 + 0.01 * seed, {"flops_per_token": 2000}),
-            ("relu", (0.1, -0.1, 0.05)[seed], {"flops_per_token": 1100}),
+        for arm, shift, flops in (
+            ("gelu", 0.0, 1000),
+            ("swiglu", -0.5 + 0.01 * seed, 2000),
+            ("relu", (0.1, -0.1, 0.05)[seed], 1100),
         )
     ]
     tuned = [
