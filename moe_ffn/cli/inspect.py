@@ -69,8 +69,9 @@ def main(argv: Sequence[str]) -> int:
     found = inspect_run(run, text, layers, top_k=top_k)
     # Only now: without plotly the import of this module should still succeed.
     from moe_ffn.report.inspect.page import PageParts, inspection_html, numbers
+    from moe_ffn.report.plots import shared_script
 
-    write_output("--output", output, inspection_html(found, run))
+    write_output("--output", output, inspection_html(found, run, shared_script(output)))
     if given.json is not None:
         write_output(
             "--json",

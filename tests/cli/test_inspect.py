@@ -106,7 +106,7 @@ def test_figures_and_numbers_in_a_notebook(moe_run: Any) -> None:
     by_class: Any = figures.taken(found, "layer_01", "byte class")
     assert by_class.layout.meta["title"] == "By byte class"
     suffixes: Any = figures.suffixes(found.units)
-    assert [line.name for line in suffixes.data] == ["layer 1", "chance"]
+    assert [line.meta["name"] for line in suffixes.data] == ["layer 1", "chance"]
     assert list(suffixes.data[0].y) == pytest.approx(found.units[0].suffix_shares())
     with pytest.raises(LookupError, match="there is no attribute 'token'; there are byte class"):
         figures.taken(found, "layer_01", "token")

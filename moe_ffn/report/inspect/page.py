@@ -12,7 +12,6 @@ import numpy as np
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report import figures as run_figures
 from moe_ffn.report.expert_tokens import expert_tokens
-from moe_ffn.report.html import render
 from moe_ffn.report.inspect import experts, figures
 from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection
 from moe_ffn.report.inspect.units import (
@@ -23,27 +22,25 @@ from moe_ffn.report.inspect.units import (
     examples,
     explanation,
 )
-from moe_ffn.report.plots import Plot, plain_figure
+from moe_ffn.report.plots import Plot, plain_figure, render_plots
 from moe_ffn.runs.reader import Run
 
 
-def inspection_html(found: Inspection, run: Run) -> str:
-    """The document, plotly's script in it."""
-    from plotly.offline import get_plotlyjs
+def inspection_html(found: Inspection, run: Run, script: str | None = None) -> str:
+    """The document.
 
-    from moe_ffn.report.drawing import LIGHT
-
-    plots = _plots(found, run)
-    return render(
+    Args:
+        script: see `render_plots`.
+    """
+    return render_plots(
         "inspect.html",
+        _plots(found, run),
+        script=script,
+        title=run.name,
         found=found,
         runs=[run],
         page=PageParts(found),
         reload_every=None,
-        light=LIGHT,
-        plots=plots,
-        figures={plot.name: plot.figures for section in plots.values() for plot in section},
-        plotly=get_plotlyjs(),
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
         KINDS=KINDS,
         AGREE=AGREE,
