@@ -16,7 +16,7 @@ CODE := moe_ffn experiments tests
 DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model \
 	metrics metrics.modular metrics.table data training runs report)
 
-.PHONY: help setup train test test-slow test-reliability lint format docs lock clean readme
+.PHONY: help setup train test test-slow test-reliability lint format docs lock clean readme studies
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -49,6 +49,9 @@ docs: $(DEV)  ## make the API reference from the docstrings: build/docs/index.ht
 
 readme: $(DEV)  ## write the numbers of README.md anew, from a run of the default model
 	$(PY) -m tests.test_readme_numbers
+
+studies: $(DEV)  ## write the pages of docs/studies anew, from the results beside them
+	$(PY) -m tests.test_study_pages
 
 lock:  ## write requirements.lock anew from pyproject.toml's ranges
 	rm -rf $(VENV)

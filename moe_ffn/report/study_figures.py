@@ -25,7 +25,7 @@ DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 START = 0.25
 """Curves are drawn from this share of training: before, all are far above where they end."""
 
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "moe_ffn",
     "svg.fonttype": "none",  # text stays text: a quarter of the size, and it can be searched
     "font.size": 9,
@@ -92,6 +92,7 @@ def curves(lines: Sequence[Line], x_label: str) -> str:
     ends = [max(line.points) for line in lines]
     if max(ends) > 4 * min(ends):
         axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(_count)
     axes.set_xlabel(x_label)
     axes.set_ylabel(LOSS)
     _legend(figure, axes)
@@ -197,7 +198,7 @@ def _label(row: Row) -> str:
 
 def _count(value: float, _: object = None) -> str:
     """A tick: `0.005`, `48`, `1.3 M`."""
-    for unit, suffix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+    for unit, suffix in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= 10 * unit or value >= unit > 1e3:
             return f"{value / unit:.3g}{suffix}"
     return f"{value:.4g}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -160,13 +159,15 @@ def _drawn(
     arms: Sequence[Arm], points: Mapping[str, Mapping[float, Sequence[float]]]
 ) -> list[Line]:
     """Arm -> its points as lines of the colour of its line, told apart by dashes."""
-    numbers, seen = _numbers(arms), Counter[str]()
-    found: list[Line] = []
-    for arm in arms:
-        if len(of_arm := points.get(arm.name, {})) > 1:
-            found.append(Line(arm.name, of_arm, numbers[_line(arm)], seen[_line(arm)]))
-        seen[_line(arm)] += 1
-    return found
+    numbers = _numbers(arms)
+    ends = list(dict.fromkeys(arm.name.partition(",")[2] for arm in arms))
+    return [
+        Line(
+            arm.name, points[arm.name], numbers[_line(arm)], ends.index(arm.name.partition(",")[2])
+        )
+        for arm in arms
+        if len(points.get(arm.name, {})) > 1
+    ]
 
 
 def _loss(run: RunResult) -> float:
@@ -250,8 +251,9 @@ def _design(comparison: Comparison) -> str:
             "learning rate": "optimizer.learning_rate",
         },
     )
+    beside = f"In percent: beside {comparison.baseline.name}. " if len(arms) > 1 else ""
     note = (
-        f"Beside {comparison.baseline.name}, in percent. FLOPs are of the forward pass; training takes three "
+        f"{beside}FLOPs are of the forward pass; training takes three "
         "times as many. Within a seed all arms read the same data in the same order, and begin with the same "
         "weights outside their feed-forward blocks."
     )
@@ -430,7 +432,10 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult]) -> str:
         "git_revision": "revision",
         "date": "date",
     }
-    rows = [["runs", f"{len(runs)}, of {len({run.arm for run in runs})} arms"]]
+    num_tuned = sum(bool(run.tuning) for run in runs)
+    rows = [
+        ["runs", f"{len(runs)}, {num_tuned} of them of tuning" if num_tuned else str(len(runs))]
+    ]
     for key, name in facts.items():
         values = {run.machine.get(key) for run in runs} - {None}
         if values:

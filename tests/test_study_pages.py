@@ -1,0 +1,84 @@
+"""The committed pages of the studies are what the program makes of the committed results.
+
+python -m tests.test_study_pages    # `make studies`: writes them, and the table in README.md, anew
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.cli.study_page import main
+from moe_ffn.report.study_page import SUMMARY_FILE, study_page
+from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.gather import gather
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = ROOT / "docs" / "studies"
+STUDIES = [
+    path
+    for path in sorted((ROOT / "configs/studies").glob("*.yaml"))
+    if (PAGES / path.stem).is_dir()
+]
+BEGIN, END = "<!-- written by `make studies` -->\n", "<!-- end of what `make studies` writes -->\n"
+IDS = re.compile(r'(?:id|xlink:href|clip-path)="[^"]*"')
+"""Hashes of what is drawn."""
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?")
+
+
+def with_table(readme: str, table: str) -> str:
+    """The README with the rows of all studies between its two comments, if it has them."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    rows = "".join(line for line in table.splitlines(keepends=True) if line.startswith("|"))
+    linked = re.sub(r"^\| \[(.+?)\]\(", r"| [\1](docs/studies/", rows, flags=re.MULTILINE)
+    return f"{before}{begin}{linked}{end}{after}" if end else readme
+
+
+def numbers(svg: str) -> list[float]:
+    return [float(number) for number in NUMBER.findall(IDS.sub("", svg))]
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
+def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
+    write_anew = "write it anew: make studies"
+    study = StudyConfig.read(file)
+    found = gather([PAGES / study.name])
+    page = study_page(study, found.results, found.step_seconds)
+
+    assert (PAGES / f"{study.name}.md").read_text(encoding="utf-8") == page.markdown, write_anew
+    assert page.summary in (PAGES / SUMMARY_FILE).read_text(encoding="utf-8"), write_anew
+    committed = {path.name for path in (PAGES / study.name).glob("*.svg")}
+    assert committed == set(page.figures), write_anew
+    if version("matplotlib") not in (ROOT / "requirements.lock").read_text(encoding="utf-8"):
+        return  # another one draws otherwise
+    for name, svg in page.figures.items():
+        # Other processors round differently, by less than is seen.
+        assert numbers(svg) == pytest.approx(
+            numbers((PAGES / study.name / name).read_text(encoding="utf-8")), rel=1e-3, abs=0.05
+        ), (name, write_anew)
+
+
+@pytest.mark.skipif(not STUDIES, reason="no study has been run")
+def test_the_readme_shows_the_table_of_all_studies() -> None:
+    readme = README.read_text(encoding="utf-8")
+    table = (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
+    assert with_table(readme, table) == readme, "write it anew: make studies"
+
+
+def test_the_table_is_put_between_its_comments_and_its_links_lead_to_the_pages() -> None:
+    table = "# Studies\n\n| study | found |\n|---|---|\n| [a](a.md) | [1, 2] |\n"
+    expected = "| study | found |\n|---|---|\n| [a](docs/studies/a.md) | [1, 2] |\n"
+    before = f"# Title\n\n{BEGIN}old\n{END}The rest.\n"
+    assert with_table(before, table) == f"# Title\n\n{BEGIN}{expected}{END}The rest.\n"
+    assert with_table("# Title\n", table) == "# Title\n"
+
+
+if __name__ == "__main__":
+    main([*map(str, STUDIES), "--output", str(PAGES)])
+    summary = (PAGES / SUMMARY_FILE).read_text(encoding="utf-8")
+    README.write_text(with_table(README.read_text(encoding="utf-8"), summary), encoding="utf-8")
