@@ -56,9 +56,10 @@ def suffixes(units: Sequence[LayerUnits]) -> go.Figure:
     ]
     chance = np.mean([one.suffix_chance for one in units], axis=0)
     lines.append(Line("chance", Series(steps, array("d", chance)), 7))
-    figure = line_figure(lines, _SUFFIX, LONGEST_SUFFIX, note=note, x_axis="n, tokens")
-    drawn: Any = figure.data
-    for line in drawn:  # without the last value, which of suffixes is not what counts
+    figure: Any = line_figure(lines, _SUFFIX, LONGEST_SUFFIX, note=note)
+    axis = figure.layout.xaxis
+    axis.title.text, axis.unifiedhovertitle.text = "n, tokens", "last %{x}"
+    for line in figure.data:  # without the last value, which of suffixes is not what counts
         line.name = line.meta["name"]
     return figure
 
