@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markupsafe import escape
+from playwright.sync_api import Browser
 
 import moe_ffn
 from moe_ffn.data.prepare import cached_validation, prepare
@@ -22,7 +23,9 @@ from moe_ffn.report.expert_tokens import (
     route_validation,
     stretches,
 )
+from moe_ffn.report.page import write_report
 from tests.helpers import tiny_runs
+from tests.helpers.browser import PHONE, opened
 from tests.helpers.written_page import Written
 
 VOCABULARY = (b"a", b"b", b"\n", b"")
@@ -169,3 +172,25 @@ def test_a_run_that_lost_its_weights_has_its_page_and_one_sentence(
     assert "What each expert takes is not shown: " in page.text
     assert "Load of each expert" in page.figures
     assert "layer-view" not in page.body
+
+
+def test_an_expert_is_seen_alone_and_a_layer_is_chosen(
+    browser: Browser, trained: Path, tmp_path: Path
+) -> None:
+    write_report([moe_ffn.load_run(trained).folder], tmp_path / "page.html", has_ended=True)
+    with opened(browser, tmp_path / "page.html", width=PHONE) as found:
+        page = found.page
+        page.wait_for_selector("html[data-drawn]")
+        assert page.locator(".layer-view:visible").count() == 1
+        page.select_option("select[data-shows]", label="layer 0 inner")
+        view = page.locator(".layer-view:visible")
+        assert view.locator("button.expert").all_text_contents() == ["0", "1", "2", "3"]
+        texts = view.locator("i[data-expert]")
+        expert = texts.first.get_attribute("data-expert")
+        view.locator(f"button[data-expert='{expert}']").click()
+        shown = {e.get_attribute("data-expert") for e in view.locator("i:not(.off)").all()}
+        assert shown == {expert}
+        view.locator(f"button[data-expert='{expert}']").click()
+        assert view.locator("i.off").count() == 0
+        assert found.overflow == 0
+        assert found.errors == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from playwright.sync_api import Browser
 from torch import Tensor
 
 from moe_ffn.ffn import GatedConfig, MoEConfig
@@ -23,7 +25,8 @@ from moe_ffn.report.trace import (
     visits_by_layer,
     visits_of,
 )
-from moe_ffn.report.trace_view import PALETTE, ground, short
+from moe_ffn.report.trace_view import PALETTE, ground, page, short
+from tests.helpers.browser import PHONE, opened
 
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.125, 0.75, 0.125]])
 
@@ -214,3 +217,35 @@ def test_experts_without_a_network_are_called_what_they_do() -> None:
     info = ffn.routers()["routing"]
     assert info.expert_names() == ("0", "1", "zero2", "copy3", "copy4", "const5")
     assert RouterInfo(info.router, 3).expert_names() == ("0", "1", "2")
+
+
+def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: Path) -> None:
+    """And the token, however far the page is scrolled; a phone is narrower than ten layers."""
+    layers = tuple(Layer(f"layer_{n:02d}", ("0", "1"), "dropless") for n in range(10))
+    visits = {layer.name: Visit((Choice(0, 0.5, 0.5, False),), 0.1) for layer in layers}
+    tokens = tuple(TokenTrace(n, f"t{n}", visits, None) for n in range(100))
+    (tmp_path / "trace.html").write_text(page(TextTrace("a", layers, tokens, {})))
+
+    with opened(browser, tmp_path / "trace.html", width=PHONE) as found:
+        inside = """() => {
+            const frame = document.querySelector('.both').getBoundingClientRect();
+            return [...document.querySelectorAll('.trace th')]
+                .filter(cell => {
+                    const box = cell.getBoundingClientRect();
+                    const [x, y] = [box.left + 4, box.top + 4];
+                    return box.left >= frame.left - 1 && box.top >= frame.top - 1 &&
+                        y < innerHeight && cell.contains(document.elementFromPoint(x, y));
+                })
+                .map(cell => cell.textContent);
+        }"""
+        found.page.locator(".both").scroll_into_view_if_needed()
+        found.page.evaluate(
+            "() => { scrollTo(0, 100); const e = document.querySelector('.both');"
+            " e.scrollTop = 1200; e.scrollLeft = 400; }"
+        )
+        seen = found.page.evaluate(inside)
+        assert "token" in seen
+        assert "layer 7" in seen
+        assert "50t50" in seen
+        assert "1t1" not in seen
+        assert found.overflow == 0
