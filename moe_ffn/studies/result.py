@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.option_tree import flatten
-from moe_ffn.runs.folder import CONFIG_FILE, TOKENIZER_FILE, reading
+from moe_ffn.runs.folder import CONFIG_FILE, SUMMARY_FILE, TOKENIZER_FILE, reading
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.record import tokenizer_sha256
 from moe_ffn.runs.rows import Series
@@ -107,7 +108,7 @@ class RunResult(_Value):
     window_losses: list[float | None] = []
     """Mean loss of each window of the last validation, in nats per token."""
     machine: dict[str, str | int | None] = {}
-    """What it was run on: precision, threads, torch, processor, revision of the code."""
+    """What it was run on, and when: precision, threads, torch, processor, revision of the code, date."""
     fingerprints: dict[str, str | None] = {}
     """sha256 of the corpus, of the tokenizer, and of the windows of every validation."""
 
@@ -186,6 +187,7 @@ class RunResult(_Value):
                 **facts.versions,
                 **facts.hardware,
                 "git_revision": facts.git_revision,
+                "date": _date(run.folder / SUMMARY_FILE),
             },
             fingerprints={
                 "corpus": facts.corpus_sha256,
@@ -312,6 +314,14 @@ def _layer_mean(run: Run, key: str) -> float | None:
     ]
     found = [value for value in values if value is not None]
     return _rounded(fmean(found)) if found else None
+
+
+def _date(path: Path) -> str | None:
+    """The day a file was written, `2026-11-22`, in UTC."""
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+    except OSError:
+        return None
 
 
 def _tokenizer_of(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     tiny = [*tiny_yaml.read_text("utf-8").splitlines(), f"data.cache_dir: {tmp_path / 'cache'}"]
     config = "\n".join(f"  {line}" for line in tiny)
     (tmp_path / "which.yaml").write_text(f"config:\n{config}\n{STUDY}", encoding="utf-8")
-    swept = run_here("--config", "which.yaml", program="experiments.sweep")
+    where = ("--run.output_dir", str(tmp_path / "runs"))
+    swept = run_here("--config", "which.yaml", *where, program="experiments.sweep")
     assert swept.code == 0, swept.stderr
 
     done = page("which.yaml", "--runs", "runs/which")
@@ -62,6 +64,9 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
     for path in (studies / "which").glob("*.json"):
         assert path.stat().st_size < 30_000
         assert str(tmp_path) not in path.read_text(encoding="utf-8").replace("corpus", "")
+    copied = (studies / "which" / "study.yaml").read_text(encoding="utf-8")
+    assert "output_dir" not in copied.partition("overrides")[2], "of this machine"
+    assert re.search(r"^\| date \| 20\d\d-\d\d-\d\d \|$", text, flags=re.MULTILINE)
     assert "| [which](which.md) | Which? |" in (studies / "README.md").read_text(encoding="utf-8")
 
     before = snapshot(studies)

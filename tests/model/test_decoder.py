@@ -488,5 +488,8 @@ def test_models_of_one_seed_differ_in_their_ffn_alone(ffn: Any) -> None:
 
 
 def test_blocks_of_different_layers_begin_with_different_weights() -> None:
-    first, second = (layer.ffn.up.weight for layer in build(ffn="dense", num_layers=2).layers)
+    first, second = (
+        build(ffn="dense", num_layers=2).get_parameter(f"layers.{layer}.ffn.up.weight")
+        for layer in (0, 1)
+    )
     assert not torch.equal(first, second)
