@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -111,13 +111,14 @@ def study_page(
     baseline = study.baseline if has_baseline else None
     comparison = Comparison.of(ours, baseline=baseline, arms=names, step_seconds=step_seconds)
     arms = comparison.arms
+    fitted = _without_seeds(arms)
     page = StudyPage(study.name)
     sections = {
         "": _head(study),
         "Design": _design(comparison),
         "Result": _result(page, study, comparison),
         "Tuning": _tuning(page, comparison),
-        **{FITS[name].title: FITS[name].show(page, study, arms) for name in study.fit},
+        **{FITS[name].title: FITS[name].show(page, study, fitted) for name in study.fit},
         "What would change our mind": study.would_change_our_mind.strip(),
         "What this does not show": _limits(arms),
         "How it was made": _machine(study, ours),
@@ -185,6 +186,24 @@ def _size(run: RunResult, axis: str) -> float:
         value = run.option(axis)
     number = finite(value)
     return float(number) if number is not None and number > 0 else math.nan
+
+
+def _without_seeds(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with losses less what their seed does to all alike, which moves no minimum and no slope.
+
+    As they are where not all arms have the same seeds.
+    """
+    seeds = arms[0].seeds
+    if any(arm.seeds != seeds for arm in arms):
+        return list(arms)
+    means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
+    shift = {seed: fmean(means.values()) - mean for seed, mean in means.items()}
+
+    def moved(run: RunResult) -> RunResult:
+        outcome = run.outcome.model_copy(update={"validation_loss": _loss(run) + shift[run.seed]})
+        return run.model_copy(update={"outcome": outcome})
+
+    return [replace(arm, results=[moved(run) for run in arm.results]) for arm in arms]
 
 
 def _sizes(runs: Sequence[RunResult], axis: str) -> list[float]:
@@ -639,13 +658,17 @@ def _fitted(
     except ConfigError as error:
         return f"`{law.formula}` ({law.source}): no fit; {error}."
     rows = [
-        [name, _with_interval(interval, form=lambda value: f"{value:.3g}"), _published(law, name)]
+        [
+            name,
+            _with_interval(interval, form=lambda value: f"{value:.3g}"),
+            *([f"{law.published[name]:g}"] if law.published else []),
+        ]
         for name, interval in found.parameters.items()
     ]
     return "\n\n".join(
         [
             f"`{law.formula}` ({law.source}). {note}",
-            _table(["parameter", "fitted", "published"], rows),
+            _table(["parameter", "fitted", *(["published"] if law.published else [])], rows),
             f"{_held_out(found)} {found.limits}",
         ]
     )
@@ -659,10 +682,6 @@ def _fit_unless_loose(
         found = fit(law, variables, losses)
         return None if found.undetermined else found
     return None
-
-
-def _published(law: Law, name: str) -> str:
-    return f"{law.published[name]:g}" if name in law.published else NONE
 
 
 def _held_out(found: Fit) -> str:

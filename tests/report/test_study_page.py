@@ -337,3 +337,26 @@ def test_figures_that_are_no_longer_drawn_are_removed(tmp_path: Path) -> None:
         "curves.svg",
         "gelu-seed0.json",
     }
+
+
+def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
+    text = "name: grain\narms: {g1: , g2: , g4: , g8: }\naxis: model.ffn.router.k\nfit: granularity"
+
+    def best(shift: float) -> str:
+        results = [
+            make_result(
+                f"g{g}",
+                seed,
+                2 + 0.05 * math.log(g / 3) ** 2 + 0.001 * ((seed * g) % 3) + shift * seed,
+                options={"model.ffn.router.k": g},
+            )
+            for g in (1, 2, 4, 8)
+            for seed in range(3)
+        ]
+        found = sections(study_page(study(text), results))["Best granularity"]
+        row = re.search(r"\| all arms \| (.+?) \|", found)
+        assert row is not None
+        return row[1]
+
+    assert best(0) == best(0.3)
+    assert "[" in best(0)
