@@ -339,7 +339,7 @@ def _in_a_name(value: Any) -> str:
 def _located(line: str, given: Mapping[str, Options], arm: str) -> str:
     """A mistake after the part of the study file that it stands in."""
     path = line.partition(": ")[0].split(".")
-    for where, options in reversed(given.items()):
+    for where, options in reversed([*given.items()]):
         if _has(options, path):
             return f"{where}{line}"
     return f"arms.{arm}: {line}"

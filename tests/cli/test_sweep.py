@@ -373,7 +373,7 @@ def test_cores_are_shared_by_the_processes(
         threads.append(env["OMP_NUM_THREADS"])
 
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
-    [*Sweep([only.jobs[0].run], num_at_once=2).advance()]
+    assert [*Sweep([only.jobs[0].run], num_at_once=2).advance()]
     assert threads == [expected]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +274,20 @@ def test_training_flops_that_no_number_of_steps_comes_near_to_are_refused(tmp_pa
         ConfigError, match=r"training_flops: 1e\+10 are 0\.\d+ steps of the arm 'dense'"
     ):
         StudyConfig.read(study).planned_runs()
+
+
+def test_the_study_in_the_docs_is_one(tmp_path: Path) -> None:
+    repository = Path(__file__).parents[2]
+    text = (repository / "docs/studies.md").read_text(encoding="utf-8")
+    block = re.findall(r"```yaml\n(question.*?)```", text, re.DOTALL)[0]
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "small.yaml").write_text((repository / "configs/small.yaml").read_text())
+    (tmp_path / "studies/gating.yaml").write_text(block)
+
+    read = StudyConfig.read(tmp_path / "studies/gating.yaml")
+    runs = read.planned_runs()
+
+    assert len([run for run in runs if not run.tuning]) == 2 * 2 * 5
+    assert {run.seed for run in runs if run.tuning} == {0, 1}
+    assert "swiglu,d_model=64-seed0" in {run.name for run in runs}
+    assert all(run.config.trainer.max_steps == 1000 for run in runs)
