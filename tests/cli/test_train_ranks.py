@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -70,4 +71,9 @@ def test_two_processes_do_what_one_does(
         assert mine.keys() == theirs.keys() - between_ranks
         for name in mine.keys() & {"train/loss", "validation/loss", "validation/bits_per_byte"}:
             assert float(theirs[name]) == pytest.approx(float(mine[name]), abs=1e-3), name
+    # The windows of a validation are in their order, whichever rank had them.
+    ours, theirs = (json.loads((run.folder / "summary.json").read_text()) for run in (one, two))
+    assert len(set(ours["window_losses"])) > 2
+    assert theirs["window_losses"] == pytest.approx(ours["window_losses"], abs=1e-3)
+    assert theirs["num_tokens"] == ours["num_tokens"]
     assert "sync_dist" not in done.stderr
