@@ -580,7 +580,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     by_name = {arm.name: arm for arm in arms}
     baseline = by_name.get(study.baseline or "", arms[0])
     line = _line(baseline)
-    # Final losses over the sizes of the baseline's line: of runs whose learning rate has decayed.
+    # Final losses over all budgets of the baseline's line: of runs whose learning rate has decayed.
     sizes: dict[int, list[tuple[float, float]]] = {}
     for run in (run for arm in arms if _line(arm) == line for run in arm.results):
         sizes.setdefault(run.seed, []).append((float(run.budget.training_flops), _loss(run)))
@@ -629,7 +629,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     )
     if whole:
         note += (
-            f" By final losses: beside those of the sizes of {line}, between which the FLOPs are read; a "
+            f" By final losses: beside those of all arms of {line}, between which the FLOPs are read; a "
             "dash where the arm's loss lies beyond them."
         )
     return "\n\n".join([*parts, _table(head, rows, num_texts=2), note, LEVERAGE_LIMITS])
