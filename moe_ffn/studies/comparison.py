@@ -369,6 +369,11 @@ def _verdict(arm: Arm, base: Arm) -> str:
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
+    if not low <= 0 <= high:  # its own interval would claim it, all of them together do not
+        return (
+            f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); the "
+            f"study could have seen {found.detectable:.4f}."
+        )
     return (
         f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); the study "
         f"could have seen {found.detectable:.4f}."

@@ -71,6 +71,26 @@ def test_the_verdicts_say_what_the_intervals_allow() -> None:
     assert worse.startswith("gelu is worse than swiglu by 0.1004 [0.09")
 
 
+def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> None:
+    shifts = {
+        "gelu": [0, 0, 0],
+        "relu": [0.01, -0.01, 0.0],
+        "tanh": [0.01, -0.01, 0.0],
+        "silu": [-0.018, -0.02, -0.03],
+    }
+    results = [
+        make_result(arm, seed, 2.0 + shift)
+        for arm, found in shifts.items()
+        for seed, shift in enumerate(found)
+    ]
+
+    # s = 0.00643, t = 6.107 with two degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0258, times 3.
+    assert Comparison.of(results).verdicts[-1] == (
+        "silu may be better than gelu, -0.0227 [-0.0386, -0.0067] (3 seeds, p 0.077 after Holm's "
+        "correction); the study could have seen 0.0364."
+    )
+
+
 def test_of_one_seed_there_is_no_interval_over_seeds_and_that_is_said() -> None:
     found = Comparison.of([make_result("gelu", loss=2.0), make_result("swiglu", loss=1.9)])
 
