@@ -290,6 +290,6 @@ def test_the_examples_of_the_docs_are_true(capsys: pytest.CaptureFixture[str]) -
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     (options,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
     exec(code, {})
-    assert f"print(match)  # {capsys.readouterr().out}" in code
+    assert f"print(match)\n# {capsys.readouterr().out}" in code
     (match,) = TrainConfig.model_validate(yaml.safe_load(options)).matches
     assert match.options == ("model.ffn.experts.d_ff",)

@@ -368,7 +368,8 @@ def test_the_docs_have_every_schedule() -> None:
 
 def test_one_of_your_own_is_named_by_its_file(fit: Callable[..., Fitted], tmp_path: Path) -> None:
     """The one of the docs."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE)
+    (code,) = [block for block in blocks if "SignConfig" in block]
     (tmp_path / "my_optimizer.py").write_text(code)
     options = {"type": f"{tmp_path}/my_optimizer.py:SignConfig", "weight_decay": 0.5}
 
