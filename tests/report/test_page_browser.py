@@ -70,7 +70,8 @@ def drawn(browser: Browser, path: Path, **options: Any) -> Iterator[Opened]:
         yield found
 
 
-PLOTS = """() => [...document.querySelectorAll('.plot')].map(plot => ({
+# Plots that are folded away are drawn when they are unfolded.
+PLOTS = """() => [...document.querySelectorAll('.plot')].filter(p => p.checkVisibility()).map(plot => ({
     width: plot.getBoundingClientRect().width,
     svg: plot.querySelector('svg.main-svg')?.getBoundingClientRect().width ?? 0,
     traces: plot.querySelectorAll('.scatterlayer .trace path, .heatmaplayer image').length,
@@ -126,6 +127,11 @@ def test_a_window_that_becomes_as_narrow_as_a_phone_takes_the_plots_along(moe: O
     )
     moe.keep("report-phone")
     check_drawn(moe)
+    folded = moe.page.locator("details:has(.plot)").first
+    folded.locator("summary").first.click()
+    folded.locator(".main-svg").first.wait_for()
+    check_drawn(moe)
+    folded.locator("summary").first.click()
     check_texts(moe.page)
     moe.page.set_viewport_size({"width": DESKTOP, "height": 900})
 

@@ -87,7 +87,7 @@
   }
 
   // A plot that is folded away has no width to be drawn in.
-  const isShown = (name) => document.getElementById(name).getClientRects().length > 0;
+  const isShown = (name) => document.getElementById(name).checkVisibility();
 
   function draw(name) {
     const figure = plots[name][chosen[name] || 0];
@@ -127,7 +127,10 @@
 
   for (const details of document.querySelectorAll("details:has(.plot)")) {
     details.addEventListener("toggle", () => {
-      for (const plot of details.querySelectorAll(".plot")) if (details.open) draw(plot.id);
+      for (const plot of details.querySelectorAll(".plot")) {
+        // The window may have become narrower while it was folded away.
+        if (details.open) draw(plot.id).then(() => Plotly.Plots.resize(plot));
+      }
     });
   }
   for (const select of document.querySelectorAll("select[data-shows]")) {
