@@ -103,15 +103,8 @@ def read(paths: Sequence[Path]) -> Gathered:
 
 def compare(gathered: Gathered, baseline: str | None = None) -> Comparison:
     """The comparison of what was found; `baseline` over that of its study."""
-    study = gathered.study
     try:
-        return Comparison.of(
-            gathered.results,
-            baseline=baseline or (study and study.baseline),
-            arms=study.arm_names if study else (),
-            step_seconds=gathered.step_seconds,
-            question=study.question if study else "",
-        )
+        return gathered.compare(baseline)
     except ConfigError as error:
         if not gathered.left_out:
             raise

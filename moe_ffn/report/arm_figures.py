@@ -1,10 +1,9 @@
 """Figures of several arms, each of one or more runs: functions that return a plotly figure.
 
     from moe_ffn.report import arm_figures
-    from moe_ffn.studies.comparison import Comparison
     from moe_ffn.studies.gather import gather
 
-    comparison = Comparison.of(gather([Path("runs/gating")]).results)
+    comparison = gather([Path("runs/gating")]).compare()
     arm_figures.losses(arm_figures.curves_of(comparison.arms), over="FLOPs")
     arm_figures.frontier(comparison, "FLOPs")
     arm_figures.differences(comparison)
@@ -15,7 +14,7 @@ An arm has one colour and one dash in all of them. Pages show the same figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,20 +136,8 @@ def losses(
         note = f"Of the losses before {WHOLE:.0%} of training only what is as low as later ones."
     if num_seeds > 1:
         note = f"Lines are means over seeds, bands their 95% intervals (Student's t). {note}"
-    layout = {
-        "height": 380,
-        "hovermode": "closest",
-        "showlegend": True,
-        "legend": _LEGEND,
-        "margin": _MARGIN,
-        "xaxis": {
-            "title": axis_title(AXES[over]),
-            "rangemode": "tozero",
-            "exponentformat": "SI",
-        },
-        "yaxis": axis,
-    }
-    return figure(traces, layout, LOSSES[of], note.strip())
+    x_axis = {"title": axis_title(AXES[over]), "rangemode": "tozero", "exponentformat": "SI"}
+    return figure(traces, _layout(x_axis, axis), LOSSES[of], note.strip())
 
 
 def _means(
@@ -166,6 +153,19 @@ def _means(
             interval = mean_interval(ys) or Interval(mean, mean, mean)
             points.append((sum(xs) / len(xs), interval))
     return points
+
+
+def _layout(x_axis: Mapping[str, Any], y_axis: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a figure with a legend of the arms."""
+    return {
+        "height": 380,
+        "hovermode": "closest",
+        "showlegend": True,
+        "legend": _LEGEND,
+        "margin": _MARGIN,
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+    }
 
 
 def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
@@ -281,15 +281,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         x_axis |= {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
     else:
         x_axis["range"] = [min(known) - 0.08 * span, max(known) + 0.3 * span]
-    layout = {
-        "height": 380,
-        "hovermode": "closest",
-        "showlegend": True,
-        "legend": _LEGEND,
-        "margin": _MARGIN,
-        "xaxis": x_axis,
-        "yaxis": {"title": axis_title(_LOSS), "automargin": True},
-    }
+    layout = _layout(x_axis, {"title": axis_title(_LOSS), "automargin": True})
     over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
     note += " On the dotted line no other arm has both a lower loss and a lower cost."

@@ -97,15 +97,9 @@ def compare_runs(runs: Sequence[Run]) -> Compared:
     left_out: Sequence[str] = ()
     try:
         gathered = gather([run.folder for run in runs])
-        results, study = gathered.results, gathered.study
+        results = gathered.results
         left_out = list(gathered.left_out.values())
-        comparison = Comparison.of(
-            results,
-            baseline=study and study.baseline,
-            arms=study.arm_names if study else (),
-            step_seconds=gathered.step_seconds,
-            question=study.question if study else "",
-        )
+        comparison = gathered.compare()
     except ConfigError as error:
         problem = str(error)
     arms = curves_of(comparison.arms) if comparison else []

@@ -20,7 +20,7 @@ from moe_ffn.runs.folder import (
     reading,
 )
 from moe_ffn.runs.reader import read_run
-from moe_ffn.studies.comparison import few_words, identity
+from moe_ffn.studies.comparison import Comparison, few_words, identity
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
 from moe_ffn.studies.result import ROW_KEYS, RunResult, arm_of
 
@@ -41,6 +41,24 @@ class Gathered:
     """Arm -> seconds of a step; see `TIMING_FILE`."""
     timing_files: Sequence[Path] = ()
     """Where those seconds stand."""
+
+    def compare(self, baseline: str | None = None) -> Comparison:
+        """The comparison of the results, with the arms, baseline and question of their study.
+
+        Args:
+            baseline: the arm that the others are compared with, over that of the study.
+
+        Raises:
+            ConfigError: they do not compare, or there is no such arm.
+        """
+        study = self.study
+        return Comparison.of(
+            self.results,
+            baseline=baseline or (study and study.baseline),
+            arms=study.arm_names if study else (),
+            step_seconds=self.step_seconds,
+            question=study.question if study else "",
+        )
 
     def write(self, folder: Path, where: str = "") -> None:
         """Write what is committed to `folder`: the result of each run, the study, the timing.
