@@ -199,7 +199,7 @@ def read_study(flags: Any, files: Sequence[Path], overrides: dict[str, Any]) -> 
             raise ConfigError(
                 f"two config files are called '{file.stem}'; an arm is named by its file"
             )
-        arms[file.stem] = options = read_yaml(file, where=f"--config {file}")
+        arms[file.stem] = options = read_yaml(file, where=f"'{file}'")
         if {"arms", "grid"} & {*options}:
             raise ConfigError(f"'{file}' is a study; give it as --config {file}")
     options = {"name": f"sweep-{datetime.now():%Y%m%d-%H%M%S}", "arms": arms, **given}

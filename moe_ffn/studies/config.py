@@ -237,11 +237,11 @@ class StudyConfig(Config, frozen=True):
         Raises:
             ConfigError: it cannot be read, or is no study.
         """
-        options = read_yaml(path, where=f"--config {path}")
-        if not {"arms", "grid"} & {*options}:
+        options = read_yaml(path, where=f"'{path}'")
+        if not (options.get("arms") or options.get("grid")):
             raise ConfigError(
-                f"'{path}' is no study: it has neither arms nor a grid; the config files of arms are given "
-                "without --config"
+                f"'{path}' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
+                "config files, name those without --config"
             )
         name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
         options = {"name": name, **options, **(given or {})}

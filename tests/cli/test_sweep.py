@@ -55,6 +55,7 @@ def program(
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
+    (tmp_path / "empty.yaml").write_text("arms: {}\nseeds: [0]\n", encoding="utf-8")
     write_study(tmp_path, STUDY)
 
     def run(*argv: str) -> tuple[int, str, str]:
@@ -218,8 +219,8 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
             ["tiny.yaml", "b/tiny.yaml"],
             "two config files are called 'tiny'; an arm is named by its file",
         ),
-        (["nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
-        (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
+        (["nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml': No such file or directory"),
         (["gating.yaml"], "'gating.yaml' is a study; give it as --config gating.yaml"),
         (
             ["--config", "gating.yaml", "--jobs", "0"],
@@ -244,9 +245,10 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
         ),
         (
             ["--config", "tiny.yaml"],
-            "'tiny.yaml' is no study: it has neither arms nor a grid; the config files of arms are given "
-            "without --config",
+            "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
+            "config files, name those without --config",
         ),
+        (["--config", "empty.yaml"], "'empty.yaml' is no study: it has neither arms nor a grid"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence_before_anything_is_trained(
