@@ -53,12 +53,14 @@ Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
 class TuningConfig(Config, frozen=True):
-    """Further runs of every arm, such as at other learning rates, which the comparison does not mix in."""
+    """Further runs of arms, such as at other learning rates, which the comparison does not mix in."""
 
     grid: Grid = Field(min_length=1)
     """Dotted option -> its values; all combinations are run."""
     seeds: Seeds
     """Seeds of these runs."""
+    arms: Annotated[list[str], Field(min_length=1)] | None = None
+    """The arms that are tuned; all of them by default."""
 
     @field_validator("seeds")
     @classmethod
@@ -128,12 +130,14 @@ class StudyConfig(Config, frozen=True):
             raise ValueError("an empty study: give arms, a grid, or both")
         arms = self.arm_names
         if self.baseline is not None and self.baseline not in arms:
-            hint = did_you_mean(self.baseline, arms) or f"; the arms are {', '.join(arms)}"
-            raise ValueError(f"baseline: there is no arm {show(self.baseline)}{hint}")
+            raise ValueError(f"baseline: {_no_arm(self.baseline, arms)}")
         if self.tuning is not None:
             for key in self.tuning.grid:
                 if key in self.grid:
                     raise ValueError(f"tuning.grid.{key}: is in grid too; give it in one of them")
+            for name in self.tuning.arms or ():
+                if name not in arms:
+                    raise ValueError(f"tuning.arms: {_no_arm(name, arms)}")
         return self
 
     @property
@@ -147,8 +151,8 @@ class StudyConfig(Config, frozen=True):
         if self.tuning is None:
             return {}
         return {
-            self._name(arm, values): (arm, values)
-            for arm in self.arm_names
+            self._name(arm.name, values): (arm.name, values)
+            for arm in self._tuned()
             for values in _combinations(self.tuning.grid)
         }
 
@@ -157,6 +161,10 @@ class StudyConfig(Config, frozen=True):
             for values in _combinations(self.grid):
                 layers = {f"arms.{name}.": options, "grid.": values}
                 yield _Arm(self._name(name, values), layers)
+
+    def _tuned(self) -> Iterator[_Arm]:
+        names = self.tuning and self.tuning.arms
+        return (arm for arm in self._arms() if not names or arm.name in names)
 
     def _name(self, arm: str, values: Mapping[str, Any]) -> str:
         """`swiglu,d_ff=256`: an arm and its values; keys that end alike are given in full."""
@@ -188,7 +196,7 @@ class StudyConfig(Config, frozen=True):
         if self.tuning is None:
             return list(runs.values())
         for seed in self.tuning.seeds:
-            for arm in self._arms():
+            for arm in self._tuned():
                 for tuned in _combinations(self.tuning.grid):
                     run = self._planned(arm, seed, tuned)
                     runs.setdefault(run.identity, run)
@@ -326,6 +334,11 @@ def _nested(options: Mapping[Any, Any]) -> Options:
         (str(key), _nested(value) if isinstance(value, Mapping) else value)
         for key, value in options.items()
     )
+
+
+def _no_arm(name: str, arms: Sequence[str]) -> str:
+    hint = did_you_mean(name, arms) or f"; the arms are {', '.join(arms)}"
+    return f"there is no arm {show(name)}{hint}"
 
 
 def _in_a_name(value: Any) -> str:

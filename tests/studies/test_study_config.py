@@ -91,6 +91,17 @@ def test_tuning_adds_runs_and_repeats_none() -> None:
     assert run.config.optimizer.learning_rate == 0.0005
 
 
+def test_tuning_can_be_of_some_arms() -> None:
+    given = """
+        arms: {relu: {model.ffn: dense}, moe: {model.ffn: moe}}
+        grid: {model.d_model: [16, 32]}
+        tuning: {arms: ["moe,d_model=16"], grid: {optimizer.learning_rate: [0.5]}, seeds: [0]}
+    """
+    tuned = "moe,d_model=16,learning_rate=0.5"
+    assert [name for name, run in planned(given).items() if run.tuning] == [f"{tuned}-seed0"]
+    assert [*study(given).tuned_arms] == [tuned]
+
+
 def test_what_is_given_on_the_command_line_is_over_everything(tmp_path: Path) -> None:
     file = tmp_path / "gating.yaml"
     file.write_text(
@@ -166,6 +177,10 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
         (
             "{arms: {a: {}}, grid: {model.d_model: [16]}, tuning: {seeds: [0], grid: {model.d_model: [8]}}}",
             "tuning.grid.model.d_model: is in grid too; give it in one of them",
+        ),
+        (
+            "{arms: {relu: {}}, tuning: {seeds: [0], arms: [rleu], grid: {model.d_model: [8]}}}",
+            "tuning.arms: there is no arm 'rleu'; did you mean 'relu'?",
         ),
     ],
 )
