@@ -15,8 +15,8 @@ from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.comparison import Comparison, identity
-from moe_ffn.studies.gather import gather
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import Curve, RunResult
 
 
@@ -93,35 +93,24 @@ def comparison_html(
 def compare_runs(runs: Sequence[Run]) -> Compared:
     """What the folders of these runs allow to say of them together, finished or not."""
     comparison, problem = None, ""
-    results: Sequence[RunResult] = ()
-    left_out: Sequence[str] = ()
+    gathered = Gathered([])
     try:
         gathered = gather([run.folder for run in runs])
-        results = gathered.results
-        left_out = list(gathered.left_out.values())
         comparison = gathered.compare()
     except ConfigError as error:
         problem = str(error)
     arms = curves_of(comparison.arms) if comparison else []
-    names: list[str] = []
-    for run in runs:
-        name = None if comparison is None else _arm_of(run, results)
-        if name is None:
-            name = run.name
-            arms.append(_curves_of(run))
-        names.append(name)
-    return Compared(comparison, problem, arms, results, left_out, runs, names)
-
-
-def _arm_of(run: Run, results: Sequence[RunResult]) -> str | None:
-    """The name of the arm that a finished run is of; None where it is not among the results."""
-    try:
-        own = RunResult.of_run(run)
-    except ConfigError:  # it lacks what results are made of
-        return None
-    key = own.seed, identity(own)
-    found = (result.main_arm for result in results if (result.seed, identity(result)) == key)
-    return next(found, None) if run.state == "finished" else None
+    compared = gathered.arms if comparison else {}
+    arms += [_curves_of(run) for run in runs if run.folder not in compared]
+    return Compared(
+        comparison,
+        problem,
+        arms,
+        gathered.results,
+        [*gathered.left_out.values()],
+        runs,
+        [compared.get(run.folder, run.name) for run in runs],
+    )
 
 
 def _curves_of(run: Run) -> ArmCurves:

@@ -248,8 +248,8 @@ class StudyConfig(Config, frozen=True):
         options = read_yaml(path, where=f"'{path}'")
         if not (options.get("arms") or options.get("grid")):
             raise ConfigError(
-                f"'{path}' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
-                "config files, name those without --config"
+                f"'{path}' is no study: it has neither arms nor a grid; give one of them, or, to make arms "
+                "of config files, name those without --config"
             )
         name = path.resolve().parent.name if path.name == STUDY_FILE else path.stem
         options = {"name": name, **options, **(given or {})}

@@ -35,6 +35,8 @@ class Gathered:
     results: Sequence[RunResult]
     left_out: Mapping[Path, str] = field(default_factory=dict)
     """Run that is not compared -> why, a sentence."""
+    arms: Mapping[Path, str] = field(default_factory=dict)
+    """Run, or file of a result, that is compared -> the arm that it is of."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -122,9 +124,11 @@ def gather(
         first, *others = left_out.values()
         more = f"; {len(others)} more cannot be compared either" if others else ""
         raise ConfigError(f"{first}{more}")
+    named = _named(found)
     return Gathered(
-        results=_each_once(_named(found)),
+        results=_each_once(named),
         left_out=left_out,
+        arms={source.path: result.main_arm for result, source in named},
         study=next(iter(studies.values())) if len(studies) == 1 else None,
         step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
