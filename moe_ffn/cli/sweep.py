@@ -35,7 +35,7 @@ from moe_ffn.cli.command_line import parse_overrides
 from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, read_yaml, to_yaml, validate
 from moe_ffn.errors import ConfigError, command, did_you_mean, first_line, install, printable, show
-from moe_ffn.files import read_object, write_whole
+from moe_ffn.files import write_whole
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
     seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
+    if flags.wandb_sweep and "--logging.wandb.mode" not in overrides:
+        overrides = ["--logging.wandb.mode", "auto", *overrides]  # whatever the study's file says
     again = [
         *source,
         "--name",
@@ -361,8 +363,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     name = next(arm for arm, found in times.items() if found is baseline)
     path = runs[0].folder.parent / TIMING_FILE
     with run_folder.explaining(f"'{path}' cannot be written"):
-        known = read_object(path) or {}
-        write_whole(path, json.dumps(known | timing_file(times), indent=2) + "\n")
+        write_whole(path, json.dumps(timing_file(times), indent=2) + "\n")
     console.print(Text(f"speed: tokens/s over those of '{name}'; medians, in {path}"))
     return 0
 

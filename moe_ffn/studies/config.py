@@ -179,7 +179,7 @@ class StudyConfig(Config, frozen=True):
     def planned_runs(self) -> list[PlannedRun]:
         """Every run, seed by seed, the runs of tuning last.
 
-        A run of tuning that equals one of the others is that one, and is not listed again.
+        A run of tuning that is one of its own arm is not listed again.
 
         Raises:
             ConfigError: options of a run are wrong, with the path in the study file; two arms are equal.
@@ -195,12 +195,14 @@ class StudyConfig(Config, frozen=True):
                     )
         if self.tuning is None:
             return list(runs.values())
-        for seed in self.tuning.seeds:
-            for arm in self._tuned():
-                for tuned in _combinations(self.tuning.grid):
-                    run = self._planned(arm, seed, tuned)
-                    runs.setdefault(run.identity, run)
-        return list(runs.values())
+        tuned = [
+            self._planned(arm, seed, values)
+            for seed in self.tuning.seeds
+            for arm in self._tuned()
+            for values in _combinations(self.tuning.grid)
+        ]
+        known = {(run.identity, run.main_arm) for run in runs.values()}
+        return [*runs.values(), *(r for r in tuned if (r.identity, r.main_arm) not in known)]
 
     def _planned(self, arm: _Arm, seed: int, tuning: Options) -> PlannedRun:
         layers = {"config.": self.config, **arm.layers}

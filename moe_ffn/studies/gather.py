@@ -90,6 +90,16 @@ def _without_places(study: StudyConfig) -> dict[str, Any]:
     return options
 
 
+def _one_study(studies: Sequence[StudyConfig]) -> StudyConfig | None:
+    """The study that all of these are, seeds and places apart; None where they are several."""
+    apart = {"seeds": [0], "overrides": {}}
+    plain = [_without_places(study.model_copy(update=apart)) for study in studies]
+    if not plain or any(other != plain[0] for other in plain):
+        return None
+    seeds = [seed for study in studies for seed in study.seeds]
+    return studies[0].model_copy(update={"seeds": [*dict.fromkeys(seeds)]})
+
+
 def gather(
     paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Gathered:
@@ -129,7 +139,7 @@ def gather(
         results=_each_once(named),
         left_out=left_out,
         arms={source.path: result.main_arm for result, source in named},
-        study=next(iter(studies.values())) if len(studies) == 1 else None,
+        study=_one_study([*studies.values()]),
         step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
     )
@@ -199,10 +209,10 @@ def _each_once(found: Found) -> list[RunResult]:
 
 def read_timing(folder: Path) -> dict[str, float]:
     """Seconds of a step of each arm, from the `TIMING_FILE` of a study; empty where there is none."""
-    found = read_object(folder / TIMING_FILE) or {}
+    arms = (read_object(folder / TIMING_FILE) or {}).get("arms")
     seconds = {
         arm: values.get("seconds_per_step")
-        for arm, values in found.items()
+        for arm, values in (arms.items() if isinstance(arms, Mapping) else ())
         if isinstance(values, Mapping)
     }
     return {arm: value for arm, value in seconds.items() if isinstance(value, float)}

@@ -216,7 +216,7 @@ class RunResult(_Value):
 
     def write(self, folder: Path) -> Path:
         """Write it to `folder` under its name; OSError where that cannot be done."""
-        path = folder / f"{self.name}.json"
+        path = folder / f"{self.name.replace('/', '_')}.json"
         write_whole(path, self.to_json())
         return path
 

@@ -38,6 +38,9 @@ except ImportError:  # Windows
 LOGS_FOLDER = "logs"
 """In the folder of a study: what the process of each run printed."""
 
+ASIDE_FOLDER = "unfinished"
+"""In the folder of a study: runs that were cut off, and whose options are no longer the study's."""
+
 _TAIL_BYTES, _TAIL_LINES = 100_000, 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -74,7 +77,7 @@ def is_finished(config: TrainConfig) -> bool:
 def has_begun(config: TrainConfig) -> bool:
     """Whether this very run was begun and can be resumed.
 
-    An unfinished run with other options is renamed, so that nothing of it is lost or written over.
+    An unfinished run with other options goes to `ASIDE_FOLDER`, so that nothing of it is lost or written over.
 
     Raises:
         ConfigError: another process trains it.
@@ -85,8 +88,9 @@ def has_begun(config: TrainConfig) -> bool:
     with suppress(UnreadableRunError):  # damaged, or of another version
         if not _differences(folder, config):
             return True
-    aside = folder.with_name(f"{folder.name}-unfinished-{datetime.now():%Y%m%d-%H%M%S}")
-    with run_folder.locked(folder):
+    aside = folder.parent / ASIDE_FOLDER / f"{folder.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    with run_folder.locked(folder), run_folder.explaining(f"'{aside}' cannot be written"):
+        make_folder(aside.parent)
         folder.rename(aside)
     print(f"{folder.name}: an unfinished run with other options is now {aside}")
     return False
@@ -106,8 +110,8 @@ def _differences(folder: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]
     except ConfigError as error:
         raise UnreadableRunError(first_line(error)) from error
     found = differences(comparable_options(own), comparable_options(config))
-    # The folder was moved, or is named by another path.
-    return {key: values for key, values in found.items() if not key.startswith("run.")}
+    # The folder was moved, or is named by another path; what is logged changes nothing that is trained.
+    return {k: values for k, values in found.items() if not k.startswith(("run.", "logging."))}
 
 
 # -- one run
@@ -176,14 +180,15 @@ class Job:
             is_begun = has_begun(self.run.config)
             self.first_step = self._step = self._last_step() if is_begun else 0
             threads = {"OMP_NUM_THREADS": str(num_threads)}
-            self._process = Popen(
-                training_command(self.run, is_begun, trust_code),
-                stdin=DEVNULL,
-                stdout=log,  # which passes the lock on
-                stderr=STDOUT,
-                env=threads | os.environ,
-                start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
-            )
+            with run_folder.explaining("its process cannot be started", "give fewer --jobs"):
+                self._process = Popen(
+                    training_command(self.run, is_begun, trust_code),
+                    stdin=DEVNULL,
+                    stdout=log,  # which passes the lock on
+                    stderr=STDOUT,
+                    env=threads | os.environ,
+                    start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
+                )
         self.state, self._started_at = "training", time.monotonic()
         return "resuming" if is_begun else "training"
 
@@ -194,7 +199,10 @@ class Job:
         if code is None:
             return False
         self.seconds = time.monotonic() - self._started_at
-        self.look()
+        try:
+            self.look()
+        except ConfigError as error:  # its folder was tampered with meanwhile
+            self.fail(str(error))
         if self.state == "training":
             self.fail(f"failed ({_exit_in_words(code)}); what it said is in {self.log}")
         return True

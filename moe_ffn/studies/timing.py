@@ -161,7 +161,7 @@ def time_arms(
     Only the first seed of an arm is timed, and no run of tuning: their steps are the same.
 
     Args:
-        rounds: turns of each arm, after two that warm up.
+        rounds: turns of each arm, after one that warms up.
         on_round: called with what is done now.
 
     Raises:
@@ -218,9 +218,9 @@ def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> Ste
 
 
 def timing_file(times: dict[str, StepTime]) -> dict[str, Any]:
-    """What `timing.json` holds: the arms, and the machine that they were timed on."""
+    """What `timing.json` holds: the machine, and the arms, timed on it in turns."""
     machine = describe_hardware() | {
         "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    return {"machine": machine} | {arm: asdict(time) for arm, time in times.items()}
+    return {"machine": machine, "arms": {arm: asdict(time) for arm, time in times.items()}}

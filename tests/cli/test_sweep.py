@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -299,12 +300,55 @@ def test_what_an_unfinished_run_with_other_options_left_is_set_aside(
 
     assert [*only.advance()] == ["dense-seed0: training (1 of 1)"]
 
-    (aside,) = folder.parent.glob("dense-seed0-unfinished-*")
+    (aside,) = folder.parent.glob("unfinished/dense-seed0-*")
     assert not folder.exists()
     assert (aside / "metrics.jsonl").read_text() == "precious"
     assert capsys.readouterr().out == (
         f"dense-seed0: an unfinished run with other options is now {aside}\n"
     )
+
+
+def test_what_is_logged_makes_no_other_run(program: Program, tmp_path: Path) -> None:
+    argv = ("--config", "gating.yaml", "--only", "dense-seed0")
+    assert program(*argv)[0] == 0
+    code, out, _ = program(*argv, "--logging.every_n_steps", "7", "--dry-run")
+    assert code == 0
+    assert "1 runs, 1 of them done" in out
+
+
+def test_a_process_that_cannot_be_started_fails_its_run_alone(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(command: list[str], **given: Any) -> ForkedTraining:
+        if "dense-seed0" in str(command):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return ForkedTraining(command, **given)
+
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
+    code, out, err = program("--config", "gating.yaml", "--seeds", "0")
+    assert code == 1
+    assert "moe-seed0: training" in out
+    assert err == (
+        "dense-seed0: its process cannot be started (Resource temporarily unavailable); give fewer --jobs\n"
+    )
+
+
+def test_a_folder_that_is_spoilt_meanwhile_fails_its_run_alone(
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(command: list[str], **given: Any) -> ForkedTraining:
+        started = ForkedTraining(command, **given)
+        if "dense-seed0" in str(command):
+            started.wait()
+            config = tmp_path / "runs/gating/dense-seed0/config.yaml"
+            config.write_text(config.read_text().replace("max_steps: ", "max_steps: 1"))
+        return started
+
+    monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
+    code, out, err = program("--config", "gating.yaml", "--seeds", "0")
+    assert code == 1
+    assert "moe-seed0: training" in out
+    assert "dense-seed0' holds a run with other options (trainer.max_steps was 1" in err
 
 
 def test_a_run_that_another_process_trains_is_waited_for(
@@ -434,7 +478,9 @@ def test_a_wandb_sweep_has_a_command_for_each_run(program: Program, tmp_path: Pa
     assert found["command"][-1] == "${args}"
     words = found["command"][2:-1]
     assert words[: words.index("sweep") + 1] == ["-P", "-m", "moe_ffn.cli", "sweep"]
-    code, out, _ = program(*words[words.index("sweep") + 1 :], "--only=moe-seed0", "--dry-run")
+    argv = words[words.index("sweep") + 1 :]
+    assert argv[argv.index("--logging.wandb.mode") + 1] == "auto", "the file says disabled"
+    code, out, _ = program(*argv, "--only=moe-seed0", "--dry-run")
     assert code == 0
     assert "moe-seed0" in out
     assert "dense-seed0" not in out
@@ -548,7 +594,8 @@ def test_every_arm_is_timed_and_compared_with_the_baseline(
     assert code == 0
     assert "timing 2 arms in turns" in err
     found = json.loads((tmp_path / "runs/gating/timing.json").read_text())
-    assert [*found] == ["machine", "dense", "moe"]
+    assert [*found] == ["machine", "arms"]
+    found = found["arms"]
     for arm in ("dense", "moe"):
         seconds, speed = found[arm]["seconds_per_step"], found[arm]["tokens_per_second"]
         assert speed == pytest.approx(16 * 4 / seconds)

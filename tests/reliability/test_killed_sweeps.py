@@ -81,9 +81,9 @@ def start(folder: Path, log: str, *flags: str) -> ForkProcess:
     return fork(work)
 
 
-def finished_at() -> dict[str, int]:
+def finished_at(study: Path) -> dict[str, int]:
     """The runs that are finished, and when they were."""
-    folders = [Path("runs/gating", name) for name in RUNS]
+    folders = [study / name for name in RUNS]
     return {
         path.name: (path / "summary.json").stat().st_mtime_ns
         for path in folders
@@ -101,11 +101,20 @@ def test_kills_at_any_moment_lose_no_run_and_repeat_none(
     whole.join()
     assert whole.exitcode == 0, Path("whole.txt").read_text()
     moments = random.Random(seed)
-    done: dict[str, int] = {}
+    met = studies = 0
 
-    for _ in range(num_kills):
-        process = start(scene, "killed.txt")
+    while met < num_kills:  # a study that is done before is followed by another one
+        studies += 1
+        met += kill_until_done(scene, f"study{studies}", moments, num_kills - met)
+
+
+def kill_until_done(scene: Path, name: str, moments: random.Random, at_most: int) -> int:
+    """Train a study, killed at random moments; how many kills met a sweep that was not done."""
+    study, done, met = Path("runs", name), dict[str, int](), 0
+    while met < at_most and len(done) < len(RUNS):
+        process = start(scene, "killed.txt", "--name", name)
         process.join(timeout=moments.uniform(0.1, 2.0))
+        met += process.exitcode is None
         target = moments.choice(["sweep", "run", "both"])
         if target != "run":
             assert process.pid is not None
@@ -115,21 +124,22 @@ def test_kills_at_any_moment_lose_no_run_and_repeat_none(
                 kill(number)
         process.join(timeout=60)
         assert process.exitcode is not None
-        now = finished_at()
+        now = finished_at(study)
         assert {name: now[name] for name in done} == done, "a finished run was trained again"
         done = now
 
-    last = start(scene, "last.txt")
+    last = start(scene, "last.txt", "--name", name)
     last.join()
 
     assert last.exitcode == 0, Path("last.txt").read_text()
-    now = finished_at()
+    now = finished_at(study)
     assert sorted(now) == RUNS
     assert {name: now[name] for name in done} == done
-    folders = sorted(path.name for path in Path("runs/gating").iterdir() if path.name[0] != ".")
+    folders = sorted(path.name for path in study.iterdir() if path.name[0] != ".")
     assert folders == [*RUNS[:2], "logs", *RUNS[2:], "study.yaml"], "nothing was set aside"
-    for name in RUNS:
-        require_same(Path("runs/whole", name), Path("runs/gating", name))
+    for run in RUNS:
+        require_same(Path("runs/whole", run), study / run)
+    return met
 
 
 def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -> None:
