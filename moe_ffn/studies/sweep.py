@@ -77,7 +77,7 @@ def is_finished(config: TrainConfig) -> bool:
 def has_begun(config: TrainConfig) -> bool:
     """Whether this very run was begun and can be resumed.
 
-    An unfinished run with other options goes to `ASIDE_FOLDER`, so that nothing of it is lost or written over.
+    An unfinished run with other options goes to `ASIDE_FOLDER`, and nothing of it is lost or written over.
 
     Raises:
         ConfigError: another process trains it.
