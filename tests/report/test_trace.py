@@ -249,3 +249,10 @@ def test_the_header_of_a_long_trace_stays_in_sight(browser: Browser, tmp_path: P
         assert "50t50" in seen
         assert "1t1" not in seen
         assert found.overflow == 0
+        details = found.page.locator(".details")
+        assert not details.is_visible()
+        found.page.locator(".trace tbody td").nth(505).click()
+        assert details.is_visible(), "what a pointer would say, to a finger"
+        assert "t50" in details.inner_text()
+        assert "entropy 0.100 nats" in details.inner_text()
+        assert found.overflow == 0
