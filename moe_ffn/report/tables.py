@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -21,12 +20,13 @@ from moe_ffn.metrics.table import (
     result_columns,
     summarize_load,
 )
-from moe_ffn.model.decoder import is_inner, short_name
+from moe_ffn.model.decoder import short_name
 from moe_ffn.option_tree import flatten
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
+from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.training.config import AlarmsConfig
 
 Item = TypeVar("Item")
@@ -44,17 +44,8 @@ IN_SUMMARY = {
 }
 """Column of the rows -> what a summary calls its last value, or the mean of the whole run."""
 
-FLOPS_PER_FORWARD = 3
-"""A training step costs its forward pass and, for the backward pass, twice as much again."""
-
 UNCOMPARED = ("run.", "logging.")
 """Options that change no result."""
-
-DOES_NOT_COMPARE = {
-    "corpus_sha256": "read different corpora: their losses do not compare",
-    "precision": "differ in precision, which by itself moves a loss in its second decimal",
-}
-"""Facts that should be the same in all runs, and what is said where they are not."""
 
 
 # -- the values of a run
@@ -71,13 +62,6 @@ def final(run: Run, key: str) -> float | None:
         value = getattr(run.summary, name)
         return math.nan if value is None else value
     return run.series(key).last
-
-
-def layer_mean(run: Run, key: str) -> float | None:
-    """A measure on the validation split, mean of the layers; not of the blocks inside their blocks."""
-    layers = [values for layer, values in run.validated.items() if not is_inner(layer)]
-    found = [value for values in layers if (value := finite(values.get(key))) is not None]
-    return fmean(found) if found else None
 
 
 def measured(run: Run, metric: Metric) -> dict[str, Series]:
@@ -185,7 +169,7 @@ def tokens_seen(run: Run) -> float | None:
 def training_flops(run: Run) -> float | None:
     """Of all tokens seen, forward and backward."""
     tokens, cost = tokens_seen(run), finite(run.facts.flops_per_token)
-    return None if tokens is None or cost is None else FLOPS_PER_FORWARD * tokens * cost
+    return None if tokens is None or cost is None else TRAINING_FLOPS * tokens * cost
 
 
 def duration(seconds: float | None) -> str:
@@ -368,99 +352,11 @@ def evenly_chosen(items: Sequence[Item], max_items: int) -> list[Item]:
 # -- several runs side by side
 
 
-@dataclass(frozen=True)
-class RunNumber:
-    """A column of a table of runs."""
-
-    value: Callable[[Run], float | None]
-    """None where a block routes nothing, and where training ended before its first row."""
-    form: str
-    meaning: str
-
-    def text(self, run: Run) -> str:
-        return number(self.value(run), self.form)
-
-
-def _mean_of_layers(key: str, meaning: str) -> RunNumber:
-    metric = LAYER_METRICS[key]
-    return RunNumber(
-        lambda run: layer_mean(run, key), metric.form, f"{meaning}, mean of the layers, validation"
-    )
-
-
-def _last_row_mean(run: Run, key: str) -> float | None:
-    """A measure in the last row that has it, mean of the layers but for blocks inside their blocks."""
-    layers = [found for layer, found in run.layers.items() if not is_inner(layer)]
-    found = [series for measures in layers if (series := measures.get(key))]
-    last = max((series.steps[-1] for series in found), default=None)
-    values = [series.values[-1] for series in found if series.steps[-1] == last]
-    return fmean(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _fastest_row(run: Run) -> float | None:
-    speeds = filter(math.isfinite, run.series("train/tokens_per_second").values)
-    return max(speeds, default=None)
-
-
-def _millions(fact: str, meaning: str) -> RunNumber:
-    def value(run: Run) -> float | None:
-        count = finite(run.fact(fact))
-        return None if count is None else count / 1e6
-
-    return RunNumber(value, ",.2f", meaning)
-
-
-_MAX_VIOLATION, _EXPERTS, _DROPPED = (
-    LAYER_METRICS[key] for key in ("max_violation", "experts_per_token", "dropped_fraction")
-)
-
-RUN_NUMBERS: Mapping[str, RunNumber] = {
-    "loss": RunNumber(
-        lambda run: final(run, "validation/loss"),
-        ".4f",
-        "validation, nats per guessed token, comparable only where the same is guessed",
-    ),
-    "bits/byte": RunNumber(
-        lambda run: final(run, "validation/bits_per_byte"), ".4f", "of the validation loss"
-    ),
-    _MAX_VIOLATION.label: _mean_of_layers(_MAX_VIOLATION.key, _MAX_VIOLATION.formula),
-    _EXPERTS.label: _mean_of_layers(_EXPERTS.key, "per token"),
-    _DROPPED.label: RunNumber(
-        lambda run: _last_row_mean(run, _DROPPED.key),
-        _DROPPED.form,
-        "share of the pairs, mean of the layers, last row of training",
-    ),
-    "M parameters": _millions("num_params", "in all"),
-    "M active": _millions("num_active_params", "parameters that compute for one token"),
-    "MFLOPs": _millions("flops_per_token", "forward, per token"),
-    "tokens/s": RunNumber(
-        _fastest_row,
-        ",.0f",
-        "of the fastest row of training, since other work on the machine only slows",
-    ),
-}
-"""By the header of their columns; a table may have some of them."""
-
-
-def run_legend(names: Iterable[str]) -> str:
-    """What the columns are."""
-    return "; ".join(f"{name}: {RUN_NUMBERS[name].meaning}" for name in names)
-
-
 def best_runs(runs: Sequence[Run]) -> list[bool]:
     """Whether the loss of a run is the lowest; of one run nothing is the best."""
     losses = [finite(final(run, "validation/loss")) for run in runs]
     found = [loss for loss in losses if loss is not None]
     return [len(found) > 1 and loss == min(found) for loss in losses]
-
-
-def incomparable(runs: Sequence[Run]) -> list[str]:
-    """The reasons why the losses of the runs do not compare, each a verb phrase."""
-    return [
-        what
-        for fact, what in DOES_NOT_COMPARE.items()
-        if len({repr(run.fact(fact)) for run in runs}) > 1
-    ]
 
 
 def precisions(runs: Sequence[Run]) -> str:

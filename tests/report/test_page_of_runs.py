@@ -11,7 +11,7 @@ import yaml
 
 from moe_ffn.report.comparison_page import write_comparison_page
 from moe_ffn.report.page import report_html
-from moe_ffn.report.tables import RUN_NUMBERS, best_runs
+from moe_ffn.report.tables import best_runs
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
@@ -127,9 +127,8 @@ def test_each_run_has_its_progress_alarms_and_parameters(tmp_path: Path) -> None
     page = without_plots(*folders)
 
     loss = json.loads((folders[2] / "summary.json").read_text())["validation_loss"]
-    cells = [f"{loss:.4f}", "finished", "600 of 600", 0, "swiglu"]
+    cells = [f"{loss:.4f}", "finished", "600 of 600", 0, "swiglu", "2.45 M"]
     assert row_of(page.text, ["dense", *cells])
-    assert " - - - 2.45 0.87 1.74 " in page.text
     assert "finished 600 of 600 2 moe, 16 experts" in page.text
     assert "optimizer.learning_rate: 0.003 -> 0.001" in page.text
     assert "trainer.max_steps" not in page.text
@@ -195,19 +194,6 @@ def test_runs_that_say_nothing_but_their_losses_are_drawn_over_their_steps(tmp_p
         "a": ([1, 2], [1.5, 3]),
         "b": ([1, 2], [2, 4]),
     }
-
-
-def test_balance_of_runs_side_by_side_is_the_mean_of_their_layers(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", layers=2, experts=4, rows=20)
-    summary = json.loads((folder / "summary.json").read_text())
-    first, second = summary["routing"].values()
-    first |= {"max_violation": 1.0}
-    second |= {"max_violation": 2.0}
-    summary["routing"]["layer_01/inner"] = {**first, "max_violation": 99.0}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    runs = read_runs([folder, write_run(tmp_path / "b", experts=0)])
-
-    assert [RUN_NUMBERS["MaxVio"].text(run) for run in runs] == ["1.50", "-"]
 
 
 def test_the_lowest_loss_of_runs_side_by_side_is_bold(tmp_path: Path) -> None:
