@@ -15,7 +15,7 @@ from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.comparison import Comparison, what_differs
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import Curve, RunResult
 
@@ -67,6 +67,9 @@ def comparison_html(
     for name, run in zip(found.arm_names, found.runs, strict=True):
         of_arms[name].append(run)
     plots = plots_of_arms(found.comparison, found.arms, of_arms)
+    differs = {arm.name: arm.differs for arm in found.comparison.arms} if found.comparison else {}
+    if len(differs) < 2:
+        differs = {run.name: what_differs(found.runs[0].options, run.options) for run in found.runs}
     question = found.comparison.question if found.comparison else ""
     shown = study_tables.tables(found.comparison) if found.comparison else []
     # Of several runs of one arm, which have no other name together.
@@ -80,6 +83,7 @@ def comparison_html(
         title=question or (joined if len(joined) <= 80 else f"{len(called)} arms"),
         found=found,
         comparison=found.comparison,
+        differs=differs,
         heading=question or " · ".join(called),
         runs=found.runs,
         number_of={name: number for number, name in enumerate(names)},

@@ -21,7 +21,6 @@ from moe_ffn.metrics.table import (
     summarize_load,
 )
 from moe_ffn.model.decoder import short_name
-from moe_ffn.option_tree import flatten
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm
 from moe_ffn.runs.reader import Run
@@ -43,10 +42,6 @@ IN_SUMMARY = {
     "train/tokens_per_second": "tokens_per_second",
 }
 """Column of the rows -> what a summary calls its last value, or the mean of the whole run."""
-
-UNCOMPARED = ("run.", "logging.")
-"""Options that change no result."""
-
 
 # -- the values of a run
 
@@ -363,33 +358,3 @@ def precisions(runs: Sequence[Run]) -> str:
     """The number format of each run in order, or of all where it is the same."""
     names = [str(run.fact("precision") or "unknown") for run in runs]
     return ", ".join(names) if len(set(names)) > 1 else names[0]
-
-
-def differences(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Dotted path of each option in which the runs differ -> its value in each run, None if absent.
-
-    Of parts of different types the type alone.
-    """
-    flat = [flatten(run.options) for run in runs]
-    types = {
-        path: {o.get(path) for o in flat} for o in flat for path in o if path.endswith(".type")
-    }
-    swapped = [path for path, found in types.items() if len(found) > 1]
-
-    def is_inside(path: str) -> bool:
-        """Whether it is an option of a part whose type differs."""
-        return any(path.startswith(t.removesuffix("type")) for t in swapped if t != path)
-
-    flat = [{path: v for path, v in options.items() if not is_inside(path)} for options in flat]
-    paths = sorted(
-        {path for options in flat for path in options if not path.startswith(UNCOMPARED)}
-    )
-    return {
-        path: [_as_yaml(options[path]) if path in options else None for options in flat]
-        for path in paths
-        if len({repr(options.get(path)) for options in flat}) > 1
-    }
-
-
-def _as_yaml(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, stdev
@@ -31,8 +32,8 @@ SIGNIFICANT = 0.05
 Over = Literal["seeds", "windows"]
 """What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
 
-UNCOMPARED = ("seed", "logging", "checkpoints", "sample")
-"""Sections that do not change what is trained."""
+UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
+"""Options that do not change what is trained."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ class Comparison:
         found = [
             replace(
                 arm,
-                differs=what_differs(found[0].results[0], arm.results[0]),
+                differs=what_differs(found[0].results[0].config, arm.results[0].config),
                 on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
             )
             for arm in found
@@ -461,14 +462,14 @@ def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
 # -- what differs
 
 
-def what_differs(base: RunResult, other: RunResult) -> list[str]:
-    """The options in which `other` differs from `base`, a line each: `model.d_model: 128 -> 256`.
+def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The options of a run in which `other` differs from `base`, a line each: `model.d_model: 128 -> 256`.
 
     A family whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
     """
     return [
         f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
-        for path, old, new in _differences(base.config, other.config)
+        for path, old, new in _differences(base, other)
     ]
 
 
@@ -489,15 +490,13 @@ def _type(options: Mapping[str, Any]) -> Any:
     return options.get("type")
 
 
-def _described(path: str, value: Any, result: RunResult) -> str:
-    if not isinstance(value, Mapping):
-        return value if isinstance(value, str) else json.dumps(value)
+def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
     if path == "model.ffn":
-        try:
-            return validate(DecoderConfig, result.config["model"]).ffn.describe()
-        except ConfigError:  # code that is not trusted, or an option of another version
-            pass
-    return str(_type(value) or json.dumps(value))
+        with suppress(ConfigError):  # code that is not trusted, or an option of another version
+            return validate(DecoderConfig, options["model"]).ffn.describe()
+    if isinstance(value, Mapping) and _type(value):
+        return str(_type(value))
+    return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
 
 
 def identity(result: RunResult) -> str:

@@ -171,8 +171,8 @@ def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
     assert said in page.text
     assert names_in(page, "Validation loss") == {"a", "b"}
     assert "Difference from a" not in page.figures
-    assert row_of(page.text, ["model.ffn.type", "swiglu", "moe"])
-    assert "model.ffn.router" not in page.text, "a swap is one line"
+    block = "moe, 4 experts (swiglu), top_k k=2"
+    assert f"What differs From a. b: model.ffn: swiglu -> {block} Balance" in page.text
 
 
 def test_runs_that_say_nothing_but_their_losses_are_drawn_over_their_steps(tmp_path: Path) -> None:

@@ -212,7 +212,9 @@ def test_the_frontier_is_what_no_other_arm_beats_in_both() -> None:
 def test_a_swap_of_the_block_is_one_line() -> None:
     base, moe = make_result("dense", options=SWIGLU), make_result("moe", options=MOE)
 
-    assert what_differs(base, moe) == ["model.ffn: swiglu -> moe, 8 experts (swiglu), top_k k=2"]
+    assert what_differs(base.config, moe.config) == [
+        "model.ffn: swiglu -> moe, 8 experts (swiglu), top_k k=2"
+    ]
 
 
 def test_other_options_are_a_line_each() -> None:
@@ -227,12 +229,12 @@ def test_other_options_are_a_line_each() -> None:
         },
     )
 
-    assert what_differs(base, other) == [
+    assert what_differs(base.config, other.config) == [
         "model.ffn.router: top_k -> sigmoid_top_k",
         "model.ffn.capacity.factor: null -> 1.25",
         "optimizer.learning_rate: 0.003 -> 0.01",
     ]
-    assert what_differs(base, base) == []
+    assert what_differs(base.config, base.config) == []
 
 
 # -- tuning
