@@ -47,7 +47,8 @@ WHOLE = 0.25
 MAX_LABELS = 16
 """More arms than this are named in the legend of the frontier alone."""
 
-_LOSS = "loss (nats per token)"
+_LOSS_AXIS: Mapping[str, Any] = {"title": axis_title("loss (nats per token)"), "automargin": True}
+_AT = "%{y:.4f} at %{x:,.4~s}"
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 _MARGIN = {"l": 62, "r": 16, "t": 14, "b": 48}
 
@@ -128,7 +129,7 @@ def losses(
         lowest += [y.low for x, y in points if x >= WHOLE * xs[-1]]
     if not traces:
         raise NotMeasuredError(f"no arm has a {LOSSES[of].lower()} over {over}")
-    axis: dict[str, Any] = {"title": axis_title(_LOSS), "automargin": True}
+    axis = dict(_LOSS_AXIS)
     note = ""
     if max(late) > min(lowest):
         pad = 0.05 * (max(late) - min(lowest))
@@ -168,10 +169,36 @@ def _layout(x_axis: Mapping[str, Any], y_axis: Mapping[str, Any]) -> dict[str, A
     }
 
 
+def _trace(
+    number: int, name: str, x: Any, y: Any, hover: str, shown: str = "", **options: Any
+) -> go.Scatter:
+    """The points of an arm, in the colour and the dash of its number; `shown` follows its name."""
+    role, dash = style_of(number)
+    return go.Scatter(
+        x=x,
+        y=y,
+        name=f"{label(name)}{shown}",
+        line={"color": LIGHT[f"series-{role}"], "dash": dash, "width": 2},
+        marker_color=LIGHT[f"series-{role}"],
+        hovertemplate=f"{label(name)}: {hover}<extra></extra>",
+        meta={"colour": role, "name": label(name)},
+        **options,
+    )
+
+
+def _error_bar(value: float, interval: Interval, number: int) -> dict[str, Any]:
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [interval.high - value],
+        "arrayminus": [value - interval.low],
+        "color": LIGHT[f"series-{style_of(number)[0]}"],
+    }
+
+
 def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> list[go.Scatter]:
     xs = [rounded(x) for x, _ in points]
-    role, dash = style_of(number)
-    colour = LIGHT[f"series-{role}"]
+    role, _ = style_of(number)
     traces: list[go.Scatter] = []
     if any(y.low < y.high for _, y in points):
         edge = [y.high for _, y in points] + [y.low for _, y in reversed(points)]
@@ -180,7 +207,7 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
                 x=xs + xs[::-1],
                 y=[round(y, 5) for y in edge],
                 fill="toself",
-                fillcolor=f"{colour}24",
+                fillcolor=f"{LIGHT[f'series-{role}']}24",
                 mode="none",
                 legendgroup=str(number),
                 showlegend=False,
@@ -191,16 +218,16 @@ def _band(name: str, number: int, points: Sequence[tuple[float, Interval]]) -> l
         )
     ys = [round(y.value, 5) for _, y in points]
     traces.append(
-        go.Scatter(
-            x=xs,
-            y=ys,
+        _trace(
+            number,
+            name,
+            xs,
+            ys,
+            _AT,
+            f" {ys[-1]:.4f}",
+            marker_size=5,
             mode="lines+markers" if len(xs) <= 40 else "lines",
-            name=f"{label(name)} {ys[-1]:.4f}",
             legendgroup=str(number),
-            line={"color": colour, "dash": dash, "width": 2},
-            marker={"size": 5, "color": colour},
-            hovertemplate=f"{label(name)}: %{{y:.4f}} at %{{x:,.4~s}}<extra></extra>",
-            meta={"colour": role, "name": label(name)},
         )
     )
     return traces
@@ -239,34 +266,21 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
             )
         )
     for number, (x, arm) in enumerate(zip(known, comparison.arms, strict=True)):
-        role, _ = style_of(number)
-        colour = LIGHT[f"series-{role}"]
-        interval = arm.interval
-        errors = None
-        if interval is not None:
-            up, down = interval.high - arm.loss, arm.loss - interval.low
-            errors = {
-                "type": "data",
-                "symmetric": False,
-                "array": [up],
-                "arrayminus": [down],
-                "color": colour,
-            }
         has_text = len(comparison.arms) <= MAX_LABELS
         traces.append(
-            go.Scatter(
-                x=[x],
-                y=[arm.loss],
+            _trace(
+                number,
+                arm.name,
+                [x],
+                [arm.loss],
+                _AT,
+                f" {arm.loss:.4f}",
+                marker={"size": 9, "symbol": number // len(SERIES)},
                 mode="markers+text" if has_text else "markers",
                 text=[_short(arm.name)],
                 textposition="top right" if number % 2 == 0 else "bottom right",
                 cliponaxis=False,
-                name=f"{label(arm.name)} {arm.loss:.4f}",
-                marker={"size": 9, "color": colour, "symbol": number // len(SERIES)},
-                line={"color": colour},
-                error_y=errors,
-                hovertemplate=f"{label(arm.name)}: %{{y:.4f}} at %{{x:,.4~s}}<extra></extra>",
-                meta={"colour": role, "name": label(arm.name)},
+                error_y=arm.interval and _error_bar(arm.loss, arm.interval, number),
             )
         )
     is_wide = min(known) > 0 and max(known) / min(known) > 4
@@ -281,7 +295,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         x_axis |= {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
     else:
         x_axis["range"] = [min(known) - 0.08 * span, max(known) + 0.3 * span]
-    layout = _layout(x_axis, {"title": axis_title(_LOSS), "automargin": True})
+    layout = _layout(x_axis, _LOSS_AXIS)
     over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
     note += " On the dotted line no other arm has both a lower loss and a lower cost."
@@ -303,53 +317,39 @@ def differences(comparison: Comparison) -> go.Figure:
         raise NotMeasuredError(f"no arm has a difference from {comparison.baseline.name}")
     traces: list[go.Scatter] = []
     for number, arm, found in rows:
-        role, _ = style_of(number)
-        colour = LIGHT[f"series-{role}"]
         mean, low, high = found.interval
         traces.append(
-            go.Scatter(
-                x=[mean],
-                y=[_short(arm.name)],
+            _trace(
+                number,
+                arm.name,
+                [mean],
+                [_short(arm.name)],
+                f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]",
+                marker={"size": 10, "symbol": "circle" if found.is_claimed else "circle-open"},
                 mode="markers+text",
                 text=[f"{mean:+.4f}"],
                 textposition="top center",
-                marker={
-                    "size": 10,
-                    "color": colour,
-                    "symbol": "circle" if found.is_claimed else "circle-open",
-                },
-                line={"color": colour},
-                error_x={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [high - mean],
-                    "arrayminus": [mean - low],
-                    "color": colour,
-                },
-                name=label(arm.name),
-                hovertemplate=f"{label(arm.name)}: {mean:+.4f} [{low:+.4f}, {high:+.4f}]<extra></extra>",
-                meta={"colour": role, "name": label(arm.name)},
+                error_x=_error_bar(mean, found.interval, number),
             )
         )
-    layout = {
+    x_axis = {
+        "title": axis_title(
+            f"loss minus that of {_short(comparison.baseline.name)} (nats per token)"
+        ),
+        "zeroline": True,
+        "zerolinewidth": 2,
+        "rangemode": "tozero",
+    }
+    y_axis = {
+        "type": "category",
+        "range": [len(rows) - 0.5, -0.7],  # the first on top, with room for its number
+        "automargin": True,
+        "showgrid": False,
+    }
+    layout = _layout(x_axis, y_axis) | {
         "height": 110 + 44 * len(rows),
-        "hovermode": "closest",
         "showlegend": False,
         "margin": {**_MARGIN, "t": 26},
-        "xaxis": {
-            "title": axis_title(
-                f"loss minus that of {_short(comparison.baseline.name)} (nats per token)"
-            ),
-            "zeroline": True,
-            "zerolinewidth": 2,
-            "rangemode": "tozero",
-        },
-        "yaxis": {
-            "type": "category",
-            "range": [len(rows) - 0.5, -0.7],  # the first on top, with room for its number
-            "automargin": True,
-            "showgrid": False,
-        },
     }
     over = {found.over for _, _, found in rows}
     pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
@@ -375,37 +375,28 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
     traces: list[go.Scatter] = []
     names = [arm.name for arm in comparison.arms]
     for arm, by_value in found.losses.items():
-        role, dash = style_of(names.index(arm))
-        colour = LIGHT[f"series-{role}"]
         values = [value for value in found.values if value in by_value]
         best = found.best[arm]
         traces.append(
-            go.Scatter(
-                x=values,
-                y=[by_value[value] for value in values],
+            _trace(
+                names.index(arm),
+                arm,
+                values,
+                [by_value[value] for value in values],
+                "%{y:.4f} at %{x}",
+                f": {best}",
+                marker_size=[11 if value == best else 6 for value in values],
                 mode="lines+markers",
-                line={"color": colour, "dash": dash, "width": 2},
-                marker={"size": [11 if value == best else 6 for value in values], "color": colour},
-                name=f"{label(arm)}: {best}",
-                hovertemplate=f"{label(arm)}: %{{y:.4f}} at %{{x}}<extra></extra>",
-                meta={"colour": role, "name": label(arm)},
             )
         )
-    layout = {
-        "height": 340,
-        "hovermode": "closest",
-        "showlegend": True,
-        "legend": _LEGEND,
-        "margin": _MARGIN,
-        # As categories, evenly apart: most are powers of each other, and some are no numbers.
-        "xaxis": {
-            "title": axis_title(found.option),
-            "type": "category",
-            "categoryorder": "array",
-            "categoryarray": list(found.values),
-        },
-        "yaxis": {"title": axis_title(_LOSS), "automargin": True},
+    # As categories, evenly apart: most are powers of each other, and some are no numbers.
+    x_axis = {
+        "title": axis_title(found.option),
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": list(found.values),
     }
+    layout = _layout(x_axis, _LOSS_AXIS) | {"height": 340}
     return figure(
         traces,
         layout,
