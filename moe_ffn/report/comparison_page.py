@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.report import study_tables, tables
+from moe_ffn.report import tables
 from moe_ffn.report.arm_figures import ArmCurves, curves_of
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
+from moe_ffn.report.study_tables import tables as tables_of
+from moe_ffn.report.study_tables import tuning_tables
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.comparison import Comparison, what_differs
@@ -67,13 +69,14 @@ def comparison_html(
     for name, run in zip(found.arm_names, found.runs, strict=True):
         of_arms[name].append(run)
     plots = plots_of_arms(found.comparison, found.arms, of_arms)
-    differs = {arm.name: arm.differs for arm in found.comparison.arms} if found.comparison else {}
+    comparison, runs = found.comparison, found.runs
+    differs = {arm.name: arm.differs for arm in comparison.arms} if comparison else {}
     if len(differs) < 2:
-        differs = {run.name: what_differs(found.runs[0].options, run.options) for run in found.runs}
-    question = found.comparison.question if found.comparison else ""
-    shown = study_tables.tables(found.comparison) if found.comparison else []
+        differs = {run.name: what_differs(runs[0].options, run.options) for run in runs}
+    question = comparison.question if comparison else ""
+    shown = [*tables_of(comparison), *tuning_tables(comparison)] if comparison else []
     # Of several runs of one arm, which have no other name together.
-    called = names if len(names) > 1 or not found.runs else [run.name for run in found.runs]
+    called = names if len(names) > 1 or not runs else [run.name for run in runs]
     joined = ", ".join(called)
     return render_plots(
         "runs.html",
@@ -82,10 +85,10 @@ def comparison_html(
         reload_every=reload_every,
         title=question or (joined if len(joined) <= 80 else f"{len(called)} arms"),
         found=found,
-        comparison=found.comparison,
+        comparison=comparison,
         differs=differs,
         heading=question or " · ".join(called),
-        runs=found.runs,
+        runs=runs,
         number_of={name: number for number, name in enumerate(names)},
         style_of=style_of,
         loss_tables=shown[:1],

@@ -6,7 +6,6 @@ Numbers, tables and figures are computed from the results of its runs; the prose
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,13 @@ from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.report import study_figures as figures
 from moe_ffn.report.html import NONE, compact, finite
 from moe_ffn.report.study_figures import Line, Row
-from moe_ffn.report.study_tables import Table, tables
+from moe_ffn.report.study_tables import (
+    markdown,
+    markdown_row,
+    markdown_table,
+    tables,
+    tuning_tables,
+)
 from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import Arm, Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -129,7 +134,7 @@ def study_page(
     page.markdown += "\n"
     answer = study.answer.strip() or _short_verdict(comparison)
     cells = [f"[{study.name}]({study.name}.md)", study.question, study.published, answer]
-    page.summary = f"| {' | '.join(map(_cell, cells))} |"
+    page.summary = markdown_row(cells)
     return page
 
 
@@ -276,7 +281,7 @@ def _design(comparison: Comparison) -> str:
         "times as many. Within a seed all arms read the same data in the same order, and begin with the same "
         "weights outside their feed-forward blocks."
     )
-    table = _table(head.split("|"), rows, num_texts=2)
+    table = markdown_table(head.split("|"), rows, num_texts=2)
     return "\n\n".join([*([f"All runs: {same}."] if same else []), table, note])
 
 
@@ -322,8 +327,7 @@ def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
         "\n".join(f"- {verdict}" for verdict in comparison.verdicts),
         _image(page, "losses", figures.forest(rows), "Final loss of each arm"),
     ]
-    shown = tables(comparison)
-    parts += map(_legended, shown[: len(shown) - len(comparison.tuning)])
+    parts += map(markdown, tables(comparison))
     parts += [f"Note: {note}" for note in comparison.notes]
     if len(arms) == 1 and len(arms[0].losses) > 2:
         parts.append(_detectable(list(arms[0].losses.values())))
@@ -349,7 +353,7 @@ def _detectable(losses: Sequence[float]) -> str:
         f"Runs that differ in nothing but their seed end {sd:.4f} nats apart (standard deviation of "
         f"{len(losses)} runs). At 95 % confidence and with a chance of 80 %, a study of two such arms finds "
         "a difference of\n\n"
-        + _table(["seeds of each arm", "nats per token"], rows)
+        + markdown_table(["seeds of each arm", "nats per token"], rows)
         + "\n\nif what a seed does to one arm says nothing of the other. As far as it moves both alike, "
         "pairs of one seed show smaller ones."
     )
@@ -407,10 +411,7 @@ def _curve(run: RunResult, by: str = "flops") -> Curve:
 def _tuning(page: StudyPage, comparison: Comparison) -> str:
     """Whether the optimum of what was tuned moves between arms."""
     parts: list[str] = []
-    found = tables(comparison)
-    for tuning, table in zip(
-        comparison.tuning, found[len(found) - len(comparison.tuning) :], strict=True
-    ):
+    for tuning, table in zip(comparison.tuning, tuning_tables(comparison), strict=True):
         ends = (tuning.values[0], tuning.values[-1])
         at_an_end = [name for name, best in tuning.best.items() if best in ends]
         if at_an_end:
@@ -424,7 +425,7 @@ def _tuning(page: StudyPage, comparison: Comparison) -> str:
                 name = f"tuning-{tuning.option.rpartition('.')[2]}"
                 svg = figures.against(lines, tuning.option)
                 parts.append(_image(page, name, svg, f"Final loss by {tuning.option}"))
-        parts.append(_legended(table))
+        parts.append(markdown(table))
     return "\n\n".join(parts)
 
 
@@ -469,7 +470,7 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult]) -> str:
     results = (
         f"The result of each run is in [{study.name}/]({study.name}/): config, budget, curves."
     )
-    return f"{commands}\n\n{_table(['', ''], rows)}\n\n{results}"
+    return f"{commands}\n\n{markdown_table(['', ''], rows)}\n\n{results}"
 
 
 def _range(values: Iterable[int]) -> str:
@@ -518,7 +519,7 @@ def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     else:
         picture = ""
     head = ["line", "training FLOPs", f"best {_axis_name(axis)}", "why none"]
-    return "\n\n".join(part for part in (picture, _table(head, rows), *notes) if part)
+    return "\n\n".join(part for part in (picture, markdown_table(head, rows), *notes) if part)
 
 
 def _clark(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
@@ -557,7 +558,7 @@ def _granularity(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> st
         parts.append(
             _image(page, "granularity", svg, "Final loss over granularity, with parabolas")
         )
-    parts.append(_table(["line", "granularity with the lowest loss", "why none"], rows))
+    parts.append(markdown_table(["line", "granularity with the lowest loss", "why none"], rows))
     every = [run for arm in arms for run in arm.results]
     runs = [run for run in every if not math.isnan(_size(run, axis))]
     variables = {
@@ -632,7 +633,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
             f" By final losses: beside those of all arms of {line}, between which the FLOPs are read; a "
             "dash where the arm's loss lies beyond them."
         )
-    return "\n\n".join([*parts, _table(head, rows, num_texts=2), note, LEVERAGE_LIMITS])
+    return "\n\n".join([*parts, markdown_table(head, rows, num_texts=2), note, LEVERAGE_LIMITS])
 
 
 def _fitted(
@@ -668,7 +669,9 @@ def _fitted(
     return "\n\n".join(
         [
             f"`{law.formula}` ({law.source}). {note}",
-            _table(["parameter", "fitted", *(["published"] if law.published else [])], rows),
+            markdown_table(
+                ["parameter", "fitted", *(["published"] if law.published else [])], rows
+            ),
             f"{_held_out(found)} {found.limits}",
         ]
     )
@@ -716,23 +719,6 @@ FITS = {
 def _image(page: StudyPage, name: str, svg: str, alt: str) -> str:
     page.figures[f"{name}.svg"] = svg
     return f"![{alt}]({page.name}/{name}.svg)"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> str:
-    lines = [head, ["---" if place < num_texts else "---:" for place in range(len(head))]]
-    lines += [[_cell(cell) for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _legended(table: Table) -> str:
-    return (
-        f"**{table.title}**\n\n{_table(table.headers, table.rows)}\n\n{table.legend.rstrip('.')}."
-    )
-
-
-def _cell(text: str) -> str:
-    """On one line, without the mark that ends a cell."""
-    return re.sub(r"\s+", " ", text.strip()).replace("|", "&#124;")
 
 
 def _with_interval(

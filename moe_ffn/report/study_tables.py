@@ -34,14 +34,14 @@ class Table:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """What there is to show of a comparison, the most important first."""
+    """What there is to show of the compared runs, the most important first."""
     arms = comparison.arms
     found = [_losses(comparison), _costs(arms)]
     if any(arm.mean("max_violation") is not None or arm.alarms for arm in arms):
         found.append(_routing(arms))
     if len(arms) > 1:
         found.append(_reached(comparison))
-    return [*found, *_tuning(comparison)]
+    return found
 
 
 def _losses(comparison: Comparison) -> Table:
@@ -182,7 +182,8 @@ def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> list[st
     return [f"{text(value)} ({value / all_of_it:.2f})" if all_of_it else text(value)]
 
 
-def _tuning(comparison: Comparison) -> Iterator[Table]:
+def tuning_tables(comparison: Comparison) -> Iterator[Table]:
+    """A table for each of `comparison.tuning`."""
     for tuning in comparison.tuning:
         rows = [
             [arm, *(number(losses.get(value)) for value in tuning.values)]
@@ -207,7 +208,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
     if comparison.question:
         say(comparison.question, "bold")
-    for table in tables(comparison):
+    for table in [*tables(comparison), *tuning_tables(comparison)]:
         say(table.title, "bold")
         shown = RichTable(box=None, pad_edge=False)
         for place, name in enumerate(table.headers):
@@ -238,10 +239,8 @@ def to_markdown(comparison: Comparison) -> str:
     lines = [MARKDOWN_OPENING, ""]
     lines += [plain(comparison.question), ""] if comparison.question else []
     lines += [*(f"- {plain(sentence)}" for sentence in comparison.verdicts), ""]
-    for table in tables(comparison):
-        lines += [f"**{plain(table.title)}**", ""]
-        lines += _markdown_rows([table.headers, *table.rows])
-        lines += ["", plain(table.legend) + ".", ""]
+    for table in [*tables(comparison), *tuning_tables(comparison)]:
+        lines += [markdown(table), ""]
     if len(comparison.arms) > 1:
         lines += [f"**What differs from {plain(comparison.baseline.name)}**", ""]
         for arm in comparison.arms[1:]:
@@ -251,11 +250,24 @@ def to_markdown(comparison: Comparison) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _markdown_rows(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for place, row in enumerate(rows):
-        yield f"| {' | '.join(map(plain, row))} |"
-        if place == 0:
-            yield f"| --- |{' ---: |' * (len(row) - 1)}"
+def markdown(table: Table) -> str:
+    """With its title above and its legend below."""
+    head, *rows = [[plain(cell) for cell in row] for row in (table.headers, *table.rows)]
+    legend = plain(table.legend.rstrip("."))
+    return f"**{plain(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
+
+
+def markdown_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1
+) -> str:
+    """Cells are Markdown; all columns but the first `num_texts` are numbers."""
+    marks = ["---" if place < num_texts else "---:" for place in range(len(head))]
+    return "\n".join(map(markdown_row, (head, marks, *rows)))
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """On one line, without the mark that ends a cell."""
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
 
 
 def plain(text: str) -> str:

@@ -108,7 +108,7 @@ def test_bad_input_is_one_sentence(page: Callable[..., Finished], tmp_path: Path
     assert "--runs: are those of one study" in refusal(
         page("which.yaml", "which.yaml", "--runs", "x")
     )
-    assert "no.yaml: No such file" in refusal(page("no.yaml"))
+    assert "'no.yaml': No such file" in refusal(page("no.yaml"))
     (tmp_path / "docs" / "studies" / "which").mkdir(parents=True)
     assert "holds no runs and no results" in refusal(page("which.yaml"))
     make_result("other", 0).write(tmp_path / "docs" / "studies" / "which")
