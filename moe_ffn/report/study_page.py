@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
-from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.report import study_figures as figures
 from moe_ffn.report.html import NONE, compact, finite
 from moe_ffn.report.study_figures import Line, Row
@@ -27,7 +25,7 @@ from moe_ffn.report.study_tables import (
     tuning_tables,
 )
 from moe_ffn.studies.budget import TRAINING_FLOPS
-from moe_ffn.studies.comparison import Arm, Comparison
+from moe_ffn.studies.comparison import Arm, Comparison, block_of
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.fits import (
     CLARK,
@@ -250,7 +248,7 @@ def _design(comparison: Comparison) -> str:
     rows = [
         [
             arm.name,
-            ", ".join(f"`{line}`" for line in arm.differs) or _block(arm),
+            ", ".join(f"`{line}`" for line in arm.differs) or block_of(arm.results[0].config) or NONE,
             cost(arm, "ffn", "params"),
             cost(arm, "ffn", "active_params"),
             cost(arm, "ffn", "flops_per_token"),
@@ -283,15 +281,6 @@ def _design(comparison: Comparison) -> str:
     )
     table = markdown_table(head.split("|"), rows, num_texts=2)
     return "\n\n".join([*([f"All runs: {same}."] if same else []), table, note])
-
-
-def _block(arm: Arm) -> str:
-    """The feed-forward block of the baseline, from which nothing differs."""
-    with suppress(
-        ConfigError, KeyError
-    ):  # code that is not trusted, or an option of another version
-        return validate(DecoderConfig, arm.results[0].config["model"]).ffn.describe()
-    return NONE
 
 
 def _beside(value: int, other: int) -> str:

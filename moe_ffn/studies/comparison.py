@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from moe_ffn.studies.statistics import (
     mean_interval,
     paired_difference,
 )
+from moe_ffn.trust import only_trusted_code
 
 SIGNIFICANT = 0.05
 """A difference is claimed where its p-value, after Holm's correction, is below."""
@@ -181,37 +183,45 @@ class Tuning:
     option: str
     """Dotted; of several that were tuned together, after each other with commas."""
     values: Sequence[str]
-    losses: Mapping[str, Mapping[str, float]]
-    """Arm -> value -> mean final loss over the seeds that all values of the arm have."""
-
+    by_seed: Mapping[str, Mapping[str, Mapping[int, float]]]
+    """Arm -> value -> seed -> final loss, of the seeds that all values of the arm have."""
     own: Mapping[str, str]
     """Arm -> the value that its compared runs have."""
 
     @property
-    def best(self) -> Mapping[str, str]:
-        """Arm -> the value of its lowest loss."""
-        return {arm: min(found, key=found.__getitem__) for arm, found in self.losses.items()}
-
-    @property
-    def gains(self) -> Mapping[str, float]:
-        """Arm -> how much lower its loss is at its best value than at that of its compared runs."""
+    def losses(self) -> Mapping[str, Mapping[str, float]]:
+        """Arm -> value -> mean final loss."""
         return {
-            arm: found[self.own[arm]] - min(found.values()) for arm, found in self.losses.items()
+            arm: {value: fmean(found.values()) for value, found in by_value.items()}
+            for arm, by_value in self.by_seed.items()
         }
 
     @property
+    def best(self) -> Mapping[str, str]:
+        """Arm -> the value of its lowest mean."""
+        return {arm: min(found, key=found.__getitem__) for arm, found in self.losses.items()}
+
+    @property
     def verdict(self) -> str:
-        best, gains = self.best, self.gains
+        best = self.best
         if len(set(best.values())) == 1:
-            first = f"{next(iter(best.values()))} is the best of these for every arm"
+            first = f"the lowest mean of every arm is at {next(iter(best.values()))}"
         else:
             each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
-            first = f"the best of these moves between arms: {each}"
-        most = max(gains, key=gains.__getitem__)
-        second = f"at its best {most} would be {gains[most]:.4f} lower, and no arm would gain more"
-        return f"{self.option}: {first}; " + (
-            second if gains[most] > 0 else "the compared runs have the best of these"
-        )
+            first = f"the lowest means are at other values: {each}"
+        gains = [self._gain(arm) for arm, value in best.items() if value != self.own[arm]]
+        return "; ".join([f"{self.option}: {first}", *(gains or ["that of the compared runs"])])
+
+    def _gain(self, arm: str) -> str:
+        """How much lower an arm is at its lowest mean than its compared runs are."""
+        own, best = self.own[arm], self.best[arm]
+        found = paired_difference(self.by_seed[arm][best], self.by_seed[arm][own])
+        if found is None:
+            lower = self.losses[arm][own] - self.losses[arm][best]
+            return f"there {arm} is {lower:.4f} below {own}, in one seed"
+        mean, low, high = found.interval
+        text = f"there {arm} is {-mean:.4f} [{-high:.4f}, {-low:.4f}] below {own}"
+        return text if high < 0 else f"{text}, which {found.num_pairs} seeds cannot tell from none"
 
 
 @dataclass(frozen=True)
@@ -491,12 +501,21 @@ def _type(options: Mapping[str, Any]) -> Any:
 
 
 def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
-    if path == "model.ffn":
-        with suppress(ConfigError):  # code that is not trusted, or an option of another version
-            return validate(DecoderConfig, options["model"]).ffn.describe()
+    if path == "model.ffn" and (block := block_of(options)):
+        return block
     if isinstance(value, Mapping) and _type(value):
         return str(_type(value))
     return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
+
+
+def block_of(options: Mapping[str, Any]) -> str:
+    """The feed-forward block of a run's options in words.
+
+    Empty where its class is in code that is not trusted, which is not run, or it is of another version.
+    """
+    with suppress(ConfigError, KeyError), only_trusted_code(Path()):
+        return validate(DecoderConfig, options["model"]).ffn.describe()
+    return ""
 
 
 def identity(result: RunResult) -> str:
@@ -635,10 +654,15 @@ def _tuning(
     results: Sequence[RunResult],
     arms: Sequence[str],
 ) -> Tuning:
-    def point(result: RunResult) -> tuple[Any, ...]:
-        return tuple(result.tuning.get(key, result.option(key)) for key in keys)
+    def point(result: RunResult) -> str:
+        found = [result.tuning.get(key, result.option(key)) for key in keys]
+        text = ", ".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in found)
+        # Numbers by their size, before all else.
+        points[text] = [(0, v, "") if isinstance(v, int | float) else (1, 0, str(v)) for v in found]
+        return text
 
-    losses: dict[str, dict[tuple[Any, ...], dict[int, float]]] = {}
+    points: dict[str, list[tuple[int, float, str]]] = {}
+    losses: dict[str, dict[str, dict[int, float]]] = {}
     # The runs that are compared are points too, at what they have.
     for result in [*tuned, *(result for result in results if not result.tuning)]:
         loss = result.outcome.validation_loss
@@ -646,30 +670,19 @@ def _tuning(
             of_arm = losses.setdefault(result.main_arm, {})
             of_arm.setdefault(point(result), {})[result.seed] = loss
     own = {r.arm: point(r) for r in results if not r.tuning}
-    table: dict[str, dict[str, float]] = {}
-    points: dict[tuple[Any, ...], None] = {}
+    by_seed: dict[str, dict[str, dict[int, float]]] = {}
     for arm in arms:
         found = losses.get(arm, {})
-        if len(found) < 2:
-            continue
-        seeds = set.intersection(*(set(by_seed) for by_seed in found.values()))
+        seeds = set.intersection(*map(set, found.values())) if len(found) > 1 else set()
         if seeds:
-            points |= dict.fromkeys(found)
-            table[arm] = {
-                _point_text(p): fmean(by_seed[seed] for seed in seeds)
-                for p, by_seed in found.items()
-            }
-    in_order = sorted(points, key=lambda p: [(isinstance(v, str), v) for v in p])
+            by_seed[arm] = {p: {seed: of[seed] for seed in seeds} for p, of in found.items()}
+    shown = {value for found in by_seed.values() for value in found}
     return Tuning(
         ", ".join(keys),
-        [_point_text(p) for p in in_order],
-        table,
-        {arm: _point_text(own[arm]) for arm in table},
+        sorted(shown, key=points.__getitem__),
+        by_seed,
+        {arm: own[arm] for arm in by_seed},
     )
-
-
-def _point_text(point: tuple[Any, ...]) -> str:
-    return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in point)
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.studies.comparison import Comparison, first_step_at, what_differs
+from moe_ffn.studies.comparison import Comparison, block_of, first_step_at, what_differs
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
 
@@ -271,9 +272,38 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     # Over seeds 0 and 1 alone, which the runs of tuning have.
     assert table.losses["gelu"] == pytest.approx({"0.001": 2.4, "0.003": 2.005, "0.01": 2.3})
     assert table.verdict == (
-        "optimizer.learning_rate: the best of these moves between arms: 0.003 for gelu, 0.001 for swiglu; at "
-        "its best swiglu would be 0.4050 lower, and no arm would gain more"
+        "optimizer.learning_rate: the lowest means are at other values: 0.003 for gelu, 0.001 for swiglu; "
+        "there swiglu is 0.4050 [0.3161, 0.4939] below 0.003"
     )
+
+
+def test_two_seeds_of_tuning_do_not_tell_a_little_from_nothing() -> None:
+    results = [
+        make_result(arm, seed, loss + seed * wobble, main_arm="a", tuning=tuning)
+        for seed in range(2)
+        for arm, loss, wobble, tuning in (
+            ("a", 2.0, 0.05, {}),
+            ("a,warmup_steps=9", 1.98, 0.0, {"optimizer.schedule.warmup_steps": 9}),
+        )
+    ]
+    (table,) = Comparison.of(results).tuning
+    assert table.values == ["9", "null"], "numbers first"
+    assert table.verdict == (
+        "optimizer.schedule.warmup_steps: the lowest mean of every arm is at 9; there a is 0.0450 "
+        "[-0.2727, 0.3627] below null, which 2 seeds cannot tell from none"
+    )
+
+
+def test_blocks_are_tuned_too() -> None:
+    results = [
+        make_result(f"a{n}", 0, loss, main_arm="a", tuning=tuning)
+        for n, (loss, tuning) in enumerate([(2.0, {}), (1.9, {"model.ffn": {"type": "moe"}})])
+    ]
+    results[0] = results[0].model_copy(update={"arm": "a"})
+    (table,) = Comparison.of(results).tuning
+    assert [*table.losses["a"].values()] == [1.9, 2.0]
+    assert '{"type": "moe"}' in table.values
+    assert table.verdict.endswith("in one seed")
 
 
 # -- refusals
@@ -379,3 +409,15 @@ def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
         "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ by it."
         in notes
     )
+
+
+def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:
+    code = tmp_path / "evil.py"
+    code.write_text(f"open({str(tmp_path / 'was_run')!r}, 'w').close()\nclass Block: ...\n")
+    options = {"model": {"ffn": {"type": f"{code}:Block"}}}
+
+    assert block_of(options) == ""
+    assert what_differs({"model": {"ffn": {"type": "dense"}}}, options) == [
+        f"model.ffn: dense -> {code}:Block"
+    ]
+    assert not (tmp_path / "was_run").exists()
