@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -46,15 +46,13 @@ from moe_ffn.studies.statistics import Interval, detectable_difference
 SUMMARY_FILE = "README.md"
 """The table of all studies, beside their pages."""
 
-SIZES = ("params", "active_params", "flops_per_token", "expansion")
-"""Axes that are no option of a run."""
-
 AXIS_NAMES = {
     "params": "parameters",
     "active_params": "active parameters",
     "flops_per_token": "forward FLOPs per token",
     "expansion": "parameters of the feed-forward blocks over those that a token uses",
 }
+"""Axes that are no option of a run."""
 
 
 @dataclass
@@ -121,7 +119,7 @@ def study_page(
         "Design": _design(comparison),
         "Result": _result(page, study, comparison),
         "Tuning": _tuning(page, comparison),
-        **{FITS[name].title: FITS[name].show(page, study, fitted) for name in study.fit},
+        **{title: show(page, study, fitted) for title, show in map(FITS.__getitem__, study.fit)},
         "What would change our mind": study.would_change_our_mind.strip(),
         "What this does not show": _limits(arms),
         "How it was made": _machine(study, ours),
@@ -183,7 +181,7 @@ def _size(run: RunResult, axis: str) -> float:
     model, ffn = run.budget.model, run.budget.ffn
     if axis == "expansion":
         value = ffn.params / ffn.active_params if ffn.active_params else None
-    elif axis in SIZES:
+    elif axis in AXIS_NAMES:
         value = getattr(model, axis)
     else:
         value = run.option(axis)
@@ -471,7 +469,7 @@ def _range(values: Iterable[int]) -> str:
 
 
 def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
-    axis = study.axis if study.axis in SIZES else "active_params"
+    axis = study.axis if study.axis in AXIS_NAMES else "active_params"
     groups: dict[str, list[Line]] = {}
     rows: list[list[str]] = []
     notes: list[str] = []
@@ -482,7 +480,7 @@ def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
         for number, budget in enumerate(sorted({*found.parabolas, *found.refusals})):
             parabola = found.parabolas.get(budget)
             minimum = parabola.minimum if parabola else None
-            best = _with_interval(minimum, form=compact)
+            best = _with_interval(minimum, compact)
             rows.append([line, f"{budget:.3g}", best, found.refusals.get(budget, "")])
             if parabola is not None:
                 by_size: dict[float, list[float]] = {}
@@ -498,7 +496,7 @@ def _isoflop(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
                     )
                 )
         if found.exponent is not None:
-            k = _with_interval(found.exponent, form=lambda value: f"{value:.2f}")
+            k = _with_interval(found.exponent, "{:.2f}".format)
             notes.append(f"{line}: the best size grows as FLOPs to the power {k}. {found.limits}")
         else:
             notes.append(f"{line}: {found.limits}")
@@ -537,7 +535,7 @@ def _granularity(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> st
         except ConfigError as error:
             rows.append([line.name, NONE, f"{error}"])
             continue
-        best = _with_interval(found.minimum, form=lambda value: f"{value:.1f}")
+        best = _with_interval(found.minimum, "{:.1f}".format)
         rows.append([line.name, best, found.refusal])
         drawn.append(
             Line(line.name, line.points, line.number, curve=found.curve, minimum=found.minimum)
@@ -597,7 +595,7 @@ def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
                 continue
             values = list(found.by_seed.values())
             mean = fmean(values) if len(values) == 1 else None
-            cells.append(_with_interval(found.interval, mean, form=lambda value: f"{value:.2f}"))
+            cells.append(_with_interval(found.interval, "{:.2f}".format, mean))
             if which == 0:
                 x = _size(arm.results[0], "expansion")
                 drawn.setdefault(size or "leverage", {})[x] = values
@@ -638,9 +636,11 @@ def _fitted(
         held: parameters that are held at their published values where the runs do not determine all.
     """
     fixed = {name: law.published[name] for name in held}
+    found = None
     try:
-        found = _fit_unless_loose(variables, losses, law) if held else fit(law, variables, losses)
-        if found is None:
+        with suppress(ConfigError) if held else nullcontext():  # too few to determine all
+            found = fit(law, variables, losses)
+        if found is None or (held and found.undetermined):
             note += (
                 f" {' and '.join(held)} cannot be told from these runs, and are held as published."
             )
@@ -650,7 +650,7 @@ def _fitted(
     rows = [
         [
             name,
-            _with_interval(interval, form=lambda value: f"{value:.3g}"),
+            _with_interval(interval, "{:.3g}".format),
             *([f"{law.published[name]:g}"] if law.published else []),
         ]
         for name, interval in found.parameters.items()
@@ -666,16 +666,6 @@ def _fitted(
     )
 
 
-def _fit_unless_loose(
-    variables: Mapping[str, Sequence[float]], losses: Sequence[float], law: Law
-) -> Fit | None:
-    """None where the runs do not determine all parameters."""
-    with suppress(ConfigError):  # too few
-        found = fit(law, variables, losses)
-        return None if found.undetermined else found
-    return None
-
-
 def _held_out(found: Fit) -> str:
     scatter = math.sqrt(fmean(value**2 for value in found.residuals))
     text = f"Residuals are {scatter:.2%} of the loss;"
@@ -687,19 +677,13 @@ def _held_out(found: Fit) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Fit:
-    title: str
-    show: Callable[[StudyPage, StudyConfig, Sequence[Arm]], str]
-
-
-FITS = {
-    "isoflop": _Fit("Best size at each budget", _isoflop),
-    "clark": _Fit("Scaling with experts", _clark),
-    "granularity": _Fit("Best granularity", _granularity),
-    "leverage": _Fit("Efficiency leverage", _leverage),
+FITS: Mapping[str, tuple[str, Callable[[StudyPage, StudyConfig, Sequence[Arm]], str]]] = {
+    "isoflop": ("Best size at each budget", _isoflop),
+    "clark": ("Scaling with experts", _clark),
+    "granularity": ("Best granularity", _granularity),
+    "leverage": ("Efficiency leverage", _leverage),
 }
-"""What a study may ask for in `fit`."""
+"""What a study may ask for in `fit` -> title and text of its section."""
 
 
 # -- Markdown
@@ -711,9 +695,7 @@ def _image(page: StudyPage, name: str, svg: str, alt: str) -> str:
 
 
 def _with_interval(
-    interval: Interval | None,
-    value: float | None = None,
-    form: Callable[[float], str] = lambda value: f"{value:.4f}",
+    interval: Interval | None, form: Callable[[float], str], value: float | None = None
 ) -> str:
     """`1.9512 [1.9440, 1.9583]`; the value alone where there is no interval."""
     if interval is None:
