@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_ffn.errors import ConfigError, install
 from moe_ffn.report.drawing import SERIES
+from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.statistics import Interval, mean_interval
 
 LOSS = "validation loss, nats per token"
@@ -55,20 +56,6 @@ class Line:
     """The x at which the fit is lowest."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One arm of `forest`."""
-
-    name: str
-    losses: Sequence[float]
-    """Of each seed."""
-    interval: Interval | None
-    difference: Interval | None
-    """To the baseline; None of the baseline, and of one seed."""
-    number: int = 0
-    is_baseline: bool = field(default=False)
-
-
 def curves(lines: Sequence[Line], x_label: str) -> str:
     """Loss over training: the mean over seeds, with a band that is its 95 % interval."""
     figure, (axes,) = _figure(1, 3.6)
@@ -99,27 +86,31 @@ def curves(lines: Sequence[Line], x_label: str) -> str:
     return _svg(figure)
 
 
-def forest(rows: Sequence[Row]) -> str:
-    """Final losses, a dot a seed, and the differences to the baseline, both with 95 % intervals."""
-    has_differences = any(row.difference is not None for row in rows)
-    height = 1.0 + ROW_HEIGHT * len(rows)
+def forest(arms: Sequence[Arm], numbers: Sequence[int]) -> str:
+    """Final losses, a dot a seed, and the differences to the baseline, both with 95 % intervals.
+
+    Args:
+        arms: the baseline first.
+        numbers: choose colour and marker of each.
+    """
+    has_differences = any(arm.difference is not None for arm in arms)
+    height = 1.0 + ROW_HEIGHT * len(arms)
     figure, panels = _figure(2 if has_differences else 1, height, sharey=True)
-    for place, row in enumerate(rows):
-        style = _style(row.number)
+    for place, (arm, number) in enumerate(zip(arms, numbers, strict=True)):
+        style = _style(number)
+        losses = list(arm.losses.values())
         panels[0].plot(
-            row.losses,
-            [place + 0.22] * len(row.losses),
-            **style,
-            linestyle="",
-            alpha=0.4,
-            markersize=3,
+            losses, [place + 0.22] * len(losses), **style, linestyle="", alpha=0.4, markersize=3
         )
-        if row.interval is not None:
-            _interval(panels[0], row.interval, place, style)
-        if row.difference is not None:
-            _interval(panels[1], row.difference, place, style)
-    panels[0].set_yticks(range(len(rows)), [_label(row) for row in rows])
-    panels[0].set_ylim(len(rows) - 0.5, -0.5)
+        if arm.interval is not None:
+            _interval(panels[0], arm.interval, place, style)
+        if arm.difference is not None:
+            _interval(panels[1], arm.difference.interval, place, style)
+    names = [arm.name for arm in arms]
+    if len(arms) > 1:
+        names[0] += " (baseline)"
+    panels[0].set_yticks(range(len(arms)), names)
+    panels[0].set_ylim(len(arms) - 0.5, -0.5)
     panels[0].set_xlabel(LOSS)
     if has_differences:
         panels[1].axvline(0, color="#555555", linewidth=0.8)
@@ -190,10 +181,6 @@ def _interval(axes: Any, interval: Interval, place: float, style: Mapping[str, A
 
 def _style(number: int) -> dict[str, Any]:
     return {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def _label(row: Row) -> str:
-    return f"{row.name} (baseline)" if row.is_baseline else row.name
 
 
 def _count(value: float, _: object = None) -> str:

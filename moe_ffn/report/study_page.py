@@ -16,7 +16,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.files import read_text, write_whole
 from moe_ffn.report import study_figures as figures
 from moe_ffn.report.html import NONE, compact, finite
-from moe_ffn.report.study_figures import Line, Row
+from moe_ffn.report.study_figures import Line
 from moe_ffn.report.study_tables import (
     markdown,
     markdown_row,
@@ -299,20 +299,10 @@ def _same(runs: Sequence[RunResult], options: Mapping[str, str]) -> str:
 
 def _result(page: StudyPage, study: StudyConfig, comparison: Comparison) -> str:
     arms, numbers = comparison.arms, _numbers(comparison.arms)
-    rows = [
-        Row(
-            arm.name,
-            list(arm.losses.values()),
-            arm.interval,
-            arm.difference.interval if arm.difference else None,
-            numbers[_line(arm)],
-            is_baseline=arm is comparison.baseline and len(arms) > 1,
-        )
-        for arm in arms
-    ]
+    forest = figures.forest(arms, [numbers[_line(arm)] for arm in arms])
     parts = [
         "\n".join(f"- {verdict}" for verdict in comparison.verdicts),
-        _image(page, "losses", figures.forest(rows), "Final loss of each arm"),
+        _image(page, "losses", forest, "Final loss of each arm"),
     ]
     parts += map(markdown, tables(comparison))
     parts += [f"Note: {note}" for note in comparison.notes]
