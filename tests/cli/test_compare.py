@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import csv
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli import compare
-from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.studies.result import RunResult
 from tests.helpers.arms import change, write_arm
+from tests.helpers.tiny_runs import Finished, run_here
 
-Program = Callable[..., tuple[int, str, str]]
+Program = Callable[..., Finished]
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
-    """Exit code, stdout and stderr of the program on a terminal of 80 columns."""
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    """The program on a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["compare.py", *argv])
-        code = exit_on_bad_input(compare.main)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return partial(run_here, program="moe_ffn.cli.compare")
 
 
 def row(out: str, arm: str) -> list[str]:

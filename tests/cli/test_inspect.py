@@ -15,27 +15,24 @@ import pytest
 from playwright.sync_api import Browser
 
 import moe_ffn
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.inspect import main
 from moe_ffn.report.inspect import figures, inspect_run, text_of_run
 from moe_ffn.report.inspect.inspection import observe
 from tests.helpers.browser import PHONE, opened
+from tests.helpers.tiny_runs import run_here
 
 RunTrain = Callable[..., Any]
 Inspect = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
+def inspect(monkeypatch: pytest.MonkeyPatch) -> Inspect:
     """The program as from a command line: its exit code, output, and errors without what is waited for."""
 
+    monkeypatch.setenv("COLUMNS", "80")
+
     def run(*argv: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["inspect", *map(str, argv)])
-        code = exit_on_bad_input(main)
-        printed = capsys.readouterr()
-        errors = [line for line in printed.err.splitlines() if not line.startswith("data: ")]
-        return code, printed.out, "\n".join(errors)
+        done = run_here(*map(str, argv), program="moe_ffn.cli.inspect")
+        return done.code, done.stdout, "\n".join(done.own_lines)
 
     return run
 
@@ -164,10 +161,8 @@ def test_every_kind_of_block_has_a_page(
 @pytest.fixture(scope="module")
 def page(moe_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pages") / "page.html"
-    with pytest.MonkeyPatch.context() as patch:
-        argv = ["inspect", str(moe_run.folder), "--tokens", "300", "--output", str(path)]
-        patch.setattr(sys, "argv", argv)
-        assert exit_on_bad_input(main) == 0
+    argv = [str(moe_run.folder), "--tokens", "300", "--output", str(path)]
+    assert run_here(*argv, program="moe_ffn.cli.inspect").code == 0
     return path
 
 

@@ -6,35 +6,24 @@ import csv
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli.exit import exit_on_bad_input
-from moe_ffn.cli.report import main
 from moe_ffn.report import page
 from moe_ffn.report.page import stamp_of, watch
 from tests.helpers.synthetic_run import age, write_run
+from tests.helpers.tiny_runs import Finished, run_here
 
-Program = Callable[..., tuple[int, str, str]]
+Program = Callable[..., Finished]
 
 
 @pytest.fixture
-def program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Program:
-    """Runs it in `tmp_path`; returns the exit code, and what was printed."""
-    # Its text is megabytes, and no matter here.
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    # The script of plotly is megabytes, and no matter here.
     monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["report", *argv])
-        code = exit_on_bad_input(main)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return partial(run_here, program="moe_ffn.cli.report")
 
 
 def dense(folder: Path, *, is_finished: bool = True) -> Path:

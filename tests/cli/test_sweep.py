@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,9 @@ from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import read_timing
 from moe_ffn.studies.sweep import Sweep, in_words, training_command
 from tests.helpers.same_run import require_same
-from tests.helpers.tiny_runs import ForkedTraining, fork_all
+from tests.helpers.tiny_runs import Finished, ForkedTraining, fork_all, run_here
 
-Program = Callable[..., tuple[int, str, str]]
+Program = Callable[..., Finished]
 
 STUDY = """
 question: Which?
@@ -44,13 +45,8 @@ BROKEN = "{type: moe, experts: {backend: grouped_mm, d_ff: 3}}"
 
 
 @pytest.fixture
-def program(
-    tiny_yaml: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Program:
-    """Exit code, stdout and stderr of the program; gating.yaml in the current folder is a tiny study."""
+def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    """The program; gating.yaml in the current folder is a tiny study."""
     monkeypatch.setenv("COLUMNS", "200")
     import_module("moe_ffn.cli.training_run")  # which each copy of this process has then
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", ForkedTraining)
@@ -58,14 +54,7 @@ def program(
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
     (tmp_path / "empty.yaml").write_text("arms: {}\nseeds: [0]\n", encoding="utf-8")
     write_study(tmp_path, STUDY)
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *argv])
-        code = exit_on_bad_input(sweep.main)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+    return partial(run_here, program="moe_ffn.cli.sweep")
 
 
 def write_study(folder: Path, text: str) -> None:

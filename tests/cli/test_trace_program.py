@@ -23,24 +23,18 @@ from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrac
 from moe_ffn.report.trace_view import ground, page, table
 from moe_ffn.runs.reader import load_model
 from tests.helpers.browser import PHONE, opened
+from tests.helpers.tiny_runs import Finished, run_here
 
 RunTrain = Callable[..., Any]
-Trace = Callable[..., tuple[int, str, str]]
+Trace = Callable[..., Finished]
 TEXT = "def f(x):\n"
 
 
 @pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trace:
-    """The program as from a command line: its exit code, output and errors."""
-
-    def run(*argv: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["trace", *map(str, argv)])
-        code = exit_on_bad_input(main)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
+def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """The program on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
 
 
 @pytest.fixture(scope="session")
@@ -298,15 +292,19 @@ def test_the_text_may_come_through_a_pipe(
 
 
 def test_a_screen_without_unicode_gets_escapes(
-    trace: Trace, moe_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moe_run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["trace", str(moe_run.folder), "--text", "a b"])
     with (tmp_path / "screen").open("w", encoding="ascii") as screen:
         monkeypatch.setattr(sys, "stdout", screen)
         monkeypatch.setattr(sys, "__stdout__", screen)
 
-        code, _, err = trace(moe_run.folder, "--text", "a b")
+        assert exit_on_bad_input(main) == 0
 
-    assert (code, err) == (0, "")
+    assert capsys.readouterr().err == ""
     assert re.search(r"^1  \\u2423 ", (tmp_path / "screen").read_text(), re.MULTILINE)
 
 

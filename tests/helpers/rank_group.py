@@ -129,11 +129,11 @@ def _work() -> None:
 def _answer(argv: list[str], cut: dict[str, Any] | None) -> dict[str, Any]:
     try:
         with cutting(Cut(**cut) if cut else None):
-            answer = asdict(run_here(*argv))
+            answer = run_here(*argv)._asdict()
         if distributed.is_initialized():
             distributed.barrier()  # the next run may go on with this one
     except Crash:
-        answer = asdict(Finished(CRASHED, "", ""))
+        answer = Finished(CRASHED, "", "")._asdict()
     except BaseException:  # of which the other ranks know nothing
         answer = {"error": traceback.format_exc()}
     return answer

@@ -14,12 +14,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from moe_ffn.cli.exit import exit_on_bad_input
@@ -51,8 +50,7 @@ TINY = {
 # -- programs
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """A program that has ended."""
 
     code: int
