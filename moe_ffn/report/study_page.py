@@ -246,7 +246,9 @@ def _design(comparison: Comparison) -> str:
     rows = [
         [
             arm.name,
-            ", ".join(f"`{line}`" for line in arm.differs) or block_of(arm.results[0].config) or NONE,
+            ", ".join(f"`{line}`" for line in arm.differs)
+            or block_of(arm.results[0].config)
+            or NONE,
             cost(arm, "ffn", "params"),
             cost(arm, "ffn", "active_params"),
             cost(arm, "ffn", "flops_per_token"),
@@ -273,12 +275,22 @@ def _design(comparison: Comparison) -> str:
     )
     beside = f"In percent: beside {comparison.baseline.name}. " if len(arms) > 1 else ""
     note = (
-        f"{beside}FLOPs are of the forward pass; training takes three "
-        "times as many. Within a seed all arms read the same data in the same order, and begin with the same "
-        "weights outside their feed-forward blocks."
+        f"{beside}FLOPs are of the forward pass; training takes three times as many. "
+        f"{_pairing([arm.results[0] for arm in arms])}"
     )
     table = markdown_table(head.split("|"), rows, num_texts=2)
     return "\n\n".join([*([f"All runs: {same}."] if same else []), table, note])
+
+
+def _pairing(runs: Sequence[RunResult]) -> str:
+    """What runs of one seed have in common."""
+    orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
+    models = [run.config.get("model", {}) for run in runs]
+    outside = [{k: v for k, v in m.items() if k not in ("ffn", "ffn_at")} for m in models]
+    shared = ["read the same data in the same order"] if len(orders) == 1 else []
+    if all(options == outside[0] for options in outside):
+        shared.append("begin with the same weights outside their feed-forward blocks")
+    return f"Within a seed all arms {' and '.join(shared)}." if shared else ""
 
 
 def _beside(value: int, other: int) -> str:

@@ -55,6 +55,32 @@ def sections(page: StudyPage) -> dict[str, str]:
     return {"": found[0], **dict(zip(found[1::2], found[2::2], strict=True))}
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "shared"),
+    [
+        (
+            "model.ffn.type",
+            "moe",
+            "Within a seed all arms read the same data in the same order and begin with the same weights "
+            "outside their feed-forward blocks.",
+        ),
+        ("model.d_model", 96, "Within a seed all arms read the same data in the same order."),
+        (
+            "data.batch_size",
+            3,
+            "Within a seed all arms begin with the same weights outside their feed-forward blocks.",
+        ),
+    ],
+)
+def test_the_page_says_what_the_runs_of_a_seed_share(option: str, value: Any, shared: str) -> None:
+    results = [
+        make_result("gelu", 0, 2.0),
+        make_result("swiglu", 0, 1.9, options={option: value}),
+    ]
+    design = sections(study_page(study(GATING), results))["Design"]
+    assert design.rstrip().endswith(f"times as many. {shared}")
+
+
 def test_the_page_has_what_was_asked_how_and_what_came_of_it() -> None:
     page = study_page(study(GATING), gating(gelu=2.0, swiglu=1.9))
 
