@@ -72,8 +72,8 @@ class TuningConfig(Config, frozen=True):
 class StudyConfig(Config, frozen=True):
     """A question, and the runs that answer it: arms x grid x seeds.
 
-    Within a seed arms that differ in their feed-forward blocks alone read the same data in the same order, and
-    begin with the same weights outside those.
+    Within a seed arms that differ in their feed-forward blocks alone read the same data in the same order,
+    and begin with the same weights outside those.
     """
 
     name: str = "study"
