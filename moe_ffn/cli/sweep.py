@@ -245,7 +245,7 @@ def print_plan(sweep: Sweep) -> None:
     for line in (_LEGEND, *notes):
         console.print(Text(line, style="dim"))
     total = sum(job.flops for job in sweep.jobs)
-    num_done = len([*sweep.of("finished")])
+    num_done = len(sweep.of("finished"))
     console.print(
         f"{len(sweep.jobs)} runs, {num_done} of them done; {short(total)} FLOPs of training in all"
     )
@@ -309,7 +309,7 @@ def submit(
     Raises:
         ConfigError: submitit is not installed, there is no SLURM, or it does not take the parameters.
     """
-    jobs = [*sweep.of("waiting")]
+    jobs = sweep.of("waiting")
     if not jobs:
         print(f"all {len(sweep.jobs)} runs are done")
         return
@@ -374,7 +374,7 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
 def train(sweep: Sweep) -> int:
     """Train what is not finished; the exit code."""
     folder = sweep.jobs[0].run.folder.parent
-    num_done = len([*sweep.of("finished")])
+    num_done = len(sweep.of("finished"))
     print(f"{len(sweep.jobs)} runs in {folder}/, {num_done} of them done", flush=True)
     display = Display(sweep)
     try:
@@ -391,7 +391,7 @@ def train(sweep: Sweep) -> int:
             f"{num_done} of {len(sweep.jobs)} runs are done; the same command goes on with the rest"
         )
         raise
-    failed = [*sweep.of("failed")]
+    failed = sweep.of("failed")
     for job in failed:
         print(printable(f"{job.name}: {job.problem}"), file=sys.stderr)
     if len(failed) < len(sweep.jobs):
@@ -436,7 +436,7 @@ class Display:
             steps = f"{job.step}/{job.max_steps}"
             table.add_row(Text(job.name), ProgressBar(completed=done, total=1, width=20), steps)
         left = sweep.seconds_left
-        num_done = len([*sweep.of("finished")])
+        num_done = len(sweep.of("finished"))
         table.add_row(
             Text(f"{num_done} of {len(sweep.jobs)} runs", style="bold"),
             ProgressBar(completed=sweep.share_done, total=1, width=20),

@@ -28,6 +28,7 @@ from moe_ffn.runs.json_files import Summary
 from moe_ffn.runs.outside_code import comparable_options
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import STUDY_FILE, PlannedRun, StudyConfig
+from moe_ffn.training.monitoring.hardware import num_cores
 from moe_ffn.trust import FLAG, UntrustedCodeError
 
 try:
@@ -316,16 +317,16 @@ class Sweep:
         self.num_threads = max(1, num_cores() // num_at_once)
         for job in self.jobs:
             job.look()
-        self.num_to_train = len([*self.of("waiting")])
+        self.num_to_train = len(self.of("waiting"))
         self._num_started = 0
         self._began_at = self._asked_at = time.monotonic()
 
-    def of(self, *states: State) -> Iterator[Job]:
-        return (job for job in self.jobs if job.state in states)
+    def of(self, *states: State) -> list[Job]:
+        return [job for job in self.jobs if job.state in states]
 
     @property
     def is_done(self) -> bool:
-        return not [*self.of("waiting", "training", "elsewhere")]
+        return not self.of("waiting", "training", "elsewhere")
 
     @property
     def share_done(self) -> float:
@@ -346,21 +347,21 @@ class Sweep:
 
     def advance(self) -> Iterator[str]:
         """See which runs have ended, and start others in their places; yields what a person is to know."""
-        for job in [*self.of("training")]:
+        for job in self.of("training"):
             if job.has_ended():
                 yield from self._ended(job)
         now = time.monotonic()
         if now - self._asked_at > _SECONDS_BETWEEN_LOOKS:
             self._asked_at = now
-            for job in [*self.of("elsewhere")]:
+            for job in self.of("elsewhere"):
                 job.state = "waiting"
                 yield from self._start(job, was_elsewhere=True)
-        for job in [*self.of("waiting")]:
-            if len([*self.of("training")]) < self.num_at_once:
+        for job in self.of("waiting"):
+            if len(self.of("training")) < self.num_at_once:
                 yield from self._start(job)
 
     def _start(self, job: Job, was_elsewhere: bool = False) -> Iterator[str]:
-        if was_elsewhere and len([*self.of("training")]) >= self.num_at_once:
+        if was_elsewhere and len(self.of("training")) >= self.num_at_once:
             job.state = "elsewhere"  # the next time
             return
         try:
@@ -380,7 +381,7 @@ class Sweep:
 
     def _ended(self, job: Job) -> Iterator[str]:
         left = self.seconds_left
-        num_left = len([*self.of("waiting", "training", "elsewhere")])
+        num_left = len(self.of("waiting", "training", "elsewhere"))
         more = f"; {num_left} left" if num_left else ""
         if num_left and left is not None:
             more += f", about {in_words(left)}"
@@ -407,11 +408,6 @@ class Sweep:
                 job.stop(signal.SIGINT)
             for job in self.of("training"):
                 job.wait()
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_words(seconds: float) -> str:

@@ -27,6 +27,11 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe_hardware() -> dict[str, Any]:
     """The name of the processor, how many cores this process may use, and the name of a GPU, if any."""
     name = platform.processor() or platform.machine()
@@ -34,9 +39,8 @@ def describe_hardware() -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = names[0] if names else name
-    allowed = getattr(os, "sched_getaffinity", None)
     return {
         "processor": name,
-        "num_cpus": len(allowed(0)) if allowed else os.cpu_count(),
+        "num_cpus": num_cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
