@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import Any
 
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, did_you_mean, show
@@ -19,43 +19,17 @@ from moe_ffn.option_tree import flatten
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.result import RunResult
 from moe_ffn.studies.statistics import (
+    Difference,
     Interval,
-    PairedDifference,
+    Over,
     bootstrap_interval,
-    holm,
     mean_interval,
-    paired_difference,
+    paired_differences,
 )
 from moe_ffn.trust import only_trusted_code
 
-SIGNIFICANT = 0.05
-"""A difference is claimed where its p-value, after Holm's correction, is below."""
-
-Over = Literal["seeds", "windows"]
-"""What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
-
 UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
 """Options that do not change what is trained."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
-
-    interval: Interval
-    over: Over
-    num_pairs: int
-    """Seeds that both have, or windows."""
-    p_value: float | None = None
-    """After Holm's correction; None over windows, of which no claim about training is made."""
-    simultaneous: Interval | None = None
-    """Wide enough that all intervals of the comparison hold at once (Bonferroni)."""
-    detectable: float | None = None
-    """The smallest difference that this many seeds would have shown; see `detectable_difference`."""
-
-    @property
-    def is_claimed(self) -> bool:
-        return self.p_value is not None and self.p_value < SIGNIFICANT
 
 
 @dataclass(frozen=True)
@@ -112,7 +86,7 @@ class Arm:
         """Of the mean over seeds; of one seed over the windows of its validation, None where it has none."""
         if len(self.losses) > 1:
             return mean_interval(list(self.losses.values()))
-        windows = _finite(self.results[0].window_losses)
+        windows = [loss for loss in self.results[0].window_losses if loss is not None]
         return bootstrap_interval(windows) if len(windows) > 1 else None
 
     @property
@@ -214,14 +188,15 @@ class Tuning:
 
     def _gain(self, arm: str) -> str:
         """How much lower an arm is at its lowest mean than its compared runs are."""
-        own, best = self.own[arm], self.best[arm]
-        found = paired_difference(self.by_seed[arm][best], self.by_seed[arm][own])
-        if found is None:
-            lower = self.losses[arm][own] - self.losses[arm][best]
-            return f"there {arm} is {lower:.4f} below {own}, in one seed"
-        mean, low, high = found.interval
-        text = f"there {arm} is {-mean:.4f} [{-high:.4f}, {-low:.4f}] below {own}"
-        return text if high < 0 else f"{text}, which {found.num_pairs} seeds cannot tell from none"
+        own = self.own[arm]
+        lower = self.by_seed[arm][self.best[arm]]
+        found = [loss - lower[seed] for seed, loss in self.by_seed[arm][own].items()]
+        interval = mean_interval(found)
+        if interval is None:
+            return f"there {arm} is {found[0]:.4f} below {own}, in one seed"
+        gain, low, high = interval
+        text = f"there {arm} is {gain:.4f} [{low:.4f}, {high:.4f}] below {own}"
+        return text if low > 0 else f"{text}, which {len(found)} seeds cannot tell from none"
 
 
 @dataclass(frozen=True)
@@ -288,10 +263,11 @@ class Comparison:
             _require_same_options(name, groups[name])
         seconds = step_seconds or {}
         found = [Arm(n, groups[n], timed_step_seconds=seconds.get(n)) for n in names]
-        found = _with_reached(_with_differences(found))
+        found = _with_differences(found)
         found = [
             replace(
                 arm,
+                reached=_reached(arm, found[0]) if arm.task == found[0].task else None,
                 differs=what_differs(found[0].results[0].config, arm.results[0].config),
                 on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
             )
@@ -304,35 +280,16 @@ class Comparison:
 
 
 def _with_differences(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with their differences to the first, corrected for how many those are."""
-    base, others = arms[0], arms[1:]
-    same = [arm for arm in others if arm.task == base.task]
-    paired = {arm.name: paired_difference(arm.losses, base.losses) for arm in same}
-    known = {name: found for name, found in paired.items() if found is not None}
-    corrected = dict(zip(known, holm([f.p_value for f in known.values()]), strict=True))
+    """The arms with their differences to the first."""
+    base = arms[0]
+    losses = {arm.name: arm.losses for arm in arms[1:] if arm.task == base.task}
+    paired = paired_differences(losses, base.losses)
     return [
-        base,
-        *(
-            replace(
-                arm,
-                difference=_over_seeds(known[arm.name], corrected[arm.name], len(known))
-                if arm.name in known
-                else (_over_windows(arm, base) if arm.task == base.task else None),
-            )
-            for arm in others
-        ),
+        replace(arm, difference=paired.get(arm.name) or _over_windows(arm, base))
+        if arm.name in losses
+        else arm
+        for arm in arms
     ]
-
-
-def _over_seeds(found: PairedDifference, corrected: float, num_comparisons: int) -> Difference:
-    return Difference(
-        found.interval,
-        "seeds",
-        found.num_pairs,
-        p_value=corrected,
-        simultaneous=found.simultaneous(num_comparisons),
-        detectable=found.detectable(num_comparisons),
-    )
 
 
 def _over_windows(arm: Arm, base: Arm) -> Difference | None:
@@ -410,13 +367,6 @@ def p_text(p_value: float | None) -> str:
 
 
 # -- what it costs to come to the baseline's loss
-
-
-def _with_reached(arms: Sequence[Arm]) -> list[Arm]:
-    base = arms[0]
-    return [
-        replace(arm, reached=_reached(arm, base)) if arm.task == base.task else arm for arm in arms
-    ]
 
 
 def _reached(arm: Arm, base: Arm) -> Reached:
@@ -683,7 +633,3 @@ def _tuning(
         by_seed,
         {arm: own[arm] for arm in by_seed},
     )
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]

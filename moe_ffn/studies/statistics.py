@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,11 @@ LEVEL = 0.95
 POWER = 0.8
 """With which a study sees its smallest detectable difference."""
 NUM_RESAMPLES = 2000
+SIGNIFICANT = 0.05
+"""A difference is claimed where its p-value, after Holm's correction, is below."""
+
+Over = Literal["seeds", "windows"]
+"""What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
 
 
 class Interval(NamedTuple):
@@ -67,49 +72,58 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval | N
 
 
 @dataclass(frozen=True)
-class PairedDifference:
-    """The mean of d over the seeds that both arms have, by Student's paired t."""
+class Difference:
+    """An arm's loss minus the baseline's, in nats per token, pair by pair; below 0 the arm is better."""
 
     interval: Interval
-    sd: float
-    """s of the differences."""
+    over: Over
     num_pairs: int
-    p_value: float
-    """Two-sided, of no difference; not corrected for other comparisons."""
+    """Seeds that both have, or windows."""
+    p_value: float | None = None
+    """Two-sided, of no difference, after Holm's correction; None over windows, of which no claim about
+    training is made."""
+    simultaneous: Interval | None = None
+    """Wide enough that all intervals of the comparison hold at once with probability `LEVEL` (Bonferroni)."""
+    detectable: float | None = None
+    """See `detectable_difference`, at the strictest step of Holm's correction."""
 
-    def simultaneous(self, num_comparisons: int, level: float = LEVEL) -> Interval:
-        """The interval of a family that holds all its true values at once with probability `level`:
-        Bonferroni's, each at 1 - (1 - level) / num_comparisons.
-        """
-        return _interval(
-            self.interval.value, self.sd, self.num_pairs, 1 - (1 - level) / num_comparisons
-        )
-
-    def detectable(self, num_comparisons: int = 1) -> float:
-        """See `detectable_difference`, at the strictest step of Holm's correction."""
-        return detectable_difference(self.sd, self.num_pairs, alpha=(1 - LEVEL) / num_comparisons)
+    @property
+    def is_claimed(self) -> bool:
+        return self.p_value is not None and self.p_value < SIGNIFICANT
 
 
-def _interval(mean: float, sd: float, n: int, level: float) -> Interval:
-    margin = t_quantile((1 + level) / 2, n - 1) * sd / math.sqrt(n)
-    return Interval(mean, mean - margin, mean + margin)
-
-
-def paired_difference(
-    values: Mapping[int, float], baseline: Mapping[int, float]
-) -> PairedDifference | None:
-    """`values` minus `baseline` over the seeds that both have; None where those are fewer than two.
+def paired_differences(
+    arms: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]
+) -> dict[str, Difference]:
+    """Each arm minus `baseline` by Student's paired t, over the seeds that both have; of two or more.
 
     Pairs within a seed share their data order and their weights outside the block, so that what the seed
     does to both leaves the difference.
+
+    Args:
+        arms: name -> seed -> loss.
     """
-    d = [values[seed] - baseline[seed] for seed in values if seed in baseline]
-    if len(d) < 2:
-        return None
-    mean, sd = fmean(d), stdev(d)
-    error = sd / math.sqrt(len(d))
-    p_value = t_p_value(mean / error, len(d) - 1) if error else float(mean == 0)
-    return PairedDifference(_interval(mean, sd, len(d), LEVEL), sd, len(d), p_value)
+    shared = {
+        name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
+        for name, losses in arms.items()
+    }
+    pairs = {name: d for name, d in shared.items() if len(d) > 1}
+    p_values = dict(zip(pairs, holm([_p_value(d) for d in pairs.values()]), strict=True))
+    found: dict[str, Difference] = {}
+    for name, d in pairs.items():
+        alpha = (1 - LEVEL) / len(pairs)
+        interval, simultaneous = mean_interval(d), mean_interval(d, 1 - alpha)
+        assert interval is not None
+        detectable = detectable_difference(stdev(d), len(d), alpha=alpha)
+        found[name] = Difference(
+            interval, "seeds", len(d), p_values[name], simultaneous, detectable
+        )
+    return found
+
+
+def _p_value(d: Sequence[float]) -> float:
+    error = stdev(d) / math.sqrt(len(d))
+    return t_p_value(fmean(d) / error, len(d) - 1) if error else float(fmean(d) == 0)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -140,19 +154,19 @@ def detectable_difference(
     return float(noncentrality) * sd / math.sqrt(num_pairs)
 
 
-def bootstrap_interval(values: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
+def bootstrap_interval(values: Sequence[float]) -> Interval:
     """The mean over windows of text with its percentile interval from `NUM_RESAMPLES` resamples of them.
 
     It measures how much the mean depends on which text was validated on, and nothing of the training seed.
     Of two runs, give the differences window by window. Efron and Tibshirani 1993, chapter 13.
     """
     values_N = np.asarray(values, dtype=np.float64)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     means = np.sort(
         [
             values_N[random.integers(len(values_N), size=len(values_N))].mean()
             for _ in range(NUM_RESAMPLES)
         ]
     )
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(values_N.mean()), float(low), float(high))

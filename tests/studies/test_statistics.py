@@ -16,7 +16,7 @@ from moe_ffn.studies.statistics import (
     detectable_difference,
     holm,
     mean_interval,
-    paired_difference,
+    paired_differences,
 )
 
 
@@ -32,8 +32,8 @@ def test_the_interval_of_five_seeds_by_hand() -> None:
 def test_one_seed_has_no_interval() -> None:
     assert mean_interval([2.5]) is None
     assert mean_interval([]) is None
-    assert paired_difference({0: 2.5}, {0: 2.4}) is None
-    assert paired_difference({0: 2.5, 1: 2.5}, {0: 2.4, 2: 2.4}) is None, "one seed of both"
+    assert paired_differences({"a": {0: 2.5}}, {0: 2.4}) == {}
+    assert paired_differences({"a": {0: 2.5, 1: 2.5}}, {0: 2.4, 2: 2.4}) == {}, "one seed of both"
 
 
 def test_a_paired_difference_by_hand() -> None:
@@ -42,11 +42,9 @@ def test_a_paired_difference_by_hand() -> None:
     values, baseline = {0: 1.9, 1: 2.0, 2: 2.1, 7: 0.0}, {0: 2.0, 1: 2.2, 2: 2.4, 8: 9.0}
     margin = 4.30265 * 0.1 / math.sqrt(3)
 
-    found = paired_difference(values, baseline)
+    found = paired_differences({"a": values}, baseline)["a"]
 
-    assert found is not None
     assert found.num_pairs == 3
-    assert found.sd == pytest.approx(0.1)
     assert found.interval == pytest.approx((-0.2, -0.2 - margin, -0.2 + margin), abs=1e-5)
     assert found.p_value == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-6)
 
@@ -56,24 +54,30 @@ def test_a_paired_difference_is_scipy_s() -> None:
     baseline = {seed: 2 + rng.gauss(0, 0.05) for seed in range(10)}
     values = {seed: loss - 0.01 + rng.gauss(0, 0.01) for seed, loss in baseline.items()}
 
-    found = paired_difference(values, baseline)
+    alone = paired_differences({"a": values}, baseline)["a"]
+    found = paired_differences(
+        {"a": values, "b": baseline, "c": baseline, "d": baseline}, baseline
+    )["a"]
 
-    assert found is not None
     expected = stats.ttest_rel(list(values.values()), list(baseline.values()))
     limits = expected.confidence_interval(0.95)
-    assert found.p_value == pytest.approx(expected.pvalue)
+    assert alone.p_value == pytest.approx(expected.pvalue)
+    assert found.p_value == pytest.approx(4 * expected.pvalue), "Holm's, the smallest of four"
     assert found.interval[1:] == pytest.approx((limits.low, limits.high))
     wider = expected.confidence_interval(1 - 0.05 / 4)
-    assert found.simultaneous(4)[1:] == pytest.approx((wider.low, wider.high))
-    assert found.simultaneous(1) == pytest.approx(found.interval)
+    assert found.simultaneous is not None
+    assert found.simultaneous[1:] == pytest.approx((wider.low, wider.high))
+    assert alone.simultaneous == pytest.approx(alone.interval)
+    assert found.interval == alone.interval
+    sd = stats.tstd([values[seed] - baseline[seed] for seed in values])
+    assert found.detectable == detectable_difference(sd, 10, alpha=0.05 / 4)
 
 
 def test_equal_pairs_and_pairs_that_differ_by_the_same() -> None:
-    equal = paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})
-    shifted = paired_difference({0: 1.5, 1: 2.5}, {0: 1.0, 1: 2.0})
+    baseline = {0: 1.0, 1: 2.0}
+    equal = paired_differences({"equal": baseline}, baseline)["equal"]
+    shifted = paired_differences({"shifted": {0: 1.5, 1: 2.5}}, baseline)["shifted"]
 
-    assert equal is not None
-    assert shifted is not None
     assert (equal.p_value, equal.interval) == (1.0, Interval(0, 0, 0))
     assert (shifted.p_value, shifted.interval) == (0.0, Interval(0.5, 0.5, 0.5))
 
