@@ -17,7 +17,7 @@ from moe_ffn.errors import ConfigError, did_you_mean, show
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.option_tree import flatten
 from moe_ffn.studies.budget import Budget
-from moe_ffn.studies.result import RunResult
+from moe_ffn.studies.result import RunResult, first_at
 from moe_ffn.studies.statistics import (
     Difference,
     Interval,
@@ -392,17 +392,9 @@ def first_step_at(result: RunResult, loss: float) -> float | None:
 
     None where it never is; the first validation's own step where that is below already.
     """
-    before: tuple[float, float] | None = None
-    for step, value in zip(result.validation.steps, result.validation.losses, strict=True):
-        if value is None:
-            continue
-        if value <= loss:
-            if before is None:
-                return float(step)
-            share = (before[1] - loss) / (before[1] - value)
-            return before[0] + share * (step - before[0])
-        before = step, value
-    return None
+    curve = zip(result.validation.steps, result.validation.losses, strict=True)
+    known = [(step, value) for step, value in curve if value is not None]
+    return first_at([step for step, _ in known], [value for _, value in known], loss)
 
 
 def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_ffn.errors import ConfigError, install, show
+from moe_ffn.studies.result import first_at
 from moe_ffn.studies.statistics import LEVEL, Interval, mean_interval
 
 DELTA = 1e-3
@@ -513,18 +514,8 @@ class Parabola:
         """The losses at these sizes."""
         return np.polyval(self.coefficients, np.log(sizes))
 
-    def predict(self, size: float) -> float:
-        """The loss at a size."""
-        return float(self.curve(np.array(size)))
 
-
-def fit_parabola(
-    sizes: Sequence[float],
-    losses: Sequence[float],
-    *,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
-) -> Parabola:
+def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
     """A parabola of the loss in log(size), by least squares, and its minimum, if one is among the sizes.
 
     Raises:
@@ -538,7 +529,7 @@ def fit_parabola(
     solve = np.linalg.pinv(design)
     estimate = solve @ y
     residuals = y - design @ estimate
-    drawn = _resampled(residuals, 3, num_resamples, np.random.default_rng(seed))
+    drawn = _resampled(residuals, 3, NUM_RESAMPLES, np.random.default_rng(seed))
     low, high = x.min() - centre, x.max() - centre
 
     def lowest(coefficients: Array) -> Array:
@@ -584,14 +575,7 @@ class IsoFlop:
     refusals: Mapping[float, str]
     """Budgets without a parabola or a minimum, and why."""
     exponent: Interval | None
-    """k of `N = coefficient * C^k`; None where fewer than two budgets have a minimum."""
-    coefficient: float | None
-
-    def predict(self, flops: float) -> float | None:
-        """The best size at a budget; None without a power law."""
-        if self.exponent is None or self.coefficient is None:
-            return None
-        return self.coefficient * flops**self.exponent.value
+    """Of the power law; None where fewer than two budgets have a minimum."""
 
     @property
     def limits(self) -> str:
@@ -608,14 +592,7 @@ class IsoFlop:
         return f"{text}."
 
 
-def fit_isoflop(
-    flops: Sequence[float],
-    sizes: Sequence[float],
-    losses: Sequence[float],
-    *,
-    num_resamples: int = NUM_RESAMPLES,
-    seed: int = 0,
-) -> IsoFlop:
+def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence[float]) -> IsoFlop:
     """At each budget a parabola in log N, and a power law through their minima (Hoffmann et al., approach 2).
 
     Args:
@@ -642,8 +619,7 @@ def fit_isoflop(
             parabola = fit_parabola(
                 [sizes[place] for place in places],
                 [losses[place] for place in places],
-                num_resamples=num_resamples,
-                seed=seed + number,
+                seed=number,
             )
         except ConfigError as error:
             refusals[budget] = str(error)
@@ -651,17 +627,16 @@ def fit_isoflop(
         parabolas[budget] = parabola
         if parabola.refusal:
             refusals[budget] = parabola.refusal
-    exponent = coefficient = None
+    exponent = None
     found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
     if len(found) >= 2:
         x = np.log(list(found))
         best = [math.log(p.minimum.value) for p in found.values() if p.minimum is not None]
-        slope, offset = np.polyfit(x, best, 1)
+        slope, _ = np.polyfit(x, best, 1)
         resampled = np.array([p.resampled for p in found.values()])
         whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
         exponent = _interval(float(slope), np.polyfit(x, whole, 1)[0])
-        coefficient = float(np.exp(offset))
-    return IsoFlop(parabolas, refusals, exponent, coefficient)
+    return IsoFlop(parabolas, refusals, exponent)
 
 
 # -- efficiency leverage
@@ -669,15 +644,10 @@ def fit_isoflop(
 
 def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
     """The FLOPs at which a curve first has this loss, between its points in log FLOPs; None outside of it."""
-    best = np.minimum.accumulate(np.asarray(losses, dtype=np.float64))
-    reached = np.flatnonzero(best <= loss)
-    if not reached.size or (reached[0] == 0 and best[0] < loss):
+    if losses[0] < loss:
         return None
-    after = int(reached[0])
-    if after == 0:
-        return float(flops[0])
-    share = (best[after - 1] - loss) / (best[after - 1] - best[after])
-    return float(flops[after - 1] * (flops[after] / flops[after - 1]) ** share)
+    log_flops = first_at(np.log(flops), np.minimum.accumulate(losses), loss)
+    return None if log_flops is None else math.exp(log_flops)
 
 
 LEVERAGE_LIMITS = (

@@ -305,6 +305,21 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | N
     return None
 
 
+def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None:
+    """The x at which the line through the points first is at `y` or below; None where it never is.
+
+    That of the first point where it begins there.
+    """
+    before: tuple[float, float] | None = None
+    for point in zip(xs, ys, strict=True):
+        if point[1] <= y:
+            share = (before[1] - y) / (before[1] - point[1]) if before else 1.0
+            start = before[0] if before else point[0]
+            return float(start + share * (point[0] - start))
+        before = point
+    return None
+
+
 def _layer_mean(run: Run, key: str) -> float | None:
     """A measure of the last validation, mean of the layers that have it, blocks inside blocks left out."""
     values = [
