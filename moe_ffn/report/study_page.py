@@ -192,19 +192,22 @@ def _size(run: RunResult, axis: str) -> float:
 def _without_seeds(arms: Sequence[Arm]) -> list[Arm]:
     """The arms with losses less what their seed does to all alike, which moves no minimum and no slope.
 
-    As they are where not all arms have the same seeds.
+    As they are where not all arms have the same seeds, or there is one arm.
     """
     seeds = arms[0].seeds
-    if any(arm.seeds != seeds for arm in arms):
+    if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
         return list(arms)
     means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
-    shift = {seed: fmean(means.values()) - mean for seed, mean in means.items()}
+    whole = fmean(means.values())
+    # The means that are taken off took their share of the scatter, of A arms 1 / A of the variance.
+    scale = math.sqrt(len(arms) / (len(arms) - 1))
 
-    def moved(run: RunResult) -> RunResult:
-        outcome = run.outcome.model_copy(update={"validation_loss": _loss(run) + shift[run.seed]})
+    def moved(run: RunResult, arm: Arm) -> RunResult:
+        loss = arm.loss + (_loss(run) - means[run.seed] + whole - arm.loss) * scale
+        outcome = run.outcome.model_copy(update={"validation_loss": loss})
         return run.model_copy(update={"outcome": outcome})
 
-    return [replace(arm, results=[moved(run) for run in arm.results]) for arm in arms]
+    return [replace(arm, results=[moved(run, arm) for run in arm.results]) for arm in arms]
 
 
 def _sizes(runs: Sequence[RunResult], axis: str) -> list[float]:

@@ -680,7 +680,8 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
         moe: the same of the MoE; of one point, such as its final loss, where that lies on the dense curve.
 
     Raises:
-        ConfigError: they share no seed, a value is not positive and finite, or FLOPs do not rise.
+        ConfigError: they share no seed, a value is not positive and finite, FLOPs do not rise, or the curves
+            of a seed have no loss in common: without the seeds in which an arm is best, the rest would lie.
     """
     seeds = sorted(set(dense) & set(moe))
     if not seeds:
@@ -699,8 +700,10 @@ def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
         costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
         if costs[0] is not None and costs[1] is not None:
             by_seed[seed] = costs[0] / costs[1]
-    if not by_seed:
-        raise ConfigError("the curves of the two arms have no loss in common")
+    if num_apart := len(seeds) - len(by_seed):
+        raise ConfigError(
+            f"the curves of the two arms have no loss in common in {num_apart} of {len(seeds)} seeds"
+        )
     mean = mean_interval([math.log(value) for value in by_seed.values()])
     interval = Interval(*map(math.exp, mean)) if mean else None
     return Leverage(by_seed, interval)

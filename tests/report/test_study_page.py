@@ -6,14 +6,16 @@ import math
 import random
 import re
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 
 from moe_ffn.config_files import parse_yaml, validate
 from moe_ffn.errors import ConfigError
-from moe_ffn.report.study_page import StudyPage, study_page, with_row
+from moe_ffn.report.study_page import StudyPage, _without_seeds, study_page, with_row
 from moe_ffn.studies.budget import Budget, Cost
+from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import make_result
@@ -384,3 +386,19 @@ def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
 
     assert best(0) == best(0.3)
     assert "[" in best(0)
+
+
+def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
+    random_ = random.Random(0)
+    rows = [[random_.gauss(0, 1) + 5 * seed for seed in range(400)] for _ in range(3)]
+    results = [
+        make_result(f"a{n}", seed, 100 + loss)
+        for n, losses in enumerate(rows)
+        for seed, loss in enumerate(losses)
+    ]
+    arms = Comparison.of(results).arms
+    found = _without_seeds(arms)
+    for arm, before in zip(found, arms, strict=True):
+        losses = [run.outcome.validation_loss or 0 for run in arm.results]
+        assert fmean(losses) == pytest.approx(before.loss)
+        assert stdev(losses) == pytest.approx(1, abs=0.1)

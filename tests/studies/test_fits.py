@@ -423,8 +423,12 @@ def test_leverage_has_an_interval_over_seeds() -> None:
 def test_arms_without_anything_in_common_have_no_leverage() -> None:
     with pytest.raises(ConfigError, match="the two arms have no seed in common"):
         leverage({0: curve(1)}, {1: curve(2)})
-    with pytest.raises(ConfigError, match="the curves of the two arms have no loss in common"):
+    with pytest.raises(ConfigError, match="have no loss in common in 1 of 1 seeds"):
         leverage({0: ([1, 2], [9, 8])}, {0: ([1, 2], [5, 4])})
+    # Without the seed in which the arm is best the mean of the others would be too low.
+    beyond = {0: curve(1.5), 1: ([1e12], [0.1])}
+    with pytest.raises(ConfigError, match="have no loss in common in 1 of 2 seeds"):
+        leverage({0: curve(1), 1: curve(1)}, beyond)
     with pytest.raises(ConfigError, match="a loss for each of its FLOPs, which rise"):
         leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
     with pytest.raises(ConfigError, match="loss: must be positive and finite"):
