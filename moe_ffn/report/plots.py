@@ -65,21 +65,21 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
     """Each section of `run.html`, in its order -> its plots, each only where it was measured."""
     keys = [key for key in RUN_METRICS if key not in NOT_DRAWN and _has_values(run, key)]
     curves = [
-        _plot(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
+        plot_of(figures.curve(run, key), is_wide=key == "loss") for key in keys if key not in FOLDED
     ]
     if any(run.series(f"train/{name}") for name in BALANCING_LOSSES):
-        curves.append(_plot(figures.balancing_losses(run)))
+        curves.append(plot_of(figures.balancing_losses(run)))
     # A balancing loss that is drawn of the whole model is not drawn again of each layer.
     drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
     moving = [key for key in tables.moving_measures(run) if key not in drawn]
     first = [key for key in FIRST if key in moving]
-    return _named(
+    return numbered(
         curves=curves,
-        more_curves=[_plot(figures.curve(run, key)) for key in keys if key in FOLDED],
+        more_curves=[plot_of(figures.curve(run, key)) for key in keys if key in FOLDED],
         loads=_loads(run),
         coactivation=_coactivations(run),
-        measures=[_plot(figures.measure(run, key)) for key in first],
-        more_measures=[_plot(figures.measure(run, key)) for key in moving if key not in first],
+        measures=[plot_of(figures.measure(run, key)) for key in first],
+        more_measures=[plot_of(figures.measure(run, key)) for key in moving if key not in first],
     )
 
 
@@ -99,19 +99,19 @@ def plots_of_arms(
     tuning: list[Plot] = []
     if comparison is not None:
         if any(arm.difference for arm in comparison.arms):
-            answer.append(_plot(arm_figures.differences(comparison)))
+            answer.append(plot_of(arm_figures.differences(comparison)))
         known = [c for c, of in COSTS.items() if all(of(arm) for arm in comparison.arms)]
         costs = {cost: arm_figures.frontier(comparison, cost) for cost in known}
-        answer += [_choice(costs, choice="cost")] if costs else []
-        tuning = [_plot(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
+        answer += [choice_of(costs, choice="cost")] if costs else []
+        tuning = [plot_of(arm_figures.tuning(comparison, found)) for found in comparison.tuning]
     curves = [
-        _choice({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
+        choice_of({AXES[axis]: arm_figures.losses(arms, axis, of) for axis in axes}, choice="over")
         for of in LOSSES
         if (axes := arm_figures.axes_of(arms, of))
     ]
     moving = [key for key in FIRST if _moves(runs, key)]
-    measures = [_plot(figures.overlay_measure(runs, key)) for key in moving]
-    return _named(answer=answer, curves=curves, tuning=tuning, measures=measures)
+    measures = [plot_of(figures.overlay_measure(runs, key)) for key in moving]
+    return numbered(answer=answer, curves=curves, tuning=tuning, measures=measures)
 
 
 def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
@@ -119,17 +119,18 @@ def _moves(runs: Mapping[str, Sequence[Run]], key: str) -> bool:
     return len({value for series in means for value in series.values}) > 1
 
 
-def _named(**sections: list[Plot]) -> dict[str, list[Plot]]:
+def numbered(**sections: list[Plot]) -> dict[str, list[Plot]]:
+    """The sections of a page, whose plots have their names now."""
     for number, plot in enumerate(plot for plots in sections.values() for plot in plots):
         plot.name = f"plot-{number}"
     return sections
 
 
-def _plot(figure: Any, **options: Any) -> Plot:
-    return _choice({"": figure}, **options)
+def plot_of(figure: Any, **options: Any) -> Plot:
+    return choice_of({"": figure}, **options)
 
 
-def _choice(found: Mapping[Any, Any], **options: Any) -> Plot:
+def choice_of(found: Mapping[Any, Any], **options: Any) -> Plot:
     """What is chosen -> what is drawn; title and note are those of the first figure, or in `options`."""
     plain = [plain_figure(figure) for figure in found.values()]
     about = next(iter(found.values())).layout.meta
@@ -144,11 +145,11 @@ def _has_values(run: Run, key: str) -> bool:
 
 def _loads(run: Run) -> list[Plot]:
     """One heat map with a choice of sparse layer."""
-    found: dict[str, Any] = {_layer(layer): figures.load(run, layer) for layer in run.loads}
+    found: dict[str, Any] = {layer_title(layer): figures.load(run, layer) for layer in run.loads}
     if not found:
         return []
     note = max((figure.layout.meta["note"] for figure in found.values()), key=len)
-    return [_choice(found, title="Load of each expert", note=note)]
+    return [choice_of(found, title="Load of each expert", note=note)]
 
 
 def _coactivations(run: Run) -> list[Plot]:
@@ -158,14 +159,16 @@ def _coactivations(run: Run) -> list[Plot]:
         return []
     max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
     chosen = tables.evenly_chosen(list(found), max_layers)
-    drawn: dict[str, Any] = {_layer(layer): figures.coactivation(run, layer) for layer in chosen}
-    plot = _choice(drawn, title="Co-activation")
+    drawn: dict[str, Any] = {
+        layer_title(layer): figures.coactivation(run, layer) for layer in chosen
+    }
+    plot = choice_of(drawn, title="Co-activation")
     if len(chosen) < len(found):
         plot.note += f" {len(chosen)} of {len(found)} layers, evenly chosen."
     return [plot]
 
 
-def _layer(name: str) -> str:
+def layer_title(name: str) -> str:
     return f"layer {short_name(name)}"
 
 

@@ -14,15 +14,8 @@ from moe_ffn.report import figures as run_figures
 from moe_ffn.report.expert_tokens import expert_tokens
 from moe_ffn.report.inspect import experts, figures
 from moe_ffn.report.inspect.inspection import HISTORY_TOKENS, Inspection
-from moe_ffn.report.inspect.units import (
-    AGREE,
-    KINDS,
-    NEAR,
-    LayerUnits,
-    examples,
-    explanation,
-)
-from moe_ffn.report.plots import Plot, plain_figure, render_plots
+from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, examples, explanation
+from moe_ffn.report.plots import Plot, choice_of, layer_title, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
 
 
@@ -51,40 +44,30 @@ def inspection_html(found: Inspection, run: Run, script: str | None = None) -> s
 
 
 def _plots(found: Inspection, run: Run) -> dict[str, list[Plot]]:
-    choosers = [r for r in found.routers.values() if not r.is_gate and r.assignment.num_experts > 1]
-    sections: dict[str, list[Plot]] = {
-        "agreement": [],
-        "taken": [],
-        "pairs": [],
-        "time": [],
-        "units": [],
+    choosers = {
+        layer_title(router.name): router
+        for router in found.routers.values()
+        if not router.is_gate and router.assignment.num_experts > 1
     }
+    agreement, taken, pairs, over_time = [list[Plot]() for _ in range(4)]
     if choosers:
-        sections["agreement"].append(_plot([figures.agreements(found)]))
-        choices = [f"layer {short_name(router.name)}" for router in choosers]
-        for attribute in (a for a in found.attributes if a.names):
-            drawn = [figures.taken(found, router.name, attribute.name) for router in choosers]
-            sections["taken"].append(_plot(drawn, choices))
+        agreement.append(plot_of(figures.agreements(found)))
+        for name in (attribute.name for attribute in found.attributes if attribute.names):
+            drawn = {at: figures.taken(found, router.name, name) for at, router in choosers.items()}
+            taken.append(choice_of(drawn))
         paired = {
-            f"layer {short_name(router.name)}": figures.together(router)
-            for router in choosers
+            at: figures.together(router)
+            for at, router in choosers.items()
             if experts.coactivation_lift(router.assignment) is not None
         }
         if paired:
-            sections["pairs"].append(_plot(list(paired.values()), list(paired)))
+            pairs.append(choice_of(paired))
         if len(found.routers) > 1:
-            sections["pairs"].append(_plot([figures.depth(found)]))
+            pairs.append(plot_of(figures.depth(found)))
         if any("churn" in measures for measures in run.layers.values()):
-            sections["time"].append(_plot([run_figures.measure(run, "churn")]))
-    if found.units:
-        sections["units"].append(_plot([figures.suffixes(found.units)]))
-    for number, plot in enumerate(plot for section in sections.values() for plot in section):
-        plot.name = f"plot-{number}"
-    return sections
-
-
-def _plot(drawn: Sequence[Any], choices: Sequence[str] = ("",)) -> Plot:
-    return Plot([plain_figure(figure) for figure in drawn], choices, **drawn[0].layout.meta)
+            over_time.append(plot_of(run_figures.measure(run, "churn")))
+    units = [plot_of(figures.suffixes(found.units))] if found.units else []
+    return numbered(agreement=agreement, taken=taken, pairs=pairs, time=over_time, units=units)
 
 
 class PageParts:
