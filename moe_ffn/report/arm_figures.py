@@ -62,6 +62,8 @@ class ArmCurves:
     train: Sequence[Curve]
     flops_per_token: float | None = None
     """Of the forward pass; None where it is not known."""
+    step_seconds: float | None = None
+    """Of a step, measured apart from the runs; None where the runs' own clocks count."""
 
     def curves(self, of: Loss, over: Over) -> list[tuple[list[float | None], list[float | None]]]:
         """The places and the losses of each curve that has both."""
@@ -75,6 +77,8 @@ class ArmCurves:
                 places = [
                     None if x is None or cost is None else TRAINING_FLOPS * cost * x for x in places
                 ]
+            if over == "seconds" and self.step_seconds is not None:
+                places = [step * self.step_seconds for step in curve.steps]
             if len(places) == len(curve.losses) and any(x is not None for x in places):
                 found.append((places, list(curve.losses)))
         return found
@@ -88,6 +92,7 @@ def curves_of(arms: Sequence[Arm]) -> list[ArmCurves]:
             [result.validation for result in arm.results],
             [result.train for result in arm.results],
             arm.budget.model.flops_per_token,
+            arm.timed_step_seconds,
         )
         for arm in arms
     ]

@@ -262,6 +262,9 @@ class Comparison:
         for name in names:
             _require_same_options(name, groups[name])
         seconds = step_seconds or {}
+        untimed = [name for name in names if name not in seconds]
+        if untimed:  # a busy machine's clock beside a quiet one's would say nothing
+            seconds = {}
         found = [Arm(n, groups[n], timed_step_seconds=seconds.get(n)) for n in names]
         found = _with_differences(found)
         found = [
@@ -273,7 +276,12 @@ class Comparison:
             )
             for arm in found
         ]
-        return cls(found, _notes(found), _tunings(results, names), question)
+        notes = _notes(found)
+        if step_seconds and untimed:
+            notes.append(
+                f"Seconds are of the runs' own clocks: not all arms were timed apart ({', '.join(untimed)})."
+            )
+        return cls(found, notes, _tunings(results, names), question)
 
 
 # -- the differences
@@ -325,14 +333,15 @@ def _verdict(arm: Arm, base: Arm) -> str:
     size = f"by {abs(mean):.4f} [{ends[0]:.4f}, {ends[1]:.4f}] nats per token"
     signed = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
     if found.over == "windows":
+        where = "on this text in the one seed that they share"
         if low <= 0 <= high:
             return (
-                f"{arm.name} and {baseline} differ by {signed} on this text in their one seed: no difference "
-                "seen. Another seed may say otherwise."
+                f"{arm.name} and {baseline} differ by {signed} {where}: no difference seen. Another seed may "
+                "say otherwise."
             )
         return (
-            f"{arm.name} is {better} than {baseline} {size} on this text in their one seed; what another "
-            "seed would say is not known."
+            f"{arm.name} is {better} than {baseline} {size} {where}; what another seed would say is not "
+            "known."
         )
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
@@ -552,14 +561,18 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
             f"The arms are not trained on equally many tokens: {least} on {tokens[least]:,}, {most} on "
             f"{tokens[most]:,}; final losses are compared as they are."
         )
-    if any(arm.interval_over == "windows" for arm in arms):
+    over_windows = any(
+        arm.interval_over == "windows" or (arm.difference and arm.difference.over == "windows")
+        for arm in arms
+    )
+    if over_windows:
         notes.append(
             "One seed has no interval over seeds: nothing in one run says how far another one would lie from "
             "it. Intervals of one seed are over windows of the validation text (bootstrap); they say how "
             "much the text matters, and nothing of the training seed."
         )
     seeds = {tuple(arm.seeds) for arm in arms}
-    if len(seeds) > 1 and not any(arm.interval_over == "windows" for arm in arms):
+    if len(seeds) > 1 and not over_windows:
         notes.append(
             "Not all arms have the same seeds: means are over all of an arm, differences over the seeds that "
             "it shares with the baseline."
@@ -568,8 +581,9 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
         "precision": "losses and seconds may differ by it",
         "processor": "seconds do not compare",
         "gpu": "seconds do not compare",
-        "threads": "seconds do not compare",
-        "torch": "seconds do not compare",
+        "threads": "seconds do not compare, and losses move a little",
+        "torch": "seconds do not compare, and losses may differ by it",
+        "git_revision": "what they train may differ",
     }.items():
         found = Counter(str(result.machine.get(key)) for result in results)
         if len(found) > 1:

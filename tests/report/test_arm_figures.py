@@ -146,3 +146,10 @@ def test_what_is_not_known_is_said() -> None:
     alone = Comparison.of([make_result("a", 0), make_result("a", 1, step_seconds=0.5)])
     with pytest.raises(NotMeasuredError, match="no arm has a difference from a"):
         figures.differences(alone)
+
+
+def test_seconds_that_were_measured_apart_are_drawn_where_all_arms_have_them() -> None:
+    results = [make_result(arm, 0, 2.0, step_seconds=9.0) for arm in ("a", "b")]
+    timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
+    lines = drawn(figures.losses(curves_of(timed.arms), "seconds"))
+    assert [list(lines[name].x) for name in ("a", "b")] == [[50, 100], [100, 200]]

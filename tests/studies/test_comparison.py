@@ -121,7 +121,7 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
     (verdict,) = found.verdicts
     assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
-    assert verdict.endswith("in their one seed; what another seed would say is not known.")
+    assert verdict.endswith("in the one seed that they share; what another seed would say is not known.")
 
 
 def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
@@ -275,6 +275,31 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     )
 
 
+def test_seconds_are_of_one_kind() -> None:
+    results = [make_result(arm, 0, 2.0, step_seconds=10.0) for arm in ("a", "b")]
+
+    timed = Comparison.of(results, step_seconds={"a": 1.0, "b": 2.0})
+    assert [arm.step_seconds for arm in timed.arms] == [1.0, 2.0]
+    partly = Comparison.of(results, step_seconds={"a": 1.0})
+    assert [arm.step_seconds for arm in partly.arms] == [10.0, 10.0]
+    assert partly.notes[-1] == (
+        "Seconds are of the runs' own clocks: not all arms were timed apart (b)."
+    )
+
+
+def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
+    losses = [2.0, 2.1, 2.2, 2.3]
+    results = [
+        make_result(arm, seed, 2.1, windows=[shift + loss for loss in losses])
+        for arm, shift, seeds in (("a", 0.0, (0, 1)), ("b", 0.5, (1, 2)))
+        for seed in seeds
+    ]
+    found = Comparison.of(results)
+    assert found.verdicts[0].startswith("b is worse than a by 0.5000 [0.5000, 0.5000] nats per token on")
+    assert "in the one seed that they share" in found.verdicts[0]
+    assert any("over windows of the validation text" in note for note in found.notes)
+
+
 def test_two_seeds_of_tuning_do_not_tell_a_little_from_nothing() -> None:
     results = [
         make_result(arm, seed, loss + seed * wobble, main_arm="a", tuning=tuning)
@@ -402,7 +427,7 @@ def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
         "The arms are not trained on equally many tokens: short on 500, long on 1,000; final losses are "
         "compared as they are." in notes
     )
-    assert "The runs differ in threads (1, 2): seconds do not compare." in notes
+    assert "The runs differ in threads (1, 2): seconds do not compare, and losses move a little." in notes
     assert (
         "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ by it."
         in notes
