@@ -150,9 +150,8 @@ def line_figure(
     *,
     levels: Mapping[str, float] = MappingProxyType({}),
     note: str = "",
-    x_axis: str = STEP_AXIS,
 ) -> go.Figure:
-    """Lines over a common x; the legend stands above, where it wraps on a phone, with the last values.
+    """Lines over steps; the legend stands above, where it wraps on a phone, with the last values.
 
     Args:
         max_points: of a line, see `average`.
@@ -168,12 +167,11 @@ def line_figure(
         traces.append(_line([min(span), max(span)], [value, value], name, metric, "quiet", "dot"))
     # From the first step on: of a single validation plotly would make an axis from 99 to 101.
     x_options: dict[str, Any] = {
-        "title": axis_title(x_axis),
+        "title": axis_title(STEP_AXIS),
         "hoverformat": ",~r",
         "rangemode": "tozero",
+        "unifiedhovertitle": {"text": "step %{x:,~r}"},
     }
-    if x_axis == STEP_AXIS:
-        x_options["unifiedhovertitle"] = {"text": "step %{x:,~r}"}
     axis, ticks = scale_of(metric)
     layout = {
         "height": 300,

@@ -157,17 +157,15 @@ class Agreement:
         return (self.share - self.chance) / (1 - self.chance) if self.chance < 1 else math.nan
 
 
-def agreement(
-    expert_N: np.ndarray, label_N: np.ndarray, seed: int = 0, permutations: int = NUM_PERMUTATIONS
-) -> Agreement:
+def agreement(expert_N: np.ndarray, label_N: np.ndarray) -> Agreement:
     """How much of the experts the labels know; both whole numbers from 0 on."""
     choice = entropy(expert_N)
     if choice <= 1e-12:
         return Agreement(math.nan, math.nan)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     _, label_N = np.unique(label_N, return_inverse=True)
     permuted = [
-        mutual_information(expert_N, random.permutation(label_N)) for _ in range(permutations)
+        mutual_information(expert_N, random.permutation(label_N)) for _ in range(NUM_PERMUTATIONS)
     ]
     return Agreement(
         mutual_information(expert_N, label_N) / choice, float(np.mean(permuted)) / choice

@@ -17,7 +17,7 @@ from torch import nn
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNBlock
-from moe_ffn.model.decoder import Block, Decoder, layer_name, layer_number
+from moe_ffn.model.decoder import Block, Decoder, layer_name
 from moe_ffn.outputs import FFNOutput, within
 from moe_ffn.report.expert_tokens import NOWHERE, RoutedLayer, RoutedText
 from moe_ffn.report.inspect import experts
@@ -48,10 +48,6 @@ class Router:
     @property
     def name(self) -> str:
         return self.assignment.name
-
-    @property
-    def layer(self) -> int:
-        return layer_number(self.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,9 @@ MAX_DOCUMENT, LOOK_BACK = 1 << 21, 4096
 """Tokens. Of a longer document only the windows are read and what stands shortly before, for the start of the
 line, and its syntax is unknown."""
 
+CHUNK = 1 << 22
+"""Tokens read at once: all may be more than fit into memory."""
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -239,11 +242,11 @@ def text_of_tokens(
     )
 
 
-def _places_of(tokens: np.ndarray, token_id: int, chunk: int = 1 << 22) -> np.ndarray:
-    """Where a token stands, read in chunks: the tokens may be more than fit into memory."""
+def _places_of(tokens: np.ndarray, token_id: int) -> np.ndarray:
+    """Where a token stands."""
     found = [
-        np.flatnonzero(tokens[start : start + chunk] == token_id) + start
-        for start in range(0, len(tokens), chunk)
+        np.flatnonzero(tokens[start : start + CHUNK] == token_id) + start
+        for start in range(0, len(tokens), CHUNK)
     ]
     return np.concatenate(found)
 

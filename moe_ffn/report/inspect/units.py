@@ -31,6 +31,8 @@ NEAR = 16
 """Positions are near each other within this part, 1 / NEAR, of a sequence."""
 
 NUM_PROMOTED = 5
+CHUNK = 1024
+"""Value vectors at once through the unembedding."""
 
 KINDS = ("suffix", "token", "position in line", "position in sequence")
 """What may explain a unit; the first of them that does is its kind, and `none` where none does."""
@@ -151,7 +153,7 @@ class LayerUnits:
 
 
 def layer_units(
-    layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder, seed: int = 0
+    layer: int, networks: Mapping[str, TopInputs], text: Text, decoder: Decoder
 ) -> LayerUnits:
     """What the top inputs of all networks of a layer have in common, beside inputs drawn at random.
 
@@ -161,7 +163,7 @@ def layer_units(
     found = [inputs.of_main_sign() for inputs in networks.values()]
     activations, tokens = (np.concatenate([one[i] for one in found]) for i in (0, 1))
     k = tokens.shape[1]
-    random = np.random.default_rng([seed, layer])
+    random = np.random.default_rng([0, layer])
     drawn: list[np.ndarray] = []
     for inputs, (_, of_network, _) in zip(networks.values(), found, strict=True):
         seen = torch.cat(inputs.seen).numpy()
@@ -231,7 +233,7 @@ def agree(values_Uk: np.ndarray, need: int, within: int = 0) -> np.ndarray:
 
 @torch.no_grad()
 def promoted_tokens(
-    decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray, chunk: int = 1024
+    decoder: Decoder, values_FD: Tensor, sign_F: Tensor, among: np.ndarray
 ) -> np.ndarray:
     """(F, p) ids: the tokens whose logits each value vector, times its sign, raises most; the highest first.
 
@@ -243,7 +245,7 @@ def promoted_tokens(
     """
     found: list[np.ndarray] = []
     num = min(NUM_PROMOTED, len(among))
-    for values, signs in zip(values_FD.split(chunk), sign_F.split(chunk), strict=True):
+    for values, signs in zip(values_FD.split(CHUNK), sign_F.split(CHUNK), strict=True):
         size = values.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-30)
         unit = values / size * signs[:, None].to(values)
         through = decoder.final_norm(unit) - decoder.final_norm(torch.zeros_like(unit))
