@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from moe_ffn.config import Config
 from moe_ffn.config_files import merge, nest, read_yaml, validate
@@ -37,10 +37,11 @@ def _null_arms_are_empty(value: Any) -> Any:
     return {name: _null_is_empty(options) for name, options in value.items()}
 
 
-def _unique_seeds(seeds: Sequence[int]) -> None:
+def _unique(seeds: list[int]) -> list[int]:
     for seed in seeds:
         if seeds.count(seed) > 1:
             raise ValueError(f"{seed} is given twice")
+    return seeds
 
 
 def _one_is_a_list(value: Any) -> Any:
@@ -48,7 +49,9 @@ def _one_is_a_list(value: Any) -> Any:
 
 
 FitName = Literal["isoflop", "clark", "granularity", "leverage"]
-Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
+Seeds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(_unique)
+]
 Grid = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
@@ -61,12 +64,6 @@ class TuningConfig(Config, frozen=True):
     """Seeds of these runs."""
     arms: Annotated[list[str], Field(min_length=1)] | None = None
     """The arms that are tuned; all of them by default."""
-
-    @field_validator("seeds")
-    @classmethod
-    def _check_seeds(cls, seeds: list[int]) -> list[int]:
-        _unique_seeds(seeds)
-        return seeds
 
 
 class StudyConfig(Config, frozen=True):
@@ -117,12 +114,6 @@ class StudyConfig(Config, frozen=True):
         if problem := not_a_folder_name(name):
             raise ValueError(problem)
         return name
-
-    @field_validator("seeds")
-    @classmethod
-    def _check_seeds(cls, seeds: list[int]) -> list[int]:
-        _unique_seeds(seeds)
-        return seeds
 
     @model_validator(mode="after")
     def _check_arms(self) -> StudyConfig:
