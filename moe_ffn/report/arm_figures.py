@@ -319,7 +319,7 @@ def differences(comparison: Comparison) -> go.Figure:
         if arm.difference is not None
     ]
     if not rows:
-        raise NotMeasuredError(f"no arm has a difference from {comparison.baseline.name}")
+        raise NotMeasuredError(f"no arm has a difference from {comparison.baseline}")
     traces: list[go.Scatter] = []
     for number, arm, found in rows:
         mean, low, high = found.interval
@@ -338,9 +338,7 @@ def differences(comparison: Comparison) -> go.Figure:
             )
         )
     x_axis = {
-        "title": axis_title(
-            f"loss minus that of {_short(comparison.baseline.name)} (nats per token)"
-        ),
+        "title": axis_title(f"loss minus that of {_short(comparison.baseline)} (nats per token)"),
         "zeroline": True,
         "zerolinewidth": 2,
         "rangemode": "tozero",
@@ -359,11 +357,11 @@ def differences(comparison: Comparison) -> go.Figure:
     over = {found.over for _, _, found in rows}
     pairs = {"seeds": "seeds, paired", "windows": "windows of the text, in one seed"}
     note = (
-        f"Left of 0 is better than {comparison.baseline.name}. Bars are 95% intervals over "
+        f"Left of 0 is better than {comparison.baseline}. Bars are 95% intervals over "
         f"{' or '.join(pairs[o] for o in sorted(over))}; a full circle is a difference that Holm's "
         "correction leaves significant."
     )
-    return figure(traces, layout, f"Difference from {comparison.baseline.name}", note)
+    return figure(traces, layout, f"Difference from {comparison.baseline}", note)
 
 
 def tuning(comparison: Comparison, found: Tuning) -> go.Figure:

@@ -90,7 +90,6 @@ def forest(arms: Sequence[Arm], numbers: Sequence[int]) -> str:
     """Final losses, a dot a seed, and the differences to the baseline, both with 95 % intervals.
 
     Args:
-        arms: the baseline first.
         numbers: choose colour and marker of each.
     """
     has_differences = any(arm.difference is not None for arm in arms)
@@ -106,9 +105,8 @@ def forest(arms: Sequence[Arm], numbers: Sequence[int]) -> str:
             _interval(panels[0], arm.interval, place, style)
         if arm.difference is not None:
             _interval(panels[1], arm.difference.interval, place, style)
-    names = [arm.name for arm in arms]
-    if len(arms) > 1:
-        names[0] += " (baseline)"
+    marks = {None: " (baseline)" if len(arms) > 1 else ""}
+    names = [arm.name + marks.get(arm.base, "") for arm in arms]
     panels[0].set_yticks(range(len(arms)), names)
     panels[0].set_ylim(len(arms) - 0.5, -0.5)
     panels[0].set_xlabel(LOSS)

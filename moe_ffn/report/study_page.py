@@ -108,8 +108,8 @@ def study_page(
         raise ConfigError(
             f"{study.name}: none of the results is of one of its arms, {', '.join(names)}"
         )
-    has_baseline = any(result.arm == study.baseline for result in ours)
-    baseline = study.baseline if has_baseline else None
+    known = {name for result in ours for name in (result.arm, result.arm.partition(",")[0])}
+    baseline = study.baseline if study.baseline in known else None
     comparison = Comparison.of(ours, baseline=baseline, arms=names, step_seconds=step_seconds)
     arms = comparison.arms
     fitted = _without_seeds(arms)
@@ -135,12 +135,10 @@ def study_page(
 
 
 def _short_verdict(comparison: Comparison) -> str:
-    """What is said of the arm with the lowest loss, beside the baseline."""
-    others = comparison.arms[1:]
-    if not others:
-        return comparison.verdicts[0]
-    best = min(range(len(others)), key=lambda place: others[place].loss)
-    return comparison.verdicts[best]
+    """What is said of the arm that is the furthest below its baseline."""
+    found = [arm for arm in comparison.arms if arm.base]
+    below = [arm.loss - comparison.base_of(arm).loss for arm in found]
+    return comparison.verdicts[below.index(min(below)) if below else 0]
 
 
 # -- what the runs say
@@ -243,7 +241,9 @@ def _design(comparison: Comparison) -> str:
     arms = comparison.arms
 
     def cost(arm: Arm, part: str, key: str) -> str:
-        value, other = (getattr(getattr(a.budget, part), key) for a in (arm, comparison.baseline))
+        value, other = (
+            getattr(getattr(a.budget, part), key) for a in (arm, comparison.base_of(arm))
+        )
         return _beside(value, other)
 
     rows = [
@@ -276,7 +276,7 @@ def _design(comparison: Comparison) -> str:
             "learning rate": "optimizer.learning_rate",
         },
     )
-    beside = f"In percent: beside {comparison.baseline.name}. " if len(arms) > 1 else ""
+    beside = f"In percent: beside {comparison.baseline}. " if len(arms) > 1 else ""
     note = (
         f"{beside}FLOPs are of the forward pass; training takes three times as many. "
         f"{_pairing([arm.results[0] for arm in arms])}"
@@ -571,7 +571,7 @@ def _granularity(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> st
 
 def _leverage(page: StudyPage, study: StudyConfig, arms: Sequence[Arm]) -> str:
     by_name = {arm.name: arm for arm in arms}
-    baseline = by_name.get(study.baseline or "", arms[0])
+    baseline = next(arm for arm in arms if arm.base is None)
     line = _line(baseline)
     # Final losses over all budgets of the baseline's line: of runs whose learning rate has decayed.
     sizes: dict[int, list[tuple[float, float]]] = {}

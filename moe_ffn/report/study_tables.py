@@ -45,7 +45,6 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _losses(comparison: Comparison) -> Table:
-    base = comparison.baseline.name
     over = {arm.interval_over for arm in comparison.arms if arm.interval}
     what = " or ".join(
         {
@@ -63,8 +62,8 @@ def _losses(comparison: Comparison) -> Table:
     if len(comparison.arms) > 1:
         headers += ["difference", "p"]
         legend += (
-            f"; difference: from {base}, paired, ± its 95 % interval; p: two-sided, paired t, after Holm's "
-            "correction"
+            f"; difference: from {comparison.baseline}, paired, ± its 95 % interval; p: two-sided, "
+            "paired t, after Holm's correction"
         )
     rows = []
     for arm in comparison.arms:
@@ -142,7 +141,6 @@ def _routing(arms: Sequence[Arm]) -> Table:
 
 
 def _reached(comparison: Comparison) -> Table:
-    base = comparison.baseline
     rows = [
         [
             arm.name,
@@ -152,13 +150,15 @@ def _reached(comparison: Comparison) -> Table:
             " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
         ]
         for arm in comparison.arms
+        for base in [comparison.base_of(arm)]
     ]
     return Table(
-        f"To the final loss of {base.name}",
+        f"To the final loss of {comparison.baseline}",
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],
         rows,
-        f"in brackets over what {base.name} takes for all; FLOPs: forward and backward; seconds: of those "
-        "steps at the median step; frontier: no other arm has both a lower loss and less of that cost",
+        f"in brackets over what {comparison.baseline} takes for all; FLOPs: forward and backward; "
+        "seconds: of those steps at the median step; frontier: no other arm has both a lower loss and less of "
+        "that cost",
     )
 
 
@@ -228,8 +228,8 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 def _difference_lines(comparison: Comparison) -> Iterator[str]:
     if len(comparison.arms) < 2:
         return
-    yield f"What differs from {comparison.baseline.name}"
-    for arm in comparison.arms[1:]:
+    yield f"What differs from {comparison.baseline}"
+    for arm in (arm for arm in comparison.arms if arm.base):
         yield f"  {arm.name}: {'; '.join(arm.differs) or 'nothing'}"
     yield ""
 
@@ -242,8 +242,8 @@ def to_markdown(comparison: Comparison) -> str:
     for table in [*tables(comparison), *tuning_tables(comparison)]:
         lines += [markdown(table), ""]
     if len(comparison.arms) > 1:
-        lines += [f"**What differs from {plain(comparison.baseline.name)}**", ""]
-        for arm in comparison.arms[1:]:
+        lines += [f"**What differs from {plain(comparison.baseline)}**", ""]
+        for arm in (arm for arm in comparison.arms if arm.base):
             lines += [f"- {plain(arm.name)}: {plain('; '.join(arm.differs) or 'nothing')}"]
         lines += [""]
     lines += [f"*{plain(note)}*\n" for note in comparison.notes]
@@ -279,7 +279,7 @@ def plain(text: str) -> str:
 
 def to_csv(comparison: Comparison) -> str:
     """One row an arm, every number in full; a cell without a value is empty."""
-    rows = [_record(arm, comparison.baseline) for arm in comparison.arms]
+    rows = [_record(arm, comparison.base_of(arm)) for arm in comparison.arms]
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

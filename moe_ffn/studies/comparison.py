@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,10 +51,12 @@ class Arm:
     name: str
     results: Sequence[RunResult]
     """One run a seed, by their seeds."""
+    base: str | None = None
+    """The arm that it is compared with; None of a baseline."""
     differs: Sequence[str] = ()
-    """What is different from the baseline, a line each."""
+    """What is different from that, a line each."""
     difference: Difference | None = None
-    """From the baseline; None of itself, and where no pair was measured."""
+    """From that; None where no pair was measured."""
     reached: Reached | None = None
     timed_step_seconds: float | None = None
     """Seconds of a step where they were measured apart from the runs."""
@@ -204,14 +206,16 @@ class Comparison:
     """The arms of a study, or of any runs that compare, with the baseline first."""
 
     arms: Sequence[Arm]
+    baseline: str
+    """What the arms are compared with, in words: `gelu`, or `gelu at the same d_model`."""
     notes: Sequence[str] = ()
     """What a reader has to know of the runs, a sentence each."""
     tuning: Sequence[Tuning] = ()
     question: str = ""
 
-    @property
-    def baseline(self) -> Arm:
-        return self.arms[0]
+    def base_of(self, arm: Arm) -> Arm:
+        """The arm that it is compared with; itself of a baseline."""
+        return self.arm(arm.base or arm.name)
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
@@ -220,8 +224,8 @@ class Comparison:
     def verdicts(self) -> list[str]:
         """What the intervals allow to say of each arm, a sentence each."""
         if len(self.arms) == 1:
-            return [_alone(self.baseline)]
-        return [_verdict(arm, self.baseline) for arm in self.arms[1:]]
+            return [_alone(self.arms[0])]
+        return [_verdict(arm, self.base_of(arm)) for arm in self.arms if arm.base]
 
     @classmethod
     def of(
@@ -236,7 +240,8 @@ class Comparison:
         """Compare the runs, which have to be finished.
 
         Args:
-            baseline: name of an arm; the first by default.
+            baseline: name of an arm; the first by default. Of a grid, as in `gelu,d_model=64`, what is before
+                the first comma: then each arm is compared with that one at its own values.
             arms: names in the order in which they are shown; others come after them, as they are given.
             step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
 
@@ -252,56 +257,68 @@ class Comparison:
         for result in main:
             groups.setdefault(result.arm, []).append(result)
         groups = {name: sorted(g, key=lambda r: r.seed) for name, g in groups.items() if g}
-        if baseline is not None and baseline not in groups:
-            hint = did_you_mean(baseline, groups) or f"; the arms are {', '.join(groups)}"
-            raise ConfigError(
-                f"baseline: there is no finished run of an arm {show(baseline)}{hint}"
-            )
-        first = baseline or next(iter(groups))
-        names = [first, *(name for name in groups if name != first)]
-        for name in names:
+        for name in groups:
             _require_same_options(name, groups[name])
+        baseline = baseline or next(iter(groups))
+        bases = _bases(baseline, groups)
+        names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
         untimed = [name for name in names if name not in seconds]
         if untimed:  # a busy machine's clock beside a quiet one's would say nothing
             seconds = {}
-        found = [Arm(n, groups[n], timed_step_seconds=seconds.get(n)) for n in names]
-        found = _with_differences(found)
+        found = [Arm(n, groups[n], bases[n], timed_step_seconds=seconds.get(n)) for n in names]
+        by_name = {arm.name: arm for arm in found}
+        pairs = {arm.name: (arm, by_name[arm.base]) for arm in found if arm.base}
+        pairs = {name: pair for name, pair in pairs.items() if pair[0].task == pair[1].task}
+        paired = paired_differences({n: (arm.losses, b.losses) for n, (arm, b) in pairs.items()})
         found = [
             replace(
                 arm,
-                reached=_reached(arm, found[0]) if arm.task == found[0].task else None,
-                differs=what_differs(found[0].results[0].config, arm.results[0].config),
+                difference=paired.get(arm.name) or _over_windows(arm, base),
+                reached=_reached(arm, base) if arm.task == base.task else None,
+                differs=what_differs(base.results[0].config, arm.results[0].config),
                 on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
             )
             for arm in found
+            for base in [by_name[arm.base or arm.name]]
         ]
         notes = _notes(found)
         if step_seconds and untimed:
             notes.append(
                 f"Seconds are of the runs' own clocks: not all arms were timed apart ({', '.join(untimed)})."
             )
-        return cls(found, notes, _tunings(results, names), question)
+        called = baseline
+        if baseline not in groups:
+            own = next(name for name in groups if name.startswith(f"{baseline},"))
+            keys = [part.partition("=")[0] for part in own.split(",")[1:]]
+            called = f"{baseline} at the same {' and '.join(keys)}"
+        return cls(found, called, notes, _tunings(results, names), question)
 
 
 # -- the differences
 
 
-def _with_differences(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with their differences to the first."""
-    base = arms[0]
-    losses = {arm.name: arm.losses for arm in arms[1:] if arm.task == base.task}
-    paired = paired_differences(losses, base.losses)
-    return [
-        replace(arm, difference=paired.get(arm.name) or _over_windows(arm, base))
-        if arm.name in losses
-        else arm
-        for arm in arms
-    ]
+def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
+    """Arm -> the arm that it is compared with, None of a baseline.
+
+    Raises:
+        ConfigError: there is no such arm.
+    """
+    known = set(arms)
+    if baseline in known:
+        return {arm: None if arm == baseline else baseline for arm in arms}
+    own = {arm: f"{baseline},{arm.partition(',')[2]}" for arm in arms}
+    if known.isdisjoint(own.values()):
+        hint = did_you_mean(baseline, arms) or f"; the arms are {', '.join(arms)}"
+        raise ConfigError(f"baseline: there is no finished run of an arm {show(baseline)}{hint}")
+    # An arm whose own baseline was not run is compared with none.
+    return {arm: None if base == arm or base not in known else base for arm, base in own.items()}
 
 
 def _over_windows(arm: Arm, base: Arm) -> Difference | None:
     """Of the one seed that both have, window by window; None where there is none, or no windows."""
+    if arm is base or arm.task != base.task:
+        return None
     of_base = {result.seed: result for result in base.results}
     for result in arm.results:
         if result.seed in of_base:

@@ -100,7 +100,8 @@ class StudyConfig(Config, frozen=True):
     grid: Grid = Field(default={})
     """Dotted option -> its values; every combination of them makes an arm of each arm."""
     baseline: str | None = None
-    """The arm that the others are compared with."""
+    """The arm that the others are compared with. Of a grid, by its name in `arms` alone: then each is compared
+    with that arm at its own values."""
     training_flops: float | None = Field(default=None, gt=0)
     """FLOPs that every run is trained with: trainer.max_steps is solved for it, to the nearest step."""
     tuning: TuningConfig | None = None
@@ -120,7 +121,7 @@ class StudyConfig(Config, frozen=True):
         if not self.arms and not self.grid:
             raise ValueError("an empty study: give arms, a grid, or both")
         arms = self.arm_names
-        if self.baseline is not None and self.baseline not in arms:
+        if self.baseline not in (None, *arms, *(self.arms if self.grid else ())):
             raise ValueError(f"baseline: {_no_arm(self.baseline, arms)}")
         if self.tuning is not None:
             for key in self.tuning.grid:

@@ -93,19 +93,19 @@ class Difference:
 
 
 def paired_differences(
-    arms: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]
+    arms: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]],
 ) -> dict[str, Difference]:
-    """Each arm minus `baseline` by Student's paired t, over the seeds that both have; of two or more.
+    """Each arm minus its baseline by Student's paired t, over the seeds that both have; of two or more.
 
     Pairs within a seed share their data order and their weights outside the block, so that what the seed
     does to both leaves the difference.
 
     Args:
-        arms: name -> seed -> loss.
+        arms: name -> loss of each seed, and that of its baseline.
     """
     shared = {
         name: [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
-        for name, losses in arms.items()
+        for name, (losses, baseline) in arms.items()
     }
     pairs = {name: d for name, d in shared.items() if len(d) > 1}
     p_values = dict(zip(pairs, holm([_p_value(d) for d in pairs.values()]), strict=True))

@@ -121,7 +121,9 @@ def test_of_one_seed_windows_of_the_text_are_resampled() -> None:
     assert arm.difference.interval.high - arm.difference.interval.low < 0.004, "paired"
     (verdict,) = found.verdicts
     assert verdict.startswith("swiglu is better than gelu by 0.0499 [0.0485, 0.0514] nats per")
-    assert verdict.endswith("in the one seed that they share; what another seed would say is not known.")
+    assert verdict.endswith(
+        "in the one seed that they share; what another seed would say is not known."
+    )
 
 
 def test_one_arm_alone_says_how_far_its_seeds_scatter() -> None:
@@ -275,6 +277,56 @@ def test_tuning_is_beside_and_not_mixed_in() -> None:
     )
 
 
+def grid() -> list[RunResult]:
+    """Three seeds; at each width the moe is a little better, and the wider models are much better."""
+    return [
+        make_result(
+            f"{arm},d_model={d_model}",
+            seed,
+            4 - d_model / 64 - gain + 0.01 * seed + 0.001 * (seed == 1) * len(arm),
+            options={"model.d_model": d_model, "model.ffn.type": arm},
+        )
+        for seed in range(3)
+        for d_model in (32, 64)
+        for arm, gain in (("dense", 0.0), ("moe", 0.05))
+    ]
+
+
+def test_of_a_grid_each_arm_is_compared_with_the_baseline_at_its_own_values() -> None:
+    found = Comparison.of(grid(), baseline="dense")
+
+    assert found.baseline == "dense at the same d_model"
+    assert {arm.name: arm.base for arm in found.arms} == {
+        "dense,d_model=32": None,
+        "moe,d_model=32": "dense,d_model=32",
+        "dense,d_model=64": None,
+        "moe,d_model=64": "dense,d_model=64",
+    }
+    assert found.verdicts[0].startswith("moe,d_model=32 is better than dense,d_model=32 by 0.0507")
+    assert found.verdicts[1].startswith("moe,d_model=64 is better than dense,d_model=64 by 0.0507")
+    small = found.arm("moe,d_model=32")
+    assert small.difference is not None
+    alone = Comparison.of([r for r in grid() if "32" in r.arm], baseline="dense,d_model=32")
+    one = alone.arms[1].difference
+    assert one is not None
+    assert small.difference.p_value == pytest.approx(2 * (one.p_value or 0)), "of two comparisons"
+    assert small.differs == ["model.ffn: dense -> moe, 8 experts (swiglu), top_k k=2"]
+    assert not found.arm("dense,d_model=64").differs
+    assert small.reached is not None
+    assert small.reached.num_reached == 3
+
+    whole = Comparison.of(grid(), baseline="dense,d_model=32")
+    assert whole.baseline == "dense,d_model=32"
+    assert [arm.base for arm in whole.arms] == [None, *["dense,d_model=32"] * 3]
+
+
+def test_an_arm_without_a_baseline_of_its_own_is_compared_with_none() -> None:
+    results = [r for r in grid() if r.arm != "dense,d_model=64"]
+    found = Comparison.of(results, baseline="dense")
+    assert found.arm("moe,d_model=64").base is None
+    assert len(found.verdicts) == 1
+
+
 def test_seconds_are_of_one_kind() -> None:
     results = [make_result(arm, 0, 2.0, step_seconds=10.0) for arm in ("a", "b")]
 
@@ -295,7 +347,9 @@ def test_several_seeds_of_which_one_is_shared_are_told_by_its_windows() -> None:
         for seed in seeds
     ]
     found = Comparison.of(results)
-    assert found.verdicts[0].startswith("b is worse than a by 0.5000 [0.5000, 0.5000] nats per token on")
+    assert found.verdicts[0].startswith(
+        "b is worse than a by 0.5000 [0.5000, 0.5000] nats per token on"
+    )
     assert "in the one seed that they share" in found.verdicts[0]
     assert any("over windows of the validation text" in note for note in found.notes)
 
@@ -427,7 +481,10 @@ def test_other_numbers_of_tokens_and_other_machines_are_said() -> None:
         "The arms are not trained on equally many tokens: short on 500, long on 1,000; final losses are "
         "compared as they are." in notes
     )
-    assert "The runs differ in threads (1, 2): seconds do not compare, and losses move a little." in notes
+    assert (
+        "The runs differ in threads (1, 2): seconds do not compare, and losses move a little."
+        in notes
+    )
     assert (
         "The runs differ in precision (32-true, bf16-mixed): losses and seconds may differ by it."
         in notes

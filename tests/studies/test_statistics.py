@@ -32,8 +32,8 @@ def test_the_interval_of_five_seeds_by_hand() -> None:
 def test_one_seed_has_no_interval() -> None:
     assert mean_interval([2.5]) is None
     assert mean_interval([]) is None
-    assert paired_differences({"a": {0: 2.5}}, {0: 2.4}) == {}
-    assert paired_differences({"a": {0: 2.5, 1: 2.5}}, {0: 2.4, 2: 2.4}) == {}, "one seed of both"
+    assert paired_differences({"a": ({0: 2.5}, {0: 2.4})}) == {}
+    assert paired_differences({"a": ({0: 2.5, 1: 2.5}, {0: 2.4, 2: 2.4})}) == {}, "one of both"
 
 
 def test_a_paired_difference_by_hand() -> None:
@@ -42,7 +42,7 @@ def test_a_paired_difference_by_hand() -> None:
     values, baseline = {0: 1.9, 1: 2.0, 2: 2.1, 7: 0.0}, {0: 2.0, 1: 2.2, 2: 2.4, 8: 9.0}
     margin = 4.30265 * 0.1 / math.sqrt(3)
 
-    found = paired_differences({"a": values}, baseline)["a"]
+    found = paired_differences({"a": (values, baseline)})["a"]
 
     assert found.num_pairs == 3
     assert found.interval == pytest.approx((-0.2, -0.2 - margin, -0.2 + margin), abs=1e-5)
@@ -54,10 +54,9 @@ def test_a_paired_difference_is_scipy_s() -> None:
     baseline = {seed: 2 + rng.gauss(0, 0.05) for seed in range(10)}
     values = {seed: loss - 0.01 + rng.gauss(0, 0.01) for seed, loss in baseline.items()}
 
-    alone = paired_differences({"a": values}, baseline)["a"]
-    found = paired_differences(
-        {"a": values, "b": baseline, "c": baseline, "d": baseline}, baseline
-    )["a"]
+    alone = paired_differences({"a": (values, baseline)})["a"]
+    others = dict.fromkeys("bcd", (baseline, baseline))
+    found = paired_differences({"a": (values, baseline), **others})["a"]
 
     expected = stats.ttest_rel(list(values.values()), list(baseline.values()))
     limits = expected.confidence_interval(0.95)
@@ -75,8 +74,8 @@ def test_a_paired_difference_is_scipy_s() -> None:
 
 def test_equal_pairs_and_pairs_that_differ_by_the_same() -> None:
     baseline = {0: 1.0, 1: 2.0}
-    equal = paired_differences({"equal": baseline}, baseline)["equal"]
-    shifted = paired_differences({"shifted": {0: 1.5, 1: 2.5}}, baseline)["shifted"]
+    equal = paired_differences({"equal": (baseline, baseline)})["equal"]
+    shifted = paired_differences({"shifted": ({0: 1.5, 1: 2.5}, baseline)})["shifted"]
 
     assert (equal.p_value, equal.interval) == (1.0, Interval(0, 0, 0))
     assert (shifted.p_value, shifted.interval) == (0.0, Interval(0.5, 0.5, 0.5))

@@ -91,6 +91,11 @@ def test_tuning_adds_runs_and_repeats_none() -> None:
     assert run.config.optimizer.learning_rate == 0.0005
 
 
+def test_the_baseline_of_a_grid_may_be_named_without_its_values() -> None:
+    given = "{arms: {a: {}, b: {model.ffn: moe}}, grid: {model.d_model: [16]}, baseline: a}"
+    assert study(given).baseline == "a"
+
+
 def test_tuning_can_be_of_some_arms() -> None:
     given = """
         arms: {relu: {model.ffn: dense}, moe: {model.ffn: moe}}
