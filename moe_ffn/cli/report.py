@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
-from moe_ffn.errors import ConfigError, command, reason
+from moe_ffn.errors import ConfigError, command
 from moe_ffn.report.html import OPENING
 from moe_ffn.report.page import check_plotly, watch, write_report
+from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import read_run
 from moe_ffn.training.monitoring.json_lines import STEP_KEY
 
@@ -80,12 +81,9 @@ def share(beside: Path) -> None:
     from moe_ffn.report.plots import SHARED_SCRIPT, share_script
 
     folder = beside.resolve().parent
-    try:
+    problem = f"--shared-script: '{folder / SHARED_SCRIPT}' cannot be written"
+    with explaining(problem, "choose another file with --output"):
         share_script(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"--shared-script: '{folder / SHARED_SCRIPT}' cannot be written ({reason(error)})"
-        ) from error
 
 
 def write_csv(folders: Sequence[Path], path: Path) -> int:

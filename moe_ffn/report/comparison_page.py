@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.errors import ConfigError
 from moe_ffn.report import tables
 from moe_ffn.report.arm_figures import ArmCurves, curves_of
 from moe_ffn.report.drawing import style_of
@@ -15,6 +15,7 @@ from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
 from moe_ffn.report.study_tables import tables as tables_of
 from moe_ffn.report.study_tables import tuning_tables
+from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 from moe_ffn.studies.comparison import Comparison, what_differs
@@ -48,12 +49,8 @@ def write_comparison_page(comparison: Comparison, results: Sequence[RunResult], 
         ConfigError: plotly is not installed, or `path` cannot be written.
     """
     found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
-    try:
+    with explaining(f"'{path}' cannot be written", "choose another file"):
         write_page(path, comparison_html(found, script=shared_script(path)))
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' cannot be written ({reason(error)}); choose another file"
-        ) from error
 
 
 def comparison_html(

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_ffn.errors import ConfigError, reason
+from moe_ffn.errors import ConfigError
 from moe_ffn.report import tables
 from moe_ffn.report.html import write_page
+from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
 
 Stamp = list[tuple[int, int] | None]
@@ -36,12 +37,8 @@ def write_report(
     check_plotly()
     runs = read_runs(folders, has_ended=has_ended)
     html = report_html(runs, reload_every=reload_every, output=output)
-    try:
+    with explaining(f"'{output}' cannot be written", "choose another file with --output"):
         write_page(output, html)
-    except OSError as error:
-        raise ConfigError(
-            f"'{output}' cannot be written ({reason(error)}); choose another file with --output"
-        ) from error
     return runs
 
 

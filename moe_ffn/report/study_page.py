@@ -24,6 +24,7 @@ from moe_ffn.report.study_tables import (
     tables,
     tuning_tables,
 )
+from moe_ffn.runs.folder import explaining
 from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import Arm, Comparison, block_of
 from moe_ffn.studies.config import StudyConfig
@@ -74,7 +75,7 @@ class StudyPage:
         """
         page = folder / f"{self.name}.md"
         table = folder / SUMMARY_FILE
-        try:
+        with explaining(f"'{page}' cannot be written", "choose another folder"):
             (folder / self.name).mkdir(parents=True, exist_ok=True)
             for name, svg in self.figures.items():
                 write_whole(folder / self.name / name, svg)
@@ -84,8 +85,6 @@ class StudyPage:
             write_whole(page, self.markdown)
             before = read_text(table) if table.is_file() else ""
             write_whole(table, with_row(before, self.summary))
-        except OSError as error:
-            raise ConfigError(f"'{page}' cannot be written ({error.strerror})") from error
         return page
 
 
