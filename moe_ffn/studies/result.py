@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.files import read_text, write_whole
+from moe_ffn.model.decoder import is_inner
 from moe_ffn.option_tree import flatten
 from moe_ffn.runs.folder import CONFIG_FILE, SUMMARY_FILE, TOKENIZER_FILE, reading
 from moe_ffn.runs.reader import Run
@@ -238,11 +239,10 @@ def _tokens_per_step(run: Run) -> int:
     """ConfigError where the options that say it are lost."""
     keys = ("seed", "data.batch_size", "data.seq_len", "trainer.accumulate_grad_batches")
     options = flatten(run.options)
-    counts = [options.get(key) for key in keys]
-    for key, count in zip(keys, counts, strict=True):
-        if _whole(count) is None:
+    for key in keys:
+        if type(options.get(key)) is not int:
             raise ConfigError(f"'{run.folder}' does not say its {key}: {CONFIG_FILE} is damaged")
-    return math.prod(count for count in counts[1:] if count is not None)
+    return math.prod(options[key] for key in keys[1:])
 
 
 def _budget(run: Run, tokens: int) -> Budget:
@@ -322,12 +322,8 @@ def first_at(xs: Sequence[float], ys: Sequence[float], y: float) -> float | None
 
 def _layer_mean(run: Run, key: str) -> float | None:
     """A measure of the last validation, mean of the layers that have it, blocks inside blocks left out."""
-    values = [
-        _finite(measures.get(key))
-        for layer, measures in run.validated.items()
-        if not layer.endswith("/inner")
-    ]
-    found = [value for value in values if value is not None]
+    layers = [measures for layer, measures in run.validated.items() if not is_inner(layer)]
+    found = [value for values in layers if (value := _finite(values.get(key))) is not None]
     return _rounded(fmean(found)) if found else None
 
 
@@ -350,10 +346,6 @@ def _tokenizer_of(folder: Path) -> str | None:
 def _median(values: Iterable[float]) -> float | None:
     found = [value for value in values if math.isfinite(value)]
     return median(found) if found else None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _finite(value: Any) -> float | None:
