@@ -646,7 +646,7 @@ def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> 
     """The FLOPs at which a curve first has this loss, between its points in log FLOPs; None outside of it."""
     if losses[0] < loss:
         return None
-    log_flops = first_at(np.log(flops), np.minimum.accumulate(losses), loss)
+    log_flops = first_at(np.log(flops).tolist(), np.minimum.accumulate(losses).tolist(), loss)
     return None if log_flops is None else math.exp(log_flops)
 
 
