@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ffn.cli.study_page import main
+from moe_ffn.cli.study_page import main, require_planned
 from moe_ffn.report.study_page import SUMMARY_FILE, study_page
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import gather
@@ -48,16 +48,20 @@ def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
     write_anew = "write it anew: make studies"
     study = StudyConfig.read(file)
     found = gather([PAGES / study.name])
+    require_planned(study, file, found)
     page = study_page(study, found.results, found.step_seconds)
 
-    assert (PAGES / f"{study.name}.md").read_text(encoding="utf-8") == page.markdown, write_anew
+    written = (PAGES / f"{study.name}.md").read_text(encoding="utf-8")
+    # Other processors round differently, and a fit shows it.
+    assert NUMBER.sub("#", written) == NUMBER.sub("#", page.markdown), write_anew
+    assert numbers(written) == pytest.approx(numbers(page.markdown), rel=5e-3, abs=1e-4), write_anew
     assert page.summary in (PAGES / SUMMARY_FILE).read_text(encoding="utf-8"), write_anew
     committed = {path.name for path in (PAGES / study.name).glob("*.svg")}
     assert committed == set(page.figures), write_anew
     if version("matplotlib") not in (ROOT / "requirements.lock").read_text(encoding="utf-8"):
         return  # another one draws otherwise
     for name, svg in page.figures.items():
-        # Other processors round differently, by less than is seen.
+        # By less than is seen.
         assert numbers(svg) == pytest.approx(
             numbers((PAGES / study.name / name).read_text(encoding="utf-8")), rel=1e-3, abs=0.05
         ), (name, write_anew)

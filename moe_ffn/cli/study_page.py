@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
-from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.errors import ConfigError, command, printable, show
 from moe_ffn.report.study_page import study_page
+from moe_ffn.studies.comparison import differing
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.gather import gather
+from moe_ffn.studies.gather import Gathered, gather
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,8 +51,29 @@ def main(argv: Sequence[str]) -> int:
                 f"{command('sweep')} --config {file}, and give --runs runs/{study.name}"
             )
         found = gather([folder])
+        require_planned(study, file, found)
         print(study_page(study, found.results, found.step_seconds).write(options.output))
     return 0
+
+
+def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
+    """ConfigError where a result is of a run with other options than the study plans.
+
+    Flags that the sweep was given, which are in the study beside the results, count as planned; options that
+    a result does not know came with later versions.
+    """
+    seeds = dict.fromkeys([*study.seeds, *(result.seed for result in found.results)])
+    overrides = found.study.overrides if found.study else {}
+    runs = study.model_copy(update={"seeds": [*seeds], "overrides": overrides}).planned_runs()
+    planned = {(run.arm, run.seed): run.config.to_dict() for run in runs}
+    for result in found.results:
+        now = planned.get((result.arm, result.seed), result.config)
+        for path, old, new in differing(result.config, now):
+            if old is not None:
+                raise ConfigError(
+                    f"'{file}' plans {path}: {show(new)}, and the result of {result.name} is of "
+                    f"{show(old)}; train it again, or put back what the file or its base was"
+                )
 
 
 def keep(runs: Path, folder: Path) -> None:

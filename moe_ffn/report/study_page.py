@@ -279,13 +279,15 @@ def _design(comparison: Comparison) -> str:
     note = (
         f"{beside}FLOPs are of the forward pass; training takes three times as many. "
         f"{_pairing([arm.results[0] for arm in arms])}"
-    )
+    ).rstrip()
     table = markdown_table(head.split("|"), rows, num_texts=2)
     return "\n\n".join([*([f"All runs: {same}."] if same else []), table, note])
 
 
 def _pairing(runs: Sequence[RunResult]) -> str:
     """What runs of one seed have in common."""
+    if len(runs) == 1:
+        return ""
     orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
     models = [run.config.get("model", {}) for run in runs]
     outside = [{k: v for k, v in m.items() if k not in ("ffn", "ffn_at")} for m in models]
@@ -637,14 +639,14 @@ def _fitted(
     """A table of the parameters of a fit, or why there is none.
 
     Args:
-        held: parameters that are held at their published values where the runs do not determine all.
+        held: parameters that are held at their published values where the runs do not determine them.
     """
     fixed = {name: law.published[name] for name in held}
     found = None
     try:
         with suppress(ConfigError) if held else nullcontext():  # too few to determine all
             found = fit(law, variables, losses)
-        if found is None or (held and found.undetermined):
+        if found is None or {*held} & {*found.undetermined}:
             note += (
                 f" {' and '.join(held)} cannot be told from these runs, and are held as published."
             )

@@ -157,8 +157,8 @@ def _reached(comparison: Comparison) -> Table:
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],
         rows,
         f"in brackets over what {comparison.baseline} takes for all; FLOPs: forward and backward; "
-        "seconds: of those steps at the median step; frontier: no other arm has both a lower loss and less of "
-        "that cost",
+        "seconds: of those steps at the median step; frontier: no other arm has both a lower loss and less "
+        "of that cost",
     )
 
 

@@ -186,7 +186,9 @@ class Tuning:
             each = ", ".join(f"{value} for {arm}" for arm, value in best.items())
             first = f"the lowest means are at other values: {each}"
         gains = [self._gain(arm) for arm, value in best.items() if value != self.own[arm]]
-        return "; ".join([f"{self.option}: {first}", *(gains or ["that of the compared runs"])])
+        if not gains:
+            return f"{self.option}: {first}, the value of the compared runs"
+        return "; ".join([f"{self.option}: {first}", *gains])
 
     def _gain(self, arm: str) -> str:
         """How much lower an arm is at its lowest mean than its compared runs are."""
@@ -447,19 +449,20 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
     """
     return [
         f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
-        for path, old, new in _differences(base, other)
+        for path, old, new in differing(base, other)
     ]
 
 
-def _differences(
+def differing(
     base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
+    """Path of an option, its value in `base` and in `other`, of all that changes what is trained."""
     for key in dict.fromkeys([*base, *other]):
         path, old, new = f"{prefix}{key}", base.get(key), other.get(key)
         if path in UNCOMPARED or old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping) and _type(old) == _type(new):
-            yield from _differences(old, new, f"{path}.")
+            yield from differing(old, new, f"{path}.")
         else:
             yield path, old, new
 
@@ -495,7 +498,7 @@ def identity(result: RunResult) -> str:
 def few_words(base: RunResult, other: RunResult) -> str:
     """What differs as a name: `moe,learning_rate=0.001`; empty where nothing does."""
     parts: list[str] = []
-    for path, _, new in _differences(base.config, other.config):
+    for path, _, new in differing(base.config, other.config):
         if isinstance(new, Mapping) and _type(new):
             parts.append(str(_type(new)).rpartition("/")[2])
         else:
@@ -560,7 +563,7 @@ def _names(results: Sequence[RunResult]) -> str:
 def _require_same_options(arm: str, results: Sequence[RunResult]) -> None:
     first = results[0]
     for other in results[1:]:
-        for path, old, new in _differences(first.config, other.config):
+        for path, old, new in differing(first.config, other.config):
             raise ConfigError(
                 f"the runs of arm '{arm}' have different options: {path} is {show(old)} in {first.name}, "
                 f"{show(new)} in {other.name}; name the arms differently"

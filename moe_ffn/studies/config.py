@@ -100,8 +100,8 @@ class StudyConfig(Config, frozen=True):
     grid: Grid = Field(default={})
     """Dotted option -> its values; every combination of them makes an arm of each arm."""
     baseline: str | None = None
-    """The arm that the others are compared with. Of a grid, by its name in `arms` alone: then each is compared
-    with that arm at its own values."""
+    """The arm that the others are compared with. Of a grid, by its name in `arms` alone: then each is
+    compared with that arm at its own values."""
     training_flops: float | None = Field(default=None, gt=0)
     """FLOPs that every run is trained with: trainer.max_steps is solved for it, to the nearest step."""
     tuning: TuningConfig | None = None

@@ -80,16 +80,25 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
 ) -> None:
     folder = tmp_path / "pages" / "which"
     folder.mkdir(parents=True)
+    blocks = {"dense": {"type": "dense", "d_ff": 32}, "moe": {"type": "moe", "num_experts": 4}}
+    blocks["moe"] |= {"router": {"type": "top_k", "k": 1}}
     for seed in (0, 1):
-        for arm in ("dense", "moe"):
-            make_result(arm, seed, 2 + seed / 10, options={"model.ffn.type": arm}).write(folder)
+        for arm, block in blocks.items():
+            make_result(arm, seed, 2 + seed / 10, options={"model.ffn": block}).write(folder)
     assert page("which.yaml", "--output", "pages").code == 0
     assert "| moe | 2 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
 
-    for arm in ("dense", "moe"):
-        make_result(arm, 2, 2.5, options={"model.ffn.type": arm}).write(folder)
+    for arm, block in blocks.items():
+        make_result(arm, 2, 2.5, options={"model.ffn": block}).write(folder)
     assert page("which.yaml", "--output", "pages").code == 0
     assert "| moe | 3 |" in (tmp_path / "pages" / "which.md").read_text(encoding="utf-8")
+
+    changed = blocks["dense"] | {"d_ff": 33}
+    make_result("dense", 1, 2.5, options={"model.ffn": changed}).write(folder)
+    assert refusal(page("which.yaml", "--output", "pages")) == (
+        "'which.yaml' plans model.ffn.d_ff: 32, and the result of dense-seed1 is of 33; train it again, or "
+        "put back what the file or its base was"
+    )
 
 
 def refusal(done: Finished) -> str:
@@ -124,7 +133,7 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     folder = tmp_path / "docs" / "studies" / "which"
     folder.mkdir(parents=True)
-    make_result("dense", 0).write(folder)
+    make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}}).write(folder)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refusal(page("which.yaml")) == (
         "the figures of a study need matplotlib; install with: pip install '.[studies]'"

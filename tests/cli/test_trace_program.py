@@ -358,19 +358,6 @@ def test_the_page_says_all_that_is_known_of_a_cell(browser: Browser, tmp_path: P
         assert second.locator(".dropped").evaluate(colour) == "rgba(0, 0, 0, 0)"
 
 
-@pytest.mark.parametrize("touch", [False, True])
-def test_only_a_reader_with_a_pointer_is_told_to_rest_it(
-    browser: Browser, tmp_path: Path, touch: bool
-) -> None:
-    path = tmp_path / "way.html"
-    path.write_text(page(small_way()), encoding="utf-8")
-
-    with opened(browser, path, touch=touch) as found:
-        assert found.page.locator("h1 + p").inner_text() == "Run tiny, 2 tokens." + (
-            "" if touch else " Rest the pointer on a cell for the scores behind it."
-        )
-
-
 def test_the_page_says_what_its_colours_mean(tmp_path: Path) -> None:
     colours = (
         "<li>A colour stands for an expert&#39;s number within its layer: the same colour in "
