@@ -105,8 +105,8 @@ def forest(arms: Sequence[Arm], numbers: Sequence[int]) -> str:
             _interval(panels[0], arm.interval, place, style)
         if arm.difference is not None:
             _interval(panels[1], arm.difference.interval, place, style)
-    marks = {None: " (baseline)" if len(arms) > 1 else ""}
-    names = [arm.name + marks.get(arm.base, "") for arm in arms]
+    mark = " (baseline)" if len(arms) > 1 else ""
+    names = [arm.name if arm.base else arm.name + mark for arm in arms]
     panels[0].set_yticks(range(len(arms)), names)
     panels[0].set_ylim(len(arms) - 0.5, -0.5)
     panels[0].set_xlabel(LOSS)

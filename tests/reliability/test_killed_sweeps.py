@@ -161,4 +161,4 @@ def test_the_next_sweep_waits_for_the_runs_of_one_that_was_killed(scene: Path) -
         assert f"{name}: is being trained by another process; waiting for that\n" in printed
         assert f"{name}: was trained by another process\n" in printed
     assert re.findall(r"^(\S+): training", printed, re.MULTILINE) == ["dense-seed1", "moe-seed1"]
-    assert sorted(finished_at()) == RUNS
+    assert sorted(finished_at(Path("runs/gating"))) == RUNS
