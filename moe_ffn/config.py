@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
-from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, shorten, show
+from moe_ffn.errors import UNKNOWN_KEY, ConfigError, did_you_mean, nearest_or_all, shorten, show
 from moe_ffn.import_path import FileTag, import_class, tag_of
 
 MAX_COUNT = 10**9
@@ -64,7 +64,7 @@ class Config(BaseModel, frozen=True):
     @classmethod
     def _unknown_key(cls, key: str, data: Any) -> InitErrorDetails:
         known = list(cls.known_keys())
-        hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
+        hint = nearest_or_all(key, known)
         return _mistake(shorten(key), f"unknown{hint}", data, kind=UNKNOWN_KEY)
 
     @classmethod

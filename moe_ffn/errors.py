@@ -51,6 +51,12 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def nearest_or_all(name: str, known: Iterable[str], these: str = "known:") -> str:
+    """`did_you_mean`, or, where nothing is near, all of them: `"; known: train, report"`."""
+    known = list(known)
+    return did_you_mean(name, known) or f"; {these} {', '.join(known)}"
+
+
 UNKNOWN_KEY = "unknown_key"
 """The type of a pydantic error about a key that a config does not take."""
 

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
     source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
     seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
-    if flags.wandb_sweep and "--logging.wandb.mode" not in overrides:
-        overrides = ["--logging.wandb.mode", "auto", *overrides]  # whatever the study's file says
+    if flags.wandb_sweep:  # over the study's file, and below the flags, of which the last one wins
+        overrides = ["--logging.wandb.mode", "auto", *overrides]
     again = [
         *source,
         "--name",

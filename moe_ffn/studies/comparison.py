@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from moe_ffn.config_files import validate
-from moe_ffn.errors import ConfigError, did_you_mean, show
+from moe_ffn.errors import ConfigError, nearest_or_all, show
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.option_tree import flatten
 from moe_ffn.studies.budget import Budget
@@ -311,7 +311,7 @@ def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
         return {arm: None if arm == baseline else baseline for arm in arms}
     own = {arm: f"{baseline},{arm.partition(',')[2]}" for arm in arms}
     if known.isdisjoint(own.values()):
-        hint = did_you_mean(baseline, arms) or f"; the arms are {', '.join(arms)}"
+        hint = nearest_or_all(baseline, arms, "the arms are")
         raise ConfigError(f"baseline: there is no finished run of an arm {show(baseline)}{hint}")
     # An arm whose own baseline was not run is compared with none.
     return {arm: None if base == arm or base not in known else base for arm, base in own.items()}

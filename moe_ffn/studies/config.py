@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from moe_ffn.config import Config
 from moe_ffn.config_files import merge, nest, read_yaml, validate
-from moe_ffn.errors import ConfigError, did_you_mean, show
+from moe_ffn.errors import ConfigError, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.import_path import FileTag
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
@@ -331,8 +331,7 @@ def _nested(options: Mapping[Any, Any]) -> Options:
 
 
 def _no_arm(name: str, arms: Sequence[str]) -> str:
-    hint = did_you_mean(name, arms) or f"; the arms are {', '.join(arms)}"
-    return f"there is no arm {show(name)}{hint}"
+    return f"there is no arm {show(name)}{nearest_or_all(name, arms, 'the arms are')}"
 
 
 def _in_a_name(value: Any) -> str:
