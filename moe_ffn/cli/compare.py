@@ -20,15 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from moe_ffn.cli.parser import Parser, check_output, write_output
 from moe_ffn.errors import ConfigError, command, printable
-from moe_ffn.report.html import OPENING
-from moe_ffn.report.page import check_plotly
-from moe_ffn.report.study_tables import (
+from moe_ffn.report.comparison_tables import (
     CSV_OPENING,
     MARKDOWN_OPENING,
     print_comparison,
     to_csv,
     to_markdown,
 )
+from moe_ffn.report.html import OPENING
+from moe_ffn.report.page import check_plotly
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import Gathered, gather
 
@@ -122,4 +122,4 @@ def write_html(comparison: Comparison, gathered: Gathered, path: Path) -> None:
     check_plotly()
     from moe_ffn.report.comparison_page import write_comparison_page
 
-    write_comparison_page(comparison, gathered.results, path)
+    write_comparison_page(comparison, gathered.results, path, gathered.folders)

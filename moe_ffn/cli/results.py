@@ -23,7 +23,7 @@ from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import compact
-from moe_ffn.report.tables import EXTREMES, Cell, ExpertRow, expert_rows
+from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.folder import ALARMS_FILE, SUMMARY_FILE
 from moe_ffn.sizes import linear_flops

@@ -16,8 +16,8 @@ from pathlib import Path
 from moe_ffn.cli.parser import Parser
 from moe_ffn.errors import ConfigError, command, printable, show
 from moe_ffn.report.study_page import study_page
-from moe_ffn.studies.comparison import differing
 from moe_ffn.studies.config import StudyConfig
+from moe_ffn.studies.differences import differing
 from moe_ffn.studies.gather import Gathered, gather
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.report import tables
+from moe_ffn.report import run_summary
 from moe_ffn.report.arm_figures import ArmCurves, curves_of
+from moe_ffn.report.comparison_tables import tables as tables_of
+from moe_ffn.report.comparison_tables import tuning_tables
 from moe_ffn.report.drawing import style_of
 from moe_ffn.report.html import write_page
 from moe_ffn.report.plots import plots_of_arms, render_plots, shared_script
-from moe_ffn.report.study_tables import tables as tables_of
-from moe_ffn.report.study_tables import tuning_tables
-from moe_ffn.runs.folder import explaining
+from moe_ffn.runs.folder import REPORT_FILE, explaining
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
-from moe_ffn.studies.comparison import Comparison, what_differs
+from moe_ffn.studies.comparison import Comparison
+from moe_ffn.studies.differences import what_differs
 from moe_ffn.studies.gather import Gathered, gather
 from moe_ffn.studies.result import Curve, RunResult
 
@@ -42,23 +45,37 @@ class Compared:
     """Of the arm of each of them."""
 
 
-def write_comparison_page(comparison: Comparison, results: Sequence[RunResult], path: Path) -> None:
+def write_comparison_page(
+    comparison: Comparison,
+    results: Sequence[RunResult],
+    path: Path,
+    folders: Mapping[str, Path] | None = None,
+) -> None:
     """Write the page of a comparison of runs, or of their committed results.
+
+    Args:
+        folders: name of a result -> folder of its run, to whose own page it links.
 
     Raises:
         ConfigError: plotly is not installed, or `path` cannot be written.
     """
     found = Compared(comparison, arms=curves_of(comparison.arms), results=results)
+    html = comparison_html(found, links=links_to(folders or {}, path), script=shared_script(path))
     with explaining(f"'{path}' cannot be written", "choose another file"):
-        write_page(path, comparison_html(found, script=shared_script(path)))
+        write_page(path, html)
 
 
 def comparison_html(
-    found: Compared, *, reload_every: float | None = None, script: str | None = None
+    found: Compared,
+    *,
+    links: Mapping[str, str] | None = None,
+    reload_every: float | None = None,
+    script: str | None = None,
 ) -> str:
     """The document.
 
     Args:
+        links: name of a run -> its own page.
         script: see `render_plots`.
     """
     names = [arm.name for arm in found.arms]
@@ -86,12 +103,23 @@ def comparison_html(
         differs=differs,
         heading=question or " · ".join(called),
         runs=runs,
+        links=links or {},
         number_of={name: number for number, name in enumerate(names)},
         style_of=style_of,
         loss_tables=shown[:1],
         other_tables=shown[1:],
-        tables=tables,
+        run_summary=run_summary,
     )
+
+
+def links_to(folders: Mapping[str, Path], page: Path) -> dict[str, str]:
+    """Name of a run -> its own page as seen from `page`, where there is one."""
+    own = {name: folder / REPORT_FILE for name, folder in folders.items()}
+    return {
+        name: quote(os.path.relpath(file, page.parent))
+        for name, file in own.items()
+        if file.is_file()
+    }
 
 
 def compare_runs(runs: Sequence[Run]) -> Compared:

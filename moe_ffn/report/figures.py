@@ -35,7 +35,7 @@ from moe_ffn.report.drawing import (
     line_figure,
     scale_of,
 )
-from moe_ffn.report.tables import measured
+from moe_ffn.report.run_summary import measured
 from moe_ffn.runs.reader import Run
 from moe_ffn.runs.rows import Series
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.report import tables
+from moe_ffn.report import run_summary
 from moe_ffn.report.html import write_page
 from moe_ffn.runs.folder import explaining
 from moe_ffn.runs.reader import PATIENCE_SECONDS, WATCHED, Run, check_is_run, read_runs
@@ -63,21 +63,23 @@ def report_html(
     """
     # Only now: without plotly the import of this module should still succeed.
     from moe_ffn.report import expert_tokens
-    from moe_ffn.report.comparison_page import compare_runs, comparison_html
+    from moe_ffn.report.comparison_page import compare_runs, comparison_html, links_to
     from moe_ffn.report.plots import plots_of_run, render_plots, shared_script
     from moe_ffn.report.trace_view import PALETTE
 
     reload_every = reload_every if any(run.is_going_on for run in runs) else None
     script = None if output is None else shared_script(output)
     if len(runs) > 1:
-        return comparison_html(compare_runs(runs), reload_every=reload_every, script=script)
+        links = {} if output is None else links_to({run.name: run.folder for run in runs}, output)
+        found = compare_runs(runs)
+        return comparison_html(found, links=links, reload_every=reload_every, script=script)
     return render_plots(
         "run.html",
         plots_of_run(runs[0]),
         script=script,
         title=runs[0].name,
         runs=runs,
-        tables=tables,
+        run_summary=run_summary,
         reload_every=reload_every,
         takes=expert_tokens.view(runs[0]),
         grounds=PALETTE,

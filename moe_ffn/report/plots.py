@@ -15,7 +15,7 @@ from moe_ffn.files import write_whole
 from moe_ffn.metrics.plotting import TITLE_HEIGHT
 from moe_ffn.metrics.table import LAYER_METRICS, RUN_METRICS
 from moe_ffn.model.decoder import short_name
-from moe_ffn.report import arm_figures, figures, tables
+from moe_ffn.report import arm_figures, figures, run_summary
 from moe_ffn.report.arm_figures import AXES, LOSSES, ArmCurves
 from moe_ffn.report.drawing import LIGHT
 from moe_ffn.report.html import render
@@ -71,7 +71,7 @@ def plots_of_run(run: Run) -> dict[str, list[Plot]]:
         curves.append(plot_of(figures.balancing_losses(run)))
     # A balancing loss that is drawn of the whole model is not drawn again of each layer.
     drawn = {name for name in BALANCING_LOSSES if run.series(f"train/{name}")} | NOT_DRAWN.keys()
-    moving = [key for key in tables.moving_measures(run) if key not in drawn]
+    moving = [key for key in run_summary.moving_measures(run) if key not in drawn]
     first = [key for key in FIRST if key in moving]
     return numbered(
         curves=curves,
@@ -158,7 +158,7 @@ def _coactivations(run: Run) -> list[Plot]:
     if not found:
         return []
     max_layers = max(MAX_PAIRS // max(len(matrix) ** 2 for matrix in found.values()), 2)
-    chosen = tables.evenly_chosen(list(found), max_layers)
+    chosen = run_summary.evenly_chosen(list(found), max_layers)
     drawn: dict[str, Any] = {
         layer_title(layer): figures.coactivation(run, layer) for layer in chosen
     }

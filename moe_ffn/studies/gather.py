@@ -20,8 +20,9 @@ from moe_ffn.runs.folder import (
     reading,
 )
 from moe_ffn.runs.reader import read_run
-from moe_ffn.studies.comparison import Comparison, few_words, identity
+from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import STUDY_FILE, StudyConfig
+from moe_ffn.studies.differences import few_words, identity
 from moe_ffn.studies.result import ROW_KEYS, RunResult, arm_of
 
 TIMING_FILE = "timing.json"
@@ -37,6 +38,8 @@ class Gathered:
     """Run that is not compared -> why, a sentence."""
     arms: Mapping[Path, str] = field(default_factory=dict)
     """Run, or file of a result, that is compared -> the arm that it is of."""
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    """Name of a result -> its run, or its file."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -139,6 +142,7 @@ def gather(
         results=_each_once(named),
         left_out=left_out,
         arms={source.path: result.main_arm for result, source in named},
+        folders={result.name: source.path for result, source in named},
         study=_one_study([*studies.values()]),
         step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],

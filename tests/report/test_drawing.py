@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from moe_ffn.report.drawing import average, rounded
-from moe_ffn.report.tables import evenly_chosen
+from moe_ffn.report.run_summary import evenly_chosen
 from moe_ffn.runs.rows import Series
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
 
 from moe_ffn.report.comparison_page import write_comparison_page
 from moe_ffn.report.page import report_html
-from moe_ffn.report.tables import best_runs
+from moe_ffn.report.run_summary import best_runs
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
@@ -104,6 +105,24 @@ def test_the_page_of_results_alone_says_the_same(
     assert table in html
     loss = results[4].outcome.validation_loss
     assert f"dense-seed1</th><td>{loss:.4f}</td><td>600</td><td>0</td><td>2.45 M</td>" in html
+
+
+def test_it_links_to_the_pages_of_its_runs(study: list[Path], tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / "runs" / name, seed=k) for k, name in enumerate(["a#1", "b"])]
+    (folders[0] / "report.html").write_text("its page")
+    gathered = gather(folders)
+    output = tmp_path / "pages" / "page.html"
+    output.parent.mkdir()
+    write_comparison_page(
+        Comparison.of(gathered.results), gathered.results, output, gathered.folders
+    )
+
+    html = output.read_text()
+    (link,) = re.findall(r'<a href="([^"]*)">moe-seed0</a>', html)
+    assert (output.parent / unquote(link)).read_text() == "its page"
+    assert '<th scope="row">moe-seed1</th>' in html
+    whole = report_html(read_runs(folders), output=tmp_path / "page.html")
+    assert '<a href="runs/a%231/report.html">a#1</a>' in whole
 
 
 def test_of_several_runs_those_that_give_concern_are_named(moe: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from moe_ffn.metrics.plotting import label
 from moe_ffn.metrics.table import layer_measures
 from moe_ffn.report.drawing import LIGHT, describe_points
 from moe_ffn.report.plots import pack_shares
-from moe_ffn.report.tables import constant_measures, moving_measures
+from moe_ffn.report.run_summary import constant_measures, moving_measures
 from moe_ffn.runs.reader import read_runs
 from moe_ffn.runs.rows import Series
 from tests.helpers.synthetic_run import MEASURES as KEYS_OF_MEASURES

@@ -13,7 +13,8 @@ import pytest
 
 from moe_ffn.config_files import parse_yaml, validate
 from moe_ffn.errors import ConfigError
-from moe_ffn.report.study_page import StudyPage, _without_seeds, study_page, with_row
+from moe_ffn.report.study_page import StudyPage, study_page, with_row
+from moe_ffn.report.study_points import without_seeds
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.config import StudyConfig
@@ -397,7 +398,7 @@ def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
         for seed, loss in enumerate(losses)
     ]
     arms = Comparison.of(results).arms
-    found = _without_seeds(arms)
+    found = without_seeds(arms)
     for arm, before in zip(found, arms, strict=True):
         losses = [run.outcome.validation_loss or 0 for run in arm.results]
         assert fmean(losses) == pytest.approx(before.loss)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.studies.comparison import Comparison, block_of, first_step_at, what_differs
+from moe_ffn.studies.comparison import Comparison, first_step_at
+from moe_ffn.studies.differences import block_of, what_differs
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from moe_ffn.errors import printable
 from moe_ffn.report.html import NONE, compact, number
+from moe_ffn.report.markdown import markdown_table, plain
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
 from moe_ffn.studies.statistics import Interval
 
@@ -255,26 +255,6 @@ def markdown(table: Table) -> str:
     head, *rows = [[plain(cell) for cell in row] for row in (table.headers, *table.rows)]
     legend = plain(table.legend.rstrip("."))
     return f"**{plain(table.title)}**\n\n{markdown_table(head, rows)}\n\n{legend}."
-
-
-def markdown_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int = 1
-) -> str:
-    """Cells are Markdown; all columns but the first `num_texts` are numbers."""
-    marks = ["---" if place < num_texts else "---:" for place in range(len(head))]
-    return "\n".join(map(markdown_row, (head, marks, *rows)))
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """On one line, without the mark that ends a cell."""
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |"
-
-
-def plain(text: str) -> str:
-    """`text` in Markdown without a meaning of its own: an arm may be called `<b>` or `a|b`."""
-    return re.sub(
-        r"[\\|<>&`*\[\]]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", printable(text)
-    )
 
 
 def to_csv(comparison: Comparison) -> str:

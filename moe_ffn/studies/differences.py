@@ -1,0 +1,146 @@
+"""What differs between runs: their options in words, and whether their losses compare at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moe_ffn.config_files import validate
+from moe_ffn.errors import ConfigError, show
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.option_tree import flatten
+from moe_ffn.studies.result import RunResult
+from moe_ffn.trust import only_trusted_code
+
+UNCOMPARED = ("seed", "run", "data.cache_dir", "logging", "checkpoints", "sample")
+"""Options that do not change what is trained."""
+VALIDATION_OPTIONS = ("seq_len", "validation_percent", "validation_tokens")
+"""Options of the data that choose the validation windows."""
+
+
+def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The options of a run in which `other` differs from `base`, a line each: `model.d_model: 128 -> 256`.
+
+    A family whose `type` differs is one line: `model.ffn: swiglu -> moe, 8 experts (swiglu), top-2`.
+    """
+    return [
+        f"{path}: {_described(path, old, base)} -> {_described(path, new, other)}"
+        for path, old, new in differing(base, other)
+    ]
+
+
+def differing(
+    base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Path of an option, its value in `base` and in `other`, of all that changes what is trained."""
+    for key in dict.fromkeys([*base, *other]):
+        path, old, new = f"{prefix}{key}", base.get(key), other.get(key)
+        if path in UNCOMPARED or old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and _type(old) == _type(new):
+            yield from differing(old, new, f"{path}.")
+        else:
+            yield path, old, new
+
+
+def _type(options: Mapping[str, Any]) -> Any:
+    return options.get("type")
+
+
+def _described(path: str, value: Any, options: Mapping[str, Any]) -> str:
+    if path == "model.ffn" and (block := block_of(options)):
+        return block
+    if isinstance(value, Mapping) and _type(value):
+        return str(_type(value))
+    return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
+
+
+def block_of(options: Mapping[str, Any]) -> str:
+    """The feed-forward block of a run's options in words.
+
+    Empty where its class is in code that is not trusted, which is not run, or it is of another version.
+    """
+    with suppress(ConfigError, KeyError), only_trusted_code(Path()):
+        return validate(DecoderConfig, options["model"]).ffn.describe()
+    return ""
+
+
+def identity(result: RunResult) -> str:
+    """Equal for runs that differ in nothing but their seed, and what does not change training."""
+    kept = {key: value for key, value in result.config.items() if key not in UNCOMPARED}
+    return json.dumps(kept, sort_keys=True)
+
+
+def few_words(base: RunResult, other: RunResult) -> str:
+    """What differs as a name: `moe,learning_rate=0.001`; empty where nothing does."""
+    parts: list[str] = []
+    for path, _, new in differing(base.config, other.config):
+        if isinstance(new, Mapping) and _type(new):
+            parts.append(str(_type(new)).rpartition("/")[2])
+        else:
+            text = new if isinstance(new, str) else json.dumps(new)
+            parts.append(f"{path.rpartition('.')[2]}={text}")
+    return ",".join(parts)
+
+
+# -- whether runs compare
+
+
+def require_comparable(results: Sequence[RunResult]) -> None:
+    """ConfigError where the losses do not compare: other data, another tokenizer, other validation windows.
+
+    It names the option at fault, both values, and the runs.
+    """
+    knows_windows = all(result.fingerprints.get("validation") for result in results)
+    for what, of_result in {
+        "read other text (data.corpus)": lambda r: r.fingerprints.get("corpus"),
+        "have other tokenizers (data.tokenizer)": lambda r: r.fingerprints.get("tokenizer"),
+        "validate on other windows": lambda r: (
+            r.fingerprints.get("validation") if knows_windows else None,
+            *(r.option(f"data.{key}") for key in VALIDATION_OPTIONS),
+        ),
+    }.items():
+        groups: dict[Any, list[RunResult]] = {}
+        for result in results:
+            groups.setdefault(of_result(result), []).append(result)
+        if len(groups) > 1:
+            one, other = list(groups.values())[:2]
+            raise ConfigError(
+                f"the runs {what}, so that their losses do not compare: {_data_difference(one, other)}"
+            )
+
+
+def _data_difference(one: Sequence[RunResult], other: Sequence[RunResult]) -> str:
+    """`data.seq_len is 128 in a and b, 256 in c`; the fingerprint where no option tells."""
+    ours, theirs = flatten(one[0].config), flatten(other[0].config)
+    for key in ours | theirs:
+        is_of_data = key.startswith("data.") and key != "data.batch_size"
+        if is_of_data and ours.get(key) != theirs.get(key):
+            old, new = show(ours.get(key)), show(theirs.get(key))
+            return f"{key} is {old} in {_names(one)}, {new} in {_names(other)}"
+    for key, value in one[0].fingerprints.items():
+        found = other[0].fingerprints.get(key)
+        if found != value:
+            return (
+                f"the sha256 of the {key} is {str(value)[:12]} in {_names(one)}, {str(found)[:12]} in "
+                f"{_names(other)}"
+            )
+    return f"{_names(one)} and {_names(other)}"
+
+
+def _names(results: Sequence[RunResult]) -> str:
+    first = results[0].name
+    return first if len(results) == 1 else f"{first} and {len(results) - 1} more"
+
+
+def require_same_options(arm: str, results: Sequence[RunResult]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for path, old, new in differing(first.config, other.config):
+            raise ConfigError(
+                f"the runs of arm '{arm}' have different options: {path} is {show(old)} in {first.name}, "
+                f"{show(new)} in {other.name}; name the arms differently"
+            )
