@@ -157,7 +157,8 @@ def test_every_command_succeeds(
         assert "compare runs/routers" in capsys.readouterr().out
         return
     if module == "experiments.compare":
-        assert run(["experiments.train", *TINY, "--run.output_dir", arguments[0]]) == 0
+        named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]
+        assert run(["experiments.train", *TINY, *named]) == 0
         assert run([module, *arguments]) == 0
         printed = capsys.readouterr().out
         assert "MaxVio" in printed

@@ -8,6 +8,7 @@ named flags, PyYAML reads files and values alike, pydantic judges the merged res
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from moe_ffn import errors
 from moe_ffn.cli.parser import Parser, wrap
-from moe_ffn.config import json_schema
+from moe_ffn.config import Config, json_schema
 from moe_ffn.config_files import RootConfig, merge, nest, parse_value, read_yaml, to_yaml, validate
 from moe_ffn.errors import ConfigError, did_you_mean
 from moe_ffn.option_tree import (
@@ -109,13 +111,12 @@ def parse_config(
         raise SystemExit(0)
     options = root().to_dict()
     for path in flags.config:
-        options = merge(options, read_yaml(Path(path), where=f"--config {path}"))
-    overrides = parse_overrides(rest)
-    known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
-    for key in overrides:
-        if key not in root.model_fields and (hint := did_you_mean(f"--{key}", known, cutoff=0.8)):
-            raise ConfigError(f"--{key}: unknown{hint}")
-    options = merge(options, overrides)
+        given = read_yaml(Path(path), where=f"--config {path}")
+        if {"arms", "grid"} & {*given} - {*root.model_fields}:
+            sweep = f"{errors.command('sweep')} --config {path}"
+            raise ConfigError(f"--config {path}: is a study; its runs are trained by {sweep}")
+        options = merge(options, given)
+    options = merge(options, overrides_of(rest, root, flags))
     if flags.help is not None:
         print_help(option_tree(root, options), parser.format_help(), flags.help)
         raise SystemExit(0)
@@ -126,6 +127,20 @@ def parse_config(
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
+
+
+def overrides_of(arguments: Sequence[str], root: type[Config], flags: Namespace) -> dict[str, Any]:
+    """`parse_overrides` of what is behind the flags of a program.
+
+    Raises:
+        ConfigError: one is no option, and nearly the name of a flag.
+    """
+    overrides = parse_overrides(arguments)
+    known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
+    for key in overrides:
+        if key not in root.model_fields and (hint := did_you_mean(f"--{key}", known, cutoff=0.8)):
+            raise ConfigError(f"--{key}: unknown{hint}")
+    return overrides
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:

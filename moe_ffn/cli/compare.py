@@ -56,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
         write_html(comparison, gathered, options.html)
     if options.json_dir is not None:
         gathered.write(options.json_dir, "--json-dir")
+    for path in (options.markdown, options.csv, options.html, options.json_dir):
+        if path is not None:
+            print(f"written: {path}")
     for why in gathered.left_out.values():
         print(printable(f"left out: {why}"), file=sys.stderr)
     return EXIT_LEFT_OUT if gathered.left_out else 0

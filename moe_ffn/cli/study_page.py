@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
             )
         found = gather([folder])
         require_planned(study, file, found)
-        print(study_page(study, found.results, found.step_seconds).write(options.output))
+        page = study_page(study, found.results, found.step_seconds, file.as_posix())
+        print(page.write(options.output))
     return 0
 
 

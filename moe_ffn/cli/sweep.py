@@ -20,6 +20,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_ffn.cli.command_line import parse_overrides
+from moe_ffn.cli.command_line import overrides_of
 from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, read_yaml, to_yaml, validate
 from moe_ffn.errors import ConfigError, command, did_you_mean, first_line, install, printable, show
 from moe_ffn.files import write_whole
 from moe_ffn.runs import folder as run_folder
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget, Cost
 from moe_ffn.studies.config import PlannedRun, StudyConfig
 from moe_ffn.studies.gather import TIMING_FILE
@@ -55,8 +57,10 @@ def main(argv: Sequence[str]) -> int:
     # As a positional of argparse they would take the value of an option that is not its own.
     files = [Path(word) for word in takewhile(lambda word: not word.startswith("-"), rest)]
     overrides = rest[len(files) :]
-    study = read_study(flags, files, parse_overrides(overrides))
+    study = read_study(flags, files, overrides_of(overrides, TrainConfig, flags))
     runs = chosen(study.planned_runs(), flags.seeds, flags.only)
+    for corpus in {repr(c): c for c in (run.config.data.corpus for run in runs)}.values():
+        corpus.require_files()  # before any run has begun, and not in each of them
     source = ["--config", str(flags.config)] if flags.config else [*map(str, files)]
     seeds = ["--seeds", *map(str, flags.seeds)] if flags.seeds else []
     if flags.wandb_sweep:  # over the study's file, and below the flags, of which the last one wins
@@ -395,7 +399,8 @@ def train(sweep: Sweep) -> int:
     for job in failed:
         print(printable(f"{job.name}: {job.problem}"), file=sys.stderr)
     if len(failed) < len(sweep.jobs):
-        print(f"\ncompare them: {command('compare')} {folder}")
+        needs = "" if find_spec("scipy") else f" (needs scipy; {install('studies')})"
+        print(f"\ncompare them: {command('compare')} {folder}{needs}")
     return 1 if failed else 0
 
 

@@ -45,6 +45,9 @@ class CorpusConfig(TaggedConfig, frozen=True):
     def documents(self) -> Iterator[Document]:
         """All documents, in the same order at every call; ConfigError where there are none."""
 
+    def require_files(self) -> None:
+        """ConfigError where files that it names are not there; reads none of them."""
+
 
 class StdlibConfig(CorpusConfig, frozen=True):
     """The source of the running Python's standard library: about 390 files, 8 MB."""
@@ -85,9 +88,14 @@ class TextConfig(CorpusConfig, frozen=True):
         AfterValidator(_none_empty),
         BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
     ]
-    """Files, folders (searched recursively) or globs (`books/**/*.txt`). Hidden and binary files
-    found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are read by type
-    hf_dataset."""
+    """Files, folders (searched recursively) or globs (`books/**/*.txt`), as seen from the current folder.
+    Hidden and binary files found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are
+    read by type hf_dataset."""
+
+    def require_files(self) -> None:
+        for given in self.paths:
+            for _ in _files_of(given):
+                break
 
     def documents(self) -> Iterator[Document]:
         """The text files that `paths` name, each once.

@@ -164,12 +164,10 @@ def _reached(comparison: Comparison) -> Table:
 
 def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> list[str]:
     reached, whole = arm.reached, base.reached
-    if reached is None or reached.num_reached < reached.num_seeds:
-        count = (
-            f" ({reached.num_reached} of {reached.num_seeds})"
-            if reached and reached.num_reached
-            else ""
-        )
+    if reached is None:
+        return [NONE]
+    if reached.num_reached < reached.num_seeds:
+        count = f" ({reached.num_reached} of {reached.num_seeds})" if reached.num_reached else ""
         return [f"not reached{count}"]
     value = getattr(reached, key)
     all_of_it = {

@@ -81,11 +81,13 @@ def study_page(
     study: StudyConfig,
     results: Sequence[RunResult],
     step_seconds: Mapping[str, float] | None = None,
+    file: str = "",
 ) -> StudyPage:
     """The page of a study from the results of its runs, all of them finished.
 
     Args:
         step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
+        file: path of the study's file, for the commands on the page.
 
     Raises:
         ConfigError: none of them is of an arm of the study, or they do not compare.
@@ -113,7 +115,7 @@ def study_page(
         },
         "What would change our mind": study.would_change_our_mind.strip(),
         "What this does not show": _limits(arms),
-        "How it was made": _machine(study, ours),
+        "How it was made": _machine(study, ours, file or f"configs/studies/{study.name}.yaml"),
     }
     page.markdown = "\n\n".join(
         f"## {title}\n\n{text}" if title else text for title, text in sections.items() if text
@@ -172,6 +174,7 @@ def _design(comparison: Comparison) -> str:
     same = _same(
         [run for arm in arms for run in arm.results],
         {
+            "corpus": "data.corpus.type",
             "d_model": "model.d_model",
             "layers": "model.num_layers",
             "tokenizer": "data.tokenizer.type",
@@ -292,7 +295,7 @@ def _limits(arms: Sequence[Arm]) -> str:
     )
 
 
-def _machine(study: StudyConfig, runs: Sequence[RunResult]) -> str:
+def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
     facts = {
         "processor": "processor",
         "num_cpus": "cores",
@@ -316,8 +319,8 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult]) -> str:
     if all(value is not None for value in seconds):
         rows.append(["training", f"{sum(filter(None, seconds)) / 3600:.1f} hours of all runs"])
     commands = (
-        f"```bash\npython -m experiments.sweep --config configs/studies/{study.name}.yaml\n"
-        f"python -m experiments.study_page configs/studies/{study.name}.yaml --runs runs/{study.name}\n```"
+        f"```bash\npython -m experiments.sweep --config {file}\n"
+        f"python -m experiments.study_page {file} --runs runs/{study.name}\n```"
     )
     results = (
         f"The result of each run is in [{study.name}/]({study.name}/): config, budget, curves."

@@ -233,8 +233,9 @@ class Comparison:
         """Compare the runs, which have to be finished.
 
         Args:
-            baseline: name of an arm; the first by default. Of a grid, as in `gelu,d_model=64`, what is before
-                the first comma: then each arm is compared with that one at its own values.
+            baseline: name of an arm; by default the first of those that predict what most do. Of a grid, as
+                in `gelu,d_model=64`, what is before the first comma: then each arm is compared with that one
+                at its own values.
             arms: names in the order in which they are shown; others come after them, as they are given.
             step_seconds: arm -> seconds of a step, where they were measured apart from the runs.
 
@@ -252,7 +253,7 @@ class Comparison:
         groups = {name: sorted(g, key=lambda r: r.seed) for name, g in groups.items() if g}
         for name in groups:
             require_same_options(name, groups[name])
-        baseline = baseline or next(iter(groups))
+        baseline = baseline or _first_of_most(groups)
         bases = _bases(baseline, groups)
         names = sorted(groups, key=lambda name: name != baseline)
         seconds = step_seconds or {}
@@ -268,7 +269,7 @@ class Comparison:
             replace(
                 arm,
                 difference=paired.get(arm.name) or _over_windows(arm, base),
-                reached=_reached(arm, base) if arm.task == base.task else None,
+                reached=_reached(arm, base) if _share_seeds(arm, base) else None,
                 differs=what_differs(base.results[0].config, arm.results[0].config),
                 on_frontier={kind: _is_on_frontier(arm, found, kind) for kind in COSTS},
             )
@@ -289,6 +290,17 @@ class Comparison:
 
 
 # -- the differences
+
+
+def _first_of_most(groups: Mapping[str, Sequence[RunResult]]) -> str:
+    """The first arm of the task that most have."""
+    tasks = {name: Arm(name, group).task for name, group in groups.items()}
+    ((most, _),) = Counter(tasks.values()).most_common(1)
+    return next(name for name, task in tasks.items() if task == most)
+
+
+def _share_seeds(arm: Arm, base: Arm) -> bool:
+    return arm.task == base.task and not {*arm.seeds}.isdisjoint(base.seeds)
 
 
 def _bases(baseline: str, arms: Iterable[str]) -> dict[str, str | None]:
@@ -356,15 +368,13 @@ def _verdict(arm: Arm, base: Arm) -> str:
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
+    small = f"differences below {found.detectable:.4f} are too small for these seeds"
     if not low <= 0 <= high:  # its own interval would claim it, all of them together do not
         return (
-            f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); the "
-            f"study could have seen {found.detectable:.4f}."
+            f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
+            f"{small}."
         )
-    return (
-        f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); the study "
-        f"could have seen {found.detectable:.4f}."
-    )
+    return f"{arm.name}: no difference from {baseline} seen, {signed} ({seen}); {small}."
 
 
 def _alone(arm: Arm) -> str:

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from moe_ffn.config import Config
 from moe_ffn.config_files import merge, nest, read_yaml, validate
-from moe_ffn.errors import ConfigError, nearest_or_all, show
+from moe_ffn.errors import ConfigError, did_you_mean, nearest_or_all, show
 from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.import_path import FileTag
 from moe_ffn.runs.config import TrainConfig, not_a_folder_name
@@ -241,6 +241,13 @@ class StudyConfig(Config, frozen=True):
         """
         options = read_yaml(path, where=f"'{path}'")
         if not (options.get("arms") or options.get("grid")):
+            for key in options:
+                if key not in cls.model_fields and (near := did_you_mean(key, ("arms", "grid"))):
+                    raise ConfigError(f"{key}: unknown{near}")
+            if empty := [key for key in ("arms", "grid") if key in options]:
+                raise ConfigError(
+                    f"'{path}': {' and '.join(empty)} is empty: give arms, a grid, or both"
+                )
             raise ConfigError(
                 f"'{path}' is no study: it has neither arms nor a grid; give one of them, or, to make arms "
                 "of config files, name those without --config"

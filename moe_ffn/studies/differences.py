@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from moe_ffn.config import Config
 from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.model.decoder import DecoderConfig
@@ -64,8 +65,25 @@ def block_of(options: Mapping[str, Any]) -> str:
     Empty where its class is in code that is not trusted, which is not run, or it is of another version.
     """
     with suppress(ConfigError, KeyError), only_trusted_code(Path()):
-        return validate(DecoderConfig, options["model"]).ffn.describe()
+        ffn = validate(DecoderConfig, options["model"]).ffn
+        return ", ".join([ffn.describe(), *_set_options(ffn)])
     return ""
+
+
+_SAID = frozenset({"type", "num_experts", "k", "p", "d_ff", "backend"})
+"""Options of a block that its few words, or what it costs, say; and one that changes no result."""
+
+
+def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
+    """`router.scale 0.25`: the options that have another value than their default."""
+    for name, option in type(config).model_fields.items():
+        value, path = getattr(config, name), f"{prefix}{name}"
+        default = option.get_default(call_default_factory=True, validated_data={})
+        if isinstance(value, Config) and isinstance(default, Config):
+            yield from _set_options(value, f"{path}.")
+        elif name not in _SAID and value != default:
+            plain = value.to_dict() if isinstance(value, Config) else value
+            yield f"{path} {_described(path, plain, {})}"
 
 
 def identity(result: RunResult) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Gathered:
     """Name of a result -> its run, or its file."""
     study: StudyConfig | None = None
     """The study, where all are of one."""
+    baselines: Sequence[str] = ()
+    """Those that their studies name, each once."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     """Arm -> seconds of a step; see `TIMING_FILE`."""
     timing_files: Sequence[Path] = ()
@@ -57,13 +59,34 @@ class Gathered:
             ConfigError: they do not compare, or there is no such arm.
         """
         study = self.study
-        return Comparison.of(
+        found = Comparison.of(
             self.results,
             baseline=baseline or (study and study.baseline),
             arms=study.arm_names if study else (),
             step_seconds=self.step_seconds,
             question=study.question if study else "",
         )
+        notes = [*found.notes, *self._absent()]
+        if baseline is None and len(self.baselines) > 1:
+            notes.append(
+                f"The studies name different baselines ({', '.join(self.baselines)}): here all are compared "
+                f"with {found.baseline}; --baseline names another."
+            )
+        return replace(found, notes=notes)
+
+    def _absent(self) -> Iterator[str]:
+        """What its study plans and was not found, tuning apart."""
+        if self.study is None:
+            return
+        known = {result.name for result in self.results} | {path.name for path in self.left_out}
+        planned = [f"{arm}-seed{seed}" for arm in self.study.arm_names for seed in self.study.seeds]
+        absent = [name for name in planned if name not in known]
+        if absent:
+            more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+            yield (
+                f"{len(absent)} of the {len(planned)} runs of the study are not among these: "
+                f"{', '.join(absent[:3])}{more}."
+            )
 
     def write(self, folder: Path, where: str = "") -> None:
         """Write what is committed to `folder`: the result of each run, the study, the timing.
@@ -144,6 +167,7 @@ def gather(
         arms={source.path: result.main_arm for result, source in named},
         folders={result.name: source.path for result, source in named},
         study=_one_study([*studies.values()]),
+        baselines=[*dict.fromkeys(s.baseline for s in studies.values() if s.baseline)],
         step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
     )

@@ -476,6 +476,11 @@ def test_an_option_that_stands_elsewhere(refuse: Callable[..., str], flag: str, 
 def test_an_option_that_stands_elsewhere_in_a_file(
     refuse: Callable[..., str], tmp_path: Path
 ) -> None:
+    (tmp_path / "mine.yaml").write_text("arms: {a: swiglu}")
+    assert refuse("--config", str(tmp_path / "mine.yaml")) == (
+        f"--config {tmp_path / 'mine.yaml'}: is a study; its runs are trained by moe-ffn sweep --config "
+        f"{tmp_path / 'mine.yaml'}"
+    )
     (tmp_path / "mine.yaml").write_text("trainer: {learning_rate: 1e-3}")
 
     assert refuse("--config", str(tmp_path / "mine.yaml")) == (

@@ -57,6 +57,30 @@ def test_a_study_is_compared_with_its_baseline(program: Program, study: Path) ->
     assert "600 MB" in text
 
 
+def test_runs_of_the_study_that_are_not_there_are_named(program: Program, study: Path) -> None:
+    shutil.rmtree(study / "moe-seed1")
+
+    _, out, _ = program(str(study))
+
+    assert "note: 1 of the 6 runs of the study are not among these: moe-seed1." in out
+
+
+def test_studies_with_different_baselines_say_which_one_was_taken(
+    program: Program, study: Path
+) -> None:
+    other = study.parent / "other"
+    shutil.copytree(study, other)
+    text = (other / "study.yaml").read_text().replace("baseline: dense", "baseline: moe")
+    (other / "study.yaml").write_text(text)
+
+    _, out, _ = program(str(study), str(other))
+    _, chosen, _ = program(str(study), str(other), "--baseline", "moe")
+
+    note = "The studies name different baselines (dense, moe): here all are compared with dense;"
+    assert note in " ".join(out.split())
+    assert "different baselines" not in chosen
+
+
 def test_the_tables_are_written_too(program: Program, study: Path, tmp_path: Path) -> None:
     markdown, data, results = (tmp_path / name for name in ("c.md", "c.csv", "results"))
     outputs = ("--markdown", str(markdown), "--csv", str(data), "--json-dir", str(results))
@@ -81,7 +105,8 @@ def test_the_tables_are_written_too(program: Program, study: Path, tmp_path: Pat
     # Again over what it wrote itself; and from the results alone the same.
     again = program(str(study), *outputs)
     assert again[0] == 0
-    assert program(str(results))[1] == again[1]
+    written = "".join(f"written: {path}\n" for path in (markdown, data, results))
+    assert program(str(results))[1] + written == again[1]
 
 
 def test_committed_results_and_runs_are_one_comparison(

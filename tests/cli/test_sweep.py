@@ -53,6 +53,7 @@ def program(tiny_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tiny = tiny_yaml.read_text(encoding="utf-8")
     (tmp_path / "tiny.yaml").write_text(tiny, encoding="utf-8")
     (tmp_path / "empty.yaml").write_text("arms: {}\nseeds: [0]\n", encoding="utf-8")
+    (tmp_path / "arm.yaml").write_text("arm: {a: swiglu}\nseeds: [0]\n", encoding="utf-8")
     write_study(tmp_path, STUDY)
     return partial(run_here, program="moe_ffn.cli.sweep")
 
@@ -238,7 +239,13 @@ def test_config_files_are_the_arms_of_a_study(program: Program, tmp_path: Path) 
             "'tiny.yaml' is no study: it has neither arms nor a grid; give one of them, or, to make arms of "
             "config files, name those without --config",
         ),
-        (["--config", "empty.yaml"], "'empty.yaml' is no study: it has neither arms nor a grid"),
+        (["--config", "gating.yaml", "--jbs", "2"], "--jbs: unknown; did you mean '--jobs'?"),
+        (["--config", "arm.yaml"], "arm: unknown; did you mean 'arms'?"),
+        (
+            ["--config", "gating.yaml", "--data.corpus", "{type: text, paths: nowhere.txt}"],
+            "data.corpus.paths: 'nowhere.txt' does not exist",
+        ),
+        (["--config", "empty.yaml"], "'empty.yaml': arms is empty: give arms, a grid, or both"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence_before_anything_is_trained(

@@ -303,7 +303,7 @@ def test_a_run_that_has_only_begun_says_so(tmp_path: Path) -> None:
     page = Written(tmp_path)
 
     assert "waiting for the first row , step 0 of 5" in page.text
-    assert "Nothing was measured yet." in page.text
+    assert "Fewer than two points were measured yet." in page.text
     assert page.figures == {}
 
 

@@ -53,7 +53,10 @@ def test_seeds_are_one_arm_and_the_verdict_is_what_their_intervals_allow(page: W
         r"Which block\? dense is worse than moe by 0\.[12]\d+ \[0\.\d+, 0\.\d+\] nats per token \(3 seeds",
         verdict,
     )
-    assert "dense: model.ffn: moe, 4 experts (swiglu), top_k k=2 -> swiglu" in page.text
+    assert (
+        "dense: model.ffn: moe, 4 experts (swiglu), top_k k=2, capacity.factor 1.25 -> swiglu"
+        in page.text
+    )
     assert list(page.figures) == [
         "Difference from moe",
         "Final loss against cost",
@@ -190,7 +193,7 @@ def test_runs_that_do_not_compare_have_no_verdict_and_their_curves(
     assert said in page.text
     assert names_in(page, "Validation loss") == {"a", "b"}
     assert "Difference from a" not in page.figures
-    block = "moe, 4 experts (swiglu), top_k k=2"
+    block = "moe, 4 experts (swiglu), top_k k=2, capacity.factor 1.25"
     assert f"What differs From a. b: model.ffn: swiglu -> {block} Balance" in page.text
 
 

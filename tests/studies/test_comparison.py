@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ffn.errors import ConfigError
+from moe_ffn.report.comparison_tables import tables
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, what_differs
 from moe_ffn.studies.result import RunResult
@@ -68,7 +69,7 @@ def test_the_verdicts_say_what_the_intervals_allow() -> None:
     assert relu.startswith(
         "relu: no difference from gelu seen, -0.0035 [-0.0280, +0.0210] (5 seeds"
     )
-    assert "; the study could have seen 0.0" in relu
+    assert "; differences below 0.0" in relu
     worse = Comparison.of(gating(), baseline="swiglu").verdicts[0]
     assert worse.startswith("gelu is worse than swiglu by 0.1004 [0.09")
 
@@ -89,7 +90,7 @@ def test_what_holm_s_correction_takes_back_is_not_said_to_be_no_difference() -> 
     # s = 0.00643, t = 6.107 with two degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0258, times 3.
     assert Comparison.of(results).verdicts[-1] == (
         "silu may be better than gelu, -0.0227 [-0.0386, -0.0067] (3 seeds, p 0.077 after Holm's "
-        "correction); the study could have seen 0.0364."
+        "correction); differences below 0.0364 are too small for these seeds."
     )
 
 
@@ -432,6 +433,23 @@ def test_arms_that_predict_other_tokens_stand_beside_and_are_not_compared() -> N
         "compare."
     )
     assert found.arm("swiglu").on_frontier["FLOPs"], "which has the lowest loss of its kind"
+
+
+def test_by_default_all_are_compared_with_an_arm_of_the_task_that_most_have() -> None:
+    masked = [make_result("a", seed, 0.1, options={"model.causal": False}) for seed in range(2)]
+
+    found = Comparison.of([*masked, *gating(2)])
+
+    assert found.baseline == "gelu"
+    assert found.arm("relu").difference is not None
+
+
+def test_of_arms_without_a_seed_in_common_nothing_is_said_of_reaching_a_loss() -> None:
+    found = Comparison.of([make_result("a", 0, 2.0), make_result("b", 1, 1.0)])
+
+    reached = next(table for table in tables(found) if table.title == "To the final loss of a")
+    assert found.arm("b").reached is None
+    assert reached.rows[1][1:4] == ["-", "-", "-"]
 
 
 def test_windows_that_are_not_known_are_told_by_the_options() -> None:

@@ -18,6 +18,14 @@ from moe_ffn.report.inspect.units import AGREE, KINDS, NEAR, LayerUnits, example
 from moe_ffn.report.plots import Plot, choice_of, layer_title, numbered, plot_of, render_plots
 from moe_ffn.runs.reader import Run
 
+_WORDS = {
+    "token": "one token",
+    "suffix": "a suffix of two or more tokens",
+    "position in line": "a position in the line",
+    "position in sequence": "a position in the sequence",
+}
+"""What units of a kind answer to."""
+
 
 def inspection_html(found: Inspection, run: Run, script: str | None = None) -> str:
     """The document.
@@ -93,20 +101,19 @@ class PageParts:
             }
             strongest = sorted(best, key=lambda name: -best[name])
             lines.append(
-                "Of the rest, routing goes most by "
+                "Each of the others taken alone: routing goes most by "
                 + ", then ".join(f"{name} ({best[name]:.0%})" for name in strongest[:3])
                 + f", least by {strongest[-1]} ({_percent(best[strongest[-1]])}); means over the layers."
             )
         judged = [units for units in found.units if units.num_judged]
-        for kind, words in (("token", "one token"), ("suffix", "a suffix of two or more tokens")):
-            if judged:
-                shares = [units.share(kind) for units in judged]
-                chance = max(units.chance[kind] for units in judged)
-                layers = [str(units.layer) for units in judged]
-                lines.append(
-                    f"Of the units {_by_layer(shares, layers)} answer to {words}; by chance at most "
-                    f"{_percent(chance)}."
-                )
+        layers = [str(units.layer) for units in judged]
+        by_kind = {kind: [units.share(kind) for units in judged] for kind in KINDS if judged}
+        for kind, shares in sorted(by_kind.items(), key=lambda found: -sum(found[1])):
+            chance = max(units.chance[kind] for units in judged)
+            lines.append(
+                f"Of the units {_by_layer(shares, layers)} answer to {_WORDS[kind]}; by chance at most "
+                f"{_percent(chance)}."
+            )
         return lines
 
     def unit_rows(self) -> list[list[str]]:
