@@ -117,7 +117,7 @@ def solve_widths(
         raise ConfigError(
             f"{first}: no width gives about {wanted:,} {_WORDS[match.match]}: the nearest, {width}, gives "
             f"{result.got:,} ({result.mismatch:+.1%}, at most {MAX_MISMATCH:.0%} is accepted); match a "
-            f"larger block in {first}.of, or make what stands beside this width smaller"
+            f"larger block in {first}.of, or give this one fewer experts or a smaller shared expert"
         )
     return solved, result
 

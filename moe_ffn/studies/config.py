@@ -183,7 +183,8 @@ class StudyConfig(Config, frozen=True):
                 other = runs.setdefault(run.identity, run)
                 if other is not run:
                     raise ConfigError(
-                        f"arms: '{other.arm}' and '{arm.name}' are the same; their options do not differ"
+                        f"arms: '{other.arm}' and '{arm.name}' are the same; their options do not "
+                        "differ (an empty arm is the default)"
                     )
         if self.tuning is None:
             return list(runs.values())

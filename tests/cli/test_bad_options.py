@@ -106,8 +106,8 @@ REFUSED = {
         "--model.ffn.experts.d_ff.match total_params --model.ffn.experts.d_ff.of {type:&dense,&d_ff:&8}",
         # The router, 16 x 8, and 8 experts of 3 matrices of 16 x 1.
         "model.ffn.experts.d_ff: no width gives about 256 parameters: the nearest, 1, gives 512 "
-        "(+100.0%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or make what "
-        "stands beside this width smaller",
+        "(+100.0%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or give this "
+        "one fewer experts or a smaller shared expert",
     ),
     "a budget of nothing, in ffn_at": (
         "--model.ffn_at {0:&{type:&dense,&d_ff:&{match:&flops_per_token,&of:&identity}}}",

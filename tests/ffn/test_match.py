@@ -253,15 +253,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
         asking({**MOE, "num_experts": 64}, "flops_per_token", {"type": "dense", "d_ff": 8}),
         # 2 * 32 * 64 of the router, and 2 experts of 3 * 2 * 32
         "model.ffn.experts.d_ff: no width gives about 1,024 FLOPs per token: the nearest, 1, gives 4,480 "
-        "(+337.5%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or make what "
-        "stands beside this width smaller",
+        "(+337.5%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or give this "
+        "one fewer experts or a smaller shared expert",
     ),
     "one unit of width is too coarse": (
         asking({**MOE, "num_experts": 64}, "total_params", {"type": "dense", "d_ff": 144}),
         # 64 of the router's columns of 32, and 64 * 3 * 32 a unit of width
         "model.ffn.experts.d_ff: no width gives about 9,216 parameters: the nearest, 1, gives 8,192 "
-        "(-11.1%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or make what "
-        "stands beside this width smaller",
+        "(-11.1%, at most 2% is accepted); match a larger block in model.ffn.experts.d_ff.of, or give this "
+        "one fewer experts or a smaller shared expert",
     ),
     "two budgets": (
         {
