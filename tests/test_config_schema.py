@@ -10,7 +10,7 @@ import pytest
 from moe_ffn import DecoderConfig, FFNConfig
 from moe_ffn.config import TaggedConfig, json_schema
 from moe_ffn.experts.base import ExpertsConfig
-from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.routing import RouterConfig
 

@@ -183,7 +183,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     output_flops = linear_flops(d_model, vocab_size)  # looking an embedding up costs none
     add("embeddings, output", what, embeddings, embeddings, output_flops)
     what = f"{attention.num_heads} heads, {attention.kv_heads} key-value"
-    params = attention.num_params(d_model)
+    params = attention.num_params(d_model, model.norm)
     flops = attention.flops_per_token(d_model, seq_len, model.causal)
     add(f"attention x {model.num_layers}", what, params, params, flops, count=model.num_layers)
     for ffn, layers in _equal_neighbours(model.layer_ffns()):

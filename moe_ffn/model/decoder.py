@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -16,56 +15,16 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, require_count
+from moe_ffn.config import MAX_COUNT, Config, require_count
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig, SelfAttention
+from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
 from moe_ffn.routing.base import Router
 from moe_ffn.sizes import linear_flops
-
-MIN_EPS = 1e-30
-"""A smaller epsilon is 0 in float32, and the norm of a zero vector NaN."""
-
-
-class NormConfig(TaggedConfig, frozen=True):
-    """How activations are normalised."""
-
-    @abstractmethod
-    def build(self, d_model: int) -> nn.Module: ...
-
-    @abstractmethod
-    def num_params(self, d_model: int) -> int: ...
-
-
-class RMSNormConfig(NormConfig, frozen=True):
-    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-
-    type: Literal["rms_norm"] = "rms_norm"
-    eps: float = Field(default=1e-6, ge=MIN_EPS)
-    """Added to the mean square."""
-
-    def num_params(self, d_model: int) -> int:
-        return d_model
-
-    def build(self, d_model: int) -> nn.Module:
-        return nn.RMSNorm(d_model, eps=self.eps)
-
-
-class LayerNormConfig(NormConfig, frozen=True):
-    """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
-
-    type: Literal["layer_norm"] = "layer_norm"
-    eps: float = Field(default=1e-5, ge=MIN_EPS)
-    """Added to the variance."""
-
-    def num_params(self, d_model: int) -> int:
-        return 2 * d_model
-
-    def build(self, d_model: int) -> nn.Module:
-        return nn.LayerNorm(d_model, eps=self.eps)
 
 
 def _string_keys(value: Any) -> Any:
@@ -105,11 +64,12 @@ class DecoderConfig(Config, frozen=True):
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> DecoderConfig:
-        if self.d_model % self.attention.num_heads:
+        if self.attention.head_dim is None and self.d_model % self.attention.num_heads:
             raise ValueError(
-                f"attention.num_heads ({self.attention.num_heads}) must divide d_model ({self.d_model})"
+                f"attention.num_heads ({self.attention.num_heads}) must divide d_model ({self.d_model}), "
+                "or set attention.head_dim"
             )
-        self.positions.check_widths(self.d_model, self.attention.num_heads)
+        self.positions.check_widths(self.d_model, self.head_dim)
         for layer, ffn in enumerate(self.layer_ffns()):
             if self.causal and (refusal := ffn.not_causal_because):
                 raise ValueError(
@@ -120,7 +80,7 @@ class DecoderConfig(Config, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.attention.num_heads
+        return self.attention.head_width(self.d_model)
 
     def layer_ffns(self) -> list[FFNConfig]:
         """The feed-forward config of each layer, first to last."""
@@ -204,7 +164,7 @@ class DecoderConfig(Config, frozen=True):
             vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
             + (0 if self.causal else self.d_model)  # the embedding of the mask
             + self.positions.num_params(self.d_model, max_seq_len)
-            + self.num_layers * self.attention.num_params(self.d_model)
+            + self.num_layers * self.attention.num_params(self.d_model, self.norm)
             + self.num_norm_params()
         )
 
@@ -276,7 +236,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm_placement == "pre"
-        self.attention = SelfAttention(config.attention, config.d_model, config.causal)
+        self.attention = SelfAttention(config.attention, config.d_model, config.causal, config.norm)
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = _build_apart(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)

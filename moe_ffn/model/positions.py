@@ -25,7 +25,7 @@ class PositionsConfig(TaggedConfig, frozen=True):
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return 0
 
-    def check_widths(self, d_model: int, num_heads: int) -> None:
+    def check_widths(self, d_model: int, head_dim: int) -> None:
         """ValueError, in one sentence, where these positions do not go with the widths of a model."""
 
 
@@ -36,11 +36,11 @@ class RotaryConfig(PositionsConfig, frozen=True):
     base: float = Field(default=10_000.0, gt=1)
     """The longest wavelength is about 2 pi * base positions."""
 
-    def check_widths(self, d_model: int, num_heads: int) -> None:
-        if (head_dim := d_model // num_heads) % 2:
+    def check_widths(self, d_model: int, head_dim: int) -> None:
+        if head_dim % 2:
             raise ValueError(
-                f"positions.type 'rope' needs an even head width, but d_model ({d_model}) / "
-                f"attention.num_heads ({num_heads}) is {head_dim}"
+                f"positions.type 'rope' needs an even head width, but attention.head_dim, by default d_model "
+                f"({d_model}) / attention.num_heads, is {head_dim}"
             )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
@@ -52,7 +52,7 @@ class SinusoidalConfig(PositionsConfig, frozen=True):
 
     type: Literal["sinusoidal"] = "sinusoidal"
 
-    def check_widths(self, d_model: int, num_heads: int) -> None:
+    def check_widths(self, d_model: int, head_dim: int) -> None:
         if d_model % 2:
             raise ValueError(f"positions.type 'sinusoidal' needs an even d_model, got {d_model}")
 

@@ -29,7 +29,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.shared_expert import Combine, CombineConfig
 from moe_ffn.import_path import explaining_outside_errors, is_outside
-from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig, routing_of_pairs
@@ -268,7 +268,9 @@ class _Trial:
 
     def positions(self, config: PositionsConfig) -> None:
         model, x = self.config.model, self.x()
-        x_BHSd = x.unflatten(-1, (model.attention.num_heads, -1)).transpose(1, 2)
+        x_BHSd = self.random(*x.shape[:2], model.attention.num_heads, model.head_dim).transpose(
+            1, 2
+        )
         built = config.build(self.d_model, model.head_dim, self.config.data.seq_len)
         positions = self.built(built, Positions)
         self.require_like(positions.embed(x), x, "what embed returns")

@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "heads that do not divide": (
         "--model.attention.num_heads 3",
-        "model: attention.num_heads (3) must divide d_model (16)",
+        "model: attention.num_heads (3) must divide d_model (16), or set attention.head_dim",
     ),
     "key-value heads that do not divide": (
         "--model.attention.num_heads 4 --model.attention.num_kv_heads 3",

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from moe_ffn.model.attention import AttentionConfig, SelfAttention, attention_mask
+from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
 
 D_MODEL = 16
 
 
-def attention(seed: int = 0, **config: int | bool | float) -> SelfAttention:
+def attention(seed: int = 0, **config: int | bool | float | str) -> SelfAttention:
     torch.manual_seed(seed)
-    return SelfAttention(AttentionConfig.model_validate(config), D_MODEL, causal=True).double()
+    parsed = AttentionConfig.model_validate(config)
+    return SelfAttention(parsed, D_MODEL, causal=True, norm=RMSNormConfig()).double()
 
 
 def tokens(*shape: int) -> Tensor:
@@ -26,7 +30,7 @@ def tokens(*shape: int) -> Tensor:
 
 def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positions) -> Tensor:
     """Head by head, token by token: a weighted mean of what each token may see."""
-    length, head_dim = len(x_SD), D_MODEL // module.num_heads
+    length, head_dim = len(x_SD), module.query.out_features // module.num_heads
 
     def heads(projected_SD: Tensor) -> Tensor:
         return projected_SD.view(length, -1, head_dim).transpose(0, 1)
@@ -49,9 +53,13 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rope"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_attention_equals_the_loops(num_kv_heads: int, bias: bool, rotated: bool) -> None:
-    module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
-    positions = RotaryConfig().build(D_MODEL, 4, 8) if rotated else Positions()
+@pytest.mark.parametrize("head_dim", [4, 6], ids=["d_model", "wider"])
+def test_attention_equals_the_loops(
+    num_kv_heads: int, bias: bool, rotated: bool, head_dim: int
+) -> None:
+    width = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
+    module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias, **width)
+    positions = RotaryConfig().build(D_MODEL, head_dim, 8) if rotated else Positions()
     x = tokens(2, 6)
     mask = torch.ones(2, 6, dtype=torch.bool)
     wanted = torch.stack([naive(module, x_SD, mask[0], positions) for x_SD in x])
@@ -105,12 +113,59 @@ def test_dropout_is_for_training_only() -> None:
     assert torch.equal(module(x, Positions(), None), without(x, Positions(), None))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_num_params_counts_the_built_module(num_kv_heads: int, bias: bool) -> None:
-    config = AttentionConfig(num_heads=4, num_kv_heads=num_kv_heads, bias=bias)
-    module = SelfAttention(config, D_MODEL, causal=True)
-    assert config.num_params(D_MODEL) == sum(p.numel() for p in module.parameters())
+@pytest.mark.parametrize("norm", [RMSNormConfig(), LayerNormConfig()], ids=lambda norm: norm.type)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"num_kv_heads": n, "bias": bias} for n in (1, 2, 4) for bias in (False, True)),
+        *({"num_kv_heads": 2, "head_dim": 6, "norm_qk": which} for which in ("head", "all")),
+    ],
+    ids=str,
+)
+def test_num_params_counts_the_built_module(options: dict[str, Any], norm: NormConfig) -> None:
+    config = AttentionConfig(num_heads=4, **options)
+    module = SelfAttention(config, D_MODEL, causal=True, norm=norm)
+    assert config.num_params(D_MODEL, norm) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "options"),
+    [
+        ("Qwen3Moe", "qwen3_moe", {"norm_qk": "head", "head_dim": 6}),  # where d_model / 4 is 4
+        ("Olmoe", "olmoe", {"norm_qk": "all"}),
+    ],
+)
+def test_normalised_queries_and_keys_equal_those_of_transformers(
+    family: str, module: str, options: dict[str, Any]
+) -> None:
+    source = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    width = {"head_dim": options["head_dim"]} if "head_dim" in options else {}
+    config = getattr(source, f"{family}Config")(
+        hidden_size=D_MODEL,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=RMSNormConfig().eps,
+        attn_implementation="eager",
+        **width,
+    )
+    theirs = getattr(source, f"{family}Attention")(config, layer_idx=0).double()
+    ours = attention(num_heads=4, num_kv_heads=2, **options)
+    for their_name, our_name in {
+        **{f"{name[0]}_proj": name for name in ("query", "key", "value", "output")},
+        **{f"{name[0]}_norm": f"{name}_norm" for name in ("query", "key")},
+    }.items():
+        weight = torch.randn_like(getattr(ours, our_name).weight)
+        for attention_of, name in ((ours, our_name), (theirs, their_name)):
+            getattr(attention_of, name).weight.data.copy_(weight)
+    x = tokens(2, 5)
+    angles = getattr(source, f"{family}RotaryEmbedding")(config)(x, torch.arange(5)[None])
+    unseen = torch.full((5, 5), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+
+    wanted, _ = theirs(x, angles, unseen)
+
+    positions = RotaryConfig().build(D_MODEL, options.get("head_dim", 4), 8)
+    # Theirs normalises in float32, of which the tables of angles are too.
+    torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_must_divide() -> None:

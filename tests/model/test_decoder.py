@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ffn import Decoder, DecoderConfig, FFNConfig, TokenContext
 from moe_ffn.capacity import DROP_POLICIES
 from moe_ffn.ffn import DenseConfig
-from moe_ffn.model.decoder import DecoderOutput, NormConfig
+from moe_ffn.model.decoder import DecoderOutput
+from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing
 from moe_ffn.routing import RouterConfig
@@ -445,7 +446,7 @@ def test_the_ffn_is_two_thirds_of_a_standard_block(d_model: int) -> None:
     # Attention: 4 d^2. FFN: 2 * d * 4d = 8 d^2. 8 / 12 = 2 / 3, the two norms aside.
     config = DecoderConfig(d_model=d_model, num_layers=1, ffn=DenseConfig())
     ffn = config.ffn.num_params(d_model)
-    attention = config.attention.num_params(d_model)
+    attention = config.attention.num_params(d_model, config.norm)
     assert ffn == 8 * d_model**2
     assert attention == 4 * d_model**2
     block = ffn + attention + 2 * config.norm.num_params(d_model)

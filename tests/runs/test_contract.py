@@ -142,7 +142,7 @@ from moe_ffn.experts.base import Experts
 from moe_ffn.experts import ExpertsConfig
 from moe_ffn.ffn.shared_expert import Combine
 from moe_ffn.ffn.shared_expert import CombineConfig
-from moe_ffn.model.decoder import NormConfig
+from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
 from moe_ffn.model.positions import Positions
 from moe_ffn.training.optimizer import OptimizerConfig

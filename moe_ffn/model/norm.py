@@ -1,0 +1,52 @@
+"""How activations are normalised."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal
+
+from pydantic import Field
+from torch import nn
+
+from moe_ffn.config import TaggedConfig
+
+MIN_EPS = 1e-30
+"""A smaller epsilon is 0 in float32, and the norm of a zero vector NaN."""
+
+
+class NormConfig(TaggedConfig, frozen=True):
+    """How activations are normalised."""
+
+    @abstractmethod
+    def build(self, d_model: int) -> nn.Module: ...
+
+    @abstractmethod
+    def num_params(self, d_model: int) -> int: ...
+
+
+class RMSNormConfig(NormConfig, frozen=True):
+    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    type: Literal["rms_norm"] = "rms_norm"
+    eps: float = Field(default=1e-6, ge=MIN_EPS)
+    """Added to the mean square."""
+
+    def num_params(self, d_model: int) -> int:
+        return d_model
+
+    def build(self, d_model: int) -> nn.Module:
+        return nn.RMSNorm(d_model, eps=self.eps)
+
+
+class LayerNormConfig(NormConfig, frozen=True):
+    """Centred and scaled, with a scale and a shift (Ba et al. 2016, arXiv:1607.06450)."""
+
+    type: Literal["layer_norm"] = "layer_norm"
+    eps: float = Field(default=1e-5, ge=MIN_EPS)
+    """Added to the variance."""
+
+    def num_params(self, d_model: int) -> int:
+        return 2 * d_model
+
+    def build(self, d_model: int) -> nn.Module:
+        return nn.LayerNorm(d_model, eps=self.eps)
