@@ -14,12 +14,15 @@ import torch
 import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 
 FOLDER = Path(__file__).parents[1] / "configs"
 STUDIES = sorted(FOLDER.glob("studies/*.yaml"))
-CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES})
+PUBLISHED = sorted(FOLDER.glob("models/*.yaml"))
+"""Models that are far too large to be built here."""
+CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES} - {*PUBLISHED})
 SEQ_LEN = 16
 
 pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
@@ -107,7 +110,39 @@ def test_moe_yaml_is_the_default_written_out() -> None:
     assert resolve(path) == TrainConfig()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
+# Billions of parameters, all and those of a token, as their authors give them; whether the latter hold the
+# input embeddings. DeepSeek's are in README_WEIGHTS.md of its repository, OpenAI's in its model card.
+SIZES = {
+    "mixtral_8x7b": (46.7, 12.9, True),
+    "olmoe_1b_7b": (6.92, 1.28, True),
+    "qwen3_235b_a22b": (235, 22, True),
+    "deepseek_v3": (671, 36.6, False),
+    "gpt_oss_120b": (116.83, 5.13, False),
+}
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
+def test_published_models_have_their_published_sizes(path: Path) -> None:
+    config = resolve(path)
+    size = Budget.of(config).model
+    total, active, holds_embeddings = SIZES[path.stem]
+
+    embeddings = config.data.tokenizer.max_vocab_size * config.model.d_model
+    got = size.active_params - (0 if holds_embeddings else embeddings)
+    print(
+        f"{path.stem}: {size.params / 1e9:.2f} of {total} B, active {got / 1e9:.2f} of {active} B"
+    )
+    assert size.params / 1e9 == pytest.approx(total, rel=0.01)
+    assert got / 1e9 == pytest.approx(active, rel=0.01)
+
+
+def test_all_published_models_are_there() -> None:
+    assert {path.stem for path in PUBLISHED} == {*SIZES}
+
+
+@pytest.mark.parametrize(
+    "path", [*CONFIGS, *PUBLISHED], ids=[path.stem for path in [*CONFIGS, *PUBLISHED]]
+)
 def test_config_starts_with_a_comment_that_says_what_it_is(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
 

@@ -182,7 +182,7 @@ def model_table(config: TrainConfig, vocab_size: int) -> Table:
     what = f"{vocab_size} x {d_model}, {'tied' if model.tie_embeddings else 'untied'}"
     output_flops = linear_flops(d_model, vocab_size)  # looking an embedding up costs none
     add("embeddings, output", what, embeddings, embeddings, output_flops)
-    what = f"{attention.num_heads} heads, {attention.kv_heads} key-value"
+    what = attention.describe()
     params = attention.num_params(d_model, model.norm)
     flops = attention.flops_per_token(d_model, seq_len, model.causal)
     add(f"attention x {model.num_layers}", what, params, params, flops, count=model.num_layers)

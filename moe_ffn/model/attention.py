@@ -1,4 +1,4 @@
-"""Self-attention with grouped-query heads.
+"""Self-attention: grouped-query heads, or heads that share one narrow vector of each token.
 
 B batch, H heads, S sequence, D model width, d head width
 """
@@ -19,6 +19,21 @@ from moe_ffn.model.positions import Positions
 from moe_ffn.sizes import linear_flops, linear_params
 
 
+class LatentConfig(Config, frozen=True):
+    """Keys and values of all heads from one narrow vector of each token (DeepSeek-V2, arXiv:2405.04434,
+    section 2.1).
+    """
+
+    kv_rank: int = Field(default=512, ge=1, le=MAX_COUNT)
+    """Width of the vector that keys and values are made from; it is normalised by the model's `norm`."""
+    query_rank: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Width of the normalised vector that queries are made from; null makes them from the token itself."""
+    rotated_dim: int = Field(default=64, ge=1, le=MAX_COUNT)
+    """Width that each query, and a key that all heads share, has for positions, beside head_dim."""
+    value_dim: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Width of a head's values; head_dim by default."""
+
+
 class AttentionConfig(Config, frozen=True):
     """Self-attention; fewer key-value heads than query heads is grouped-query attention."""
 
@@ -33,6 +48,8 @@ class AttentionConfig(Config, frozen=True):
     arXiv:2505.09388), or all heads together (OLMoE, arXiv:2409.02060)."""
     bias: bool = False
     """Add a bias to the four projections."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention, `{kv_rank: 512}`; null has keys and values of their own."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an attention weight, in training."""
 
@@ -48,8 +65,49 @@ class AttentionConfig(Config, frozen=True):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_latent(self) -> AttentionConfig:
+        for name in ("num_kv_heads", "norm_qk", "bias"):
+            if self.latent is not None and (value := getattr(self, name)):
+                raise ValueError(
+                    f"{name} ({value}) goes with keys and values of their own, and latent is given; leave "
+                    "one of them out"
+                )
+        return self
+
+    def build(self, d_model: int, causal: bool, norm: NormConfig) -> nn.Module:
+        if self.latent is not None:
+            return LatentAttention(self, self.latent, d_model, causal, norm)
+        return SelfAttention(self, d_model, causal, norm)
+
+    def describe(self) -> str:
+        """A few words for tables."""
+        if self.latent is not None:
+            return f"{self.num_heads} heads, latent of {self.latent.kv_rank}"
+        return f"{self.num_heads} heads, {self.kv_heads} key-value"
+
     def head_width(self, d_model: int) -> int:
         return self.head_dim or d_model // self.num_heads
+
+    def rotated_width(self, d_model: int) -> int:
+        """Of what positions rotate in each head."""
+        return self.latent.rotated_dim if self.latent else self.head_width(d_model)
+
+    def projections(self, d_model: int) -> tuple[tuple[int, int], ...]:
+        """Width in and out of every matrix."""
+        if self.latent is None:
+            d_query, d_kv = self.widths(d_model)
+            return (d_model, d_query), (d_model, d_kv), (d_model, d_kv), (d_query, d_model)
+        latent, heads, head_dim = self.latent, self.num_heads, self.head_width(d_model)
+        value_dim = latent.value_dim or head_dim
+        d_query = heads * (head_dim + latent.rotated_dim)
+        rank = latent.query_rank
+        return (
+            *(((d_model, rank), (rank, d_query)) if rank else ((d_model, d_query),)),
+            (d_model, latent.kv_rank + latent.rotated_dim),
+            (latent.kv_rank, heads * (head_dim + value_dim)),
+            (heads * value_dim, d_model),
+        )
 
     def widths(self, d_model: int) -> tuple[int, int]:
         """Of all queries, and of all keys or values."""
@@ -57,23 +115,24 @@ class AttentionConfig(Config, frozen=True):
         return self.num_heads * head_dim, self.kv_heads * head_dim
 
     def normed_widths(self, d_model: int) -> tuple[int, ...]:
-        """Of the norm of queries and of that of keys; empty where there are none."""
+        """Of the norms in it: of queries, and of keys or of what they are made from."""
+        if self.latent is not None:
+            return (*filter(None, (self.latent.query_rank,)), self.latent.kv_rank)
         widths = {None: (), "head": 2 * (self.head_width(d_model),), "all": self.widths(d_model)}
         return widths[self.norm_qk]
 
     def num_params(self, d_model: int, norm: NormConfig) -> int:
-        d_query, d_kv = self.widths(d_model)
-        projections = linear_params(d_model, d_query, self.bias)
-        projections += 2 * linear_params(d_model, d_kv, self.bias)
-        projections += linear_params(d_query, d_model, self.bias)
-        return projections + sum(map(norm.num_params, self.normed_widths(d_model)))
+        matrices = sum(linear_params(*widths, self.bias) for widths in self.projections(d_model))
+        return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
 
     def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
         """Forward FLOPs per token; in a causal sequence it attends to (seq_len + 1) / 2 on average."""
-        d_query, d_kv = self.widths(d_model)
-        projections = 2 * linear_flops(d_model, d_query) + 2 * linear_flops(d_model, d_kv)
+        matrices = sum(linear_flops(*widths) for widths in self.projections(d_model))
+        scored = mixed = self.head_width(d_model)
+        if self.latent is not None:
+            scored, mixed = scored + self.latent.rotated_dim, self.latent.value_dim or mixed
         attended = (seq_len + 1) / 2 if causal else seq_len
-        return projections + round(4 * d_query * attended)
+        return matrices + round(2 * self.num_heads * (scored + mixed) * attended)
 
 
 class SelfAttention(nn.Module):
@@ -123,6 +182,56 @@ class SelfAttention(nn.Module):
             x_BSD = norm(x_BSD)
         x_BHSd = rearrange(x_BSD, "b s (h d) -> b h s d", h=num_heads)
         return norm(x_BHSd) if norm is not None and self.norms_heads else x_BHSd
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made from one normalised vector of `kv_rank` for each token.
+
+    A key is what is made from that vector beside one rotated vector that all heads share; scores are scaled
+    by the root of both widths (DeepSeek-V2, arXiv:2405.04434, equations 9 to 19).
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        latent: LatentConfig,
+        d_model: int,
+        causal: bool,
+        norm: NormConfig,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.head_dim = config.head_width(d_model)
+        self.kv_rank = latent.kv_rank
+        *query, kv_down, kv_up, output = (
+            nn.Linear(*widths, bias=False) for widths in config.projections(d_model)
+        )
+        if latent.query_rank is not None:
+            query.insert(1, norm.build(latent.query_rank))
+        self.query = nn.Sequential(*query)
+        self.kv_down, self.kv_up, self.output = kv_down, kv_up, output
+        self.kv_norm = norm.build(latent.kv_rank)
+
+    def forward(self, x_BSD: Tensor, positions: Positions, mask_BS: Tensor | None) -> Tensor:
+        """See `SelfAttention.forward`."""
+        heads = self.num_heads
+        query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=heads)
+        latent, shared_key = self.kv_down(x_BSD).tensor_split([self.kv_rank], dim=-1)
+        key_value = rearrange(self.kv_up(self.kv_norm(latent)), "b s (h d) -> b h s d", h=heads)
+        key, value = key_value.tensor_split([self.head_dim], dim=-1)
+        plain, rotated = query.tensor_split([self.head_dim], dim=-1)
+        shared_key = positions.rotate(shared_key[:, None]).expand(-1, heads, -1, -1)
+        mixed = F.scaled_dot_product_attention(
+            torch.cat([plain, positions.rotate(rotated)], dim=-1),
+            torch.cat([key, shared_key], dim=-1),
+            value,
+            attn_mask=None if mask_BS is None else attention_mask(mask_BS, self.causal),
+            is_causal=self.causal and mask_BS is None,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:

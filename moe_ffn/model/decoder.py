@@ -19,7 +19,7 @@ from moe_ffn.config import MAX_COUNT, Config, require_count
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
-from moe_ffn.model.attention import AttentionConfig, SelfAttention
+from moe_ffn.model.attention import AttentionConfig
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
@@ -80,7 +80,8 @@ class DecoderConfig(Config, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        return self.attention.head_width(self.d_model)
+        """Width of what positions rotate."""
+        return self.attention.rotated_width(self.d_model)
 
     def layer_ffns(self) -> list[FFNConfig]:
         """The feed-forward config of each layer, first to last."""
@@ -236,7 +237,7 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, ffn: FFNConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm_placement == "pre"
-        self.attention = SelfAttention(config.attention, config.d_model, config.causal, config.norm)
+        self.attention = config.attention.build(config.d_model, config.causal, config.norm)
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = _build_apart(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)

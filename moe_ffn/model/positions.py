@@ -39,8 +39,8 @@ class RotaryConfig(PositionsConfig, frozen=True):
     def check_widths(self, d_model: int, head_dim: int) -> None:
         if head_dim % 2:
             raise ValueError(
-                f"positions.type 'rope' needs an even head width, but attention.head_dim, by default d_model "
-                f"({d_model}) / attention.num_heads, is {head_dim}"
+                f"positions.type 'rope' needs an even head width, got {head_dim} (attention.head_dim, by "
+                f"default d_model ({d_model}) / num_heads, or attention.latent.rotated_dim)"
             )
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:

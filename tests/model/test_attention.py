@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn.model.attention import AttentionConfig, SelfAttention, attention_mask
+from moe_ffn.model.attention import (
+    AttentionConfig,
+    LatentAttention,
+    LatentConfig,
+    SelfAttention,
+    attention_mask,
+)
 from moe_ffn.model.norm import LayerNormConfig, NormConfig, RMSNormConfig
 from moe_ffn.model.positions import Positions, RotaryConfig
 
@@ -166,6 +174,107 @@ def test_normalised_queries_and_keys_equal_those_of_transformers(
     positions = RotaryConfig().build(D_MODEL, options.get("head_dim", 4), 8)
     # Theirs normalises in float32, of which the tables of angles are too.
     torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
+
+
+LATENT = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
+
+
+def latent_attention(**latent: int | None) -> LatentAttention:
+    config = AttentionConfig(num_heads=4, head_dim=6, latent=LatentConfig(**(LATENT | latent)))
+    torch.manual_seed(0)
+    module = config.build(D_MODEL, causal=True, norm=RMSNormConfig())
+    assert isinstance(module, LatentAttention)
+    return module.double()
+
+
+@pytest.mark.parametrize("query_rank", [5, None])
+@pytest.mark.parametrize("value_dim", [3, None])
+def test_latent_attention_equals_that_of_transformers(
+    query_rank: int | None, value_dim: int | None
+) -> None:
+    source = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    ours = latent_attention(query_rank=query_rank, value_dim=value_dim)
+    config = source.DeepseekV3Config(
+        hidden_size=D_MODEL,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=query_rank,
+        kv_lora_rank=7,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=2,
+        v_head_dim=value_dim or 6,
+        rope_interleave=False,
+        rms_norm_eps=RMSNormConfig().eps,
+        attn_implementation="eager",
+    )
+    theirs = source.DeepseekV3Attention(config, layer_idx=0).double()
+    theirs.requires_grad_(False)
+    query = (
+        [theirs.q_a_proj, theirs.q_a_layernorm, theirs.q_b_proj] if query_rank else [theirs.q_proj]
+    )
+    pairs = zip(
+        [*ours.query, ours.kv_down, ours.kv_norm, ours.kv_up, ours.output],
+        [*query, theirs.kv_a_proj_with_mqa, theirs.kv_a_layernorm, theirs.kv_b_proj, theirs.o_proj],
+        strict=True,
+    )
+    for mine, other in pairs:
+        weight = torch.randn_like(mine.weight)
+        mine.weight.data.copy_(weight)
+        other.weight.copy_(weight)
+    for layer in theirs.modules():  # whose own epsilon no option reaches
+        if hasattr(layer, "variance_epsilon"):
+            layer.variance_epsilon = RMSNormConfig().eps
+    x = tokens(2, 5)
+    angles = source.DeepseekV3RotaryEmbedding(config)(x, torch.arange(5)[None])
+    unseen = torch.full((5, 5), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+
+    wanted, _ = theirs(x, angles, unseen)
+
+    positions = RotaryConfig().build(D_MODEL, 2, 8)
+    torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
+    whole = torch.ones(2, 5, dtype=torch.bool)
+    torch.testing.assert_close(ours(x, positions, whole), ours(x, positions, None))
+
+
+@pytest.mark.parametrize("query_rank", [5, None])
+@pytest.mark.parametrize("value_dim", [3, None])
+def test_latent_attention_costs_what_its_config_says(
+    query_rank: int | None, value_dim: int | None
+) -> None:
+    module = latent_attention(query_rank=query_rank, value_dim=value_dim)
+    latent = LatentConfig(**(LATENT | {"query_rank": query_rank, "value_dim": value_dim}))
+    config = AttentionConfig(num_heads=4, head_dim=6, latent=latent)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        module(tokens(2, 9), Positions(), None)
+
+    assert config.num_params(D_MODEL, RMSNormConfig()) == sum(
+        p.numel() for p in module.parameters()
+    )
+    expected = config.flops_per_token(D_MODEL, seq_len=9, causal=False)
+    assert counter.get_total_flops() == 2 * 9 * expected
+
+
+def test_padding_changes_nothing_of_latent_attention_before_it() -> None:
+    module, x = latent_attention(), tokens(1, 6)
+    mask = torch.tensor([[True] * 4 + [False] * 2])
+    positions = RotaryConfig().build(D_MODEL, 2, 8)
+    padded = module(x, positions, mask)
+    torch.testing.assert_close(padded[:, :4], module(x[:, :4], positions, None))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_kv_heads": 2}, r"num_kv_heads \(2\) goes with keys and values of their own"),
+        ({"norm_qk": "head"}, r"norm_qk \(head\) goes with"),
+        ({"bias": True}, r"bias \(True\) goes with"),
+    ],
+)
+def test_options_of_other_keys_and_values_are_refused_beside_latent(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig.model_validate({"num_heads": 4, "latent": {}, **options})
 
 
 def test_heads_must_divide() -> None:

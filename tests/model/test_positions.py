@@ -112,8 +112,8 @@ def test_tables_are_in_no_checkpoint(member: str) -> None:
     [
         (
             {"d_model": 12, "attention": {"num_heads": 4}},
-            r"positions\.type 'rope' needs an even head width, but attention\.head_dim, by default d_model "
-            r"\(12\) / attention\.num_heads, is 3",
+            r"positions\.type 'rope' needs an even head width, got 3 \(attention\.head_dim, by default "
+            r"d_model \(12\) / num_heads, or attention\.latent\.rotated_dim\)",
         ),
         (
             {"d_model": 9, "attention": {"num_heads": 1}, "positions": "sinusoidal"},
