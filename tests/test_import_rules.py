@@ -54,6 +54,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dispatch": FOUNDATION,
     "kernels": FOUNDATION | {"dispatch"},
     "experts": FOUNDATION | {"dispatch", "kernels"},
+    # Around the experts: what one rank holds of them, and how tokens come there.
+    "parallel": FOUNDATION | {"dispatch", "experts"},
     "balancing": FOUNDATION,
     # Where the parts meet. It does not know the model around it.
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},

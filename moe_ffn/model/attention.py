@@ -208,9 +208,8 @@ class LatentAttention(nn.Module):
         *query, kv_down, kv_up, output = (
             nn.Linear(*widths, bias=False) for widths in config.projections(d_model)
         )
-        if latent.query_rank is not None:
-            query.insert(1, norm.build(latent.query_rank))
-        self.query = nn.Sequential(*query)
+        between = [] if latent.query_rank is None else [norm.build(latent.query_rank)]
+        self.query = nn.Sequential(query[0], *between, *query[1:])
         self.kv_down, self.kv_up, self.output = kv_down, kv_up, output
         self.kv_norm = norm.build(latent.kv_rank)
 

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe_ffn.model.attention import (
     AttentionConfig,
     LatentAttention,
-    LatentConfig,
     SelfAttention,
     attention_mask,
 )
@@ -176,11 +175,14 @@ def test_normalised_queries_and_keys_equal_those_of_transformers(
     torch.testing.assert_close(ours(x, positions, None), wanted, rtol=1e-5, atol=1e-5)
 
 
-LATENT = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
+def latent_config(**latent: int | None) -> AttentionConfig:
+    narrow = {"kv_rank": 7, "query_rank": 5, "rotated_dim": 2, "value_dim": 3}
+    options = {"num_heads": 4, "head_dim": 6, "latent": narrow | latent}
+    return AttentionConfig.model_validate(options)
 
 
 def latent_attention(**latent: int | None) -> LatentAttention:
-    config = AttentionConfig(num_heads=4, head_dim=6, latent=LatentConfig(**(LATENT | latent)))
+    config = latent_config(**latent)
     torch.manual_seed(0)
     module = config.build(D_MODEL, causal=True, norm=RMSNormConfig())
     assert isinstance(module, LatentAttention)
@@ -218,8 +220,8 @@ def test_latent_attention_equals_that_of_transformers(
         strict=True,
     )
     for mine, other in pairs:
-        weight = torch.randn_like(mine.weight)
-        mine.weight.data.copy_(weight)
+        (weight,) = mine.parameters()
+        weight.data.normal_()
         other.weight.copy_(weight)
     for layer in theirs.modules():  # whose own epsilon no option reaches
         if hasattr(layer, "variance_epsilon"):
@@ -242,8 +244,7 @@ def test_latent_attention_costs_what_its_config_says(
     query_rank: int | None, value_dim: int | None
 ) -> None:
     module = latent_attention(query_rank=query_rank, value_dim=value_dim)
-    latent = LatentConfig(**(LATENT | {"query_rank": query_rank, "value_dim": value_dim}))
-    config = AttentionConfig(num_heads=4, head_dim=6, latent=latent)
+    config = latent_config(query_rank=query_rank, value_dim=value_dim)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         module(tokens(2, 9), Positions(), None)
 

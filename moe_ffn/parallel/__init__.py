@@ -1,0 +1,1 @@
+"""Training on several devices: expert parallelism around a plan."""

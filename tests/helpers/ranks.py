@@ -1,0 +1,67 @@
+"""Functions run on several ranks of one machine, each a process, joined by gloo."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 60
+
+
+def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *given: Any) -> list[Any]:
+    """What `function(rank, *given)` returns on each rank; its tensors are of no graph.
+
+    Raises:
+        AssertionError: it raised on a rank, with the traceback of that.
+    """
+    # Imported once, and not in each process: the first collective does it, for seconds.
+    importlib.import_module("torch._dynamo")
+    context = multiprocessing.get_context("fork")
+    folder.mkdir(parents=True, exist_ok=True)
+    pipes, processes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (rank, num_ranks, folder / "store", theirs, function, given)
+        process = context.Process(target=_run, args=arguments, daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    results: list[Any] = []
+    for rank, pipe in enumerate(pipes):
+        assert pipe.poll(SECONDS), f"rank {rank} says nothing for {SECONDS} s"
+        problem, result = pickle.loads(pipe.recv_bytes())
+        assert not problem, f"rank {rank}: {problem}"
+        results.append(result)
+    for process in processes:
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    return results
+
+
+def _run(
+    rank: int, num_ranks: int, store: Path, pipe: Any, function: Callable[..., Any], given: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+        )
+        result = function(rank, *given)
+        dist.barrier()  # without it gloo may abort while another rank still reads
+        dist.destroy_process_group()
+        _send(pipe, "", result)
+    except BaseException:
+        _send(pipe, traceback.format_exc(), None)
+
+
+def _send(pipe: Any, problem: str, result: Any) -> None:
+    # Not by `pipe.send`, which shares the memory of a process that ends.
+    pipe.send_bytes(pickle.dumps((problem, result)))

@@ -1,0 +1,131 @@
+"""Experts on several ranks give what one process gives: outputs, and every gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_ffn import FFNConfig, MoEConfig
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.parallel.experts import ParallelExperts, experts_of_a_rank
+from tests.helpers.ranks import on_ranks
+
+D_MODEL, BATCH, LENGTH = 8, 4, 6
+
+Gradients = dict[str, Tensor]
+
+
+def layer(options: dict[str, Any]) -> MoEFFN:
+    torch.manual_seed(0)
+    config = FFNConfig.model_validate({"type": "moe", "num_experts": 4, **options})
+    assert isinstance(config, MoEConfig)
+    block = config.build(D_MODEL)
+    assert isinstance(block, MoEFFN)
+    return block.double()
+
+
+def tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, LENGTH, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+def split_(block: MoEFFN, rank: int, num_ranks: int) -> None:
+    """Leave this rank its share of the experts."""
+    share = block.num_experts // num_ranks
+    for name, parameter in list(block.experts.named_parameters()):
+        part = parameter.detach()[rank * share : (rank + 1) * share].clone()
+        setattr(block.experts, name, nn.Parameter(part))
+    assert dist.group.WORLD is not None
+    block.experts = ParallelExperts(block.experts, block.num_experts, dist.group.WORLD)
+
+
+def step(rank: int, num_ranks: int, options: dict[str, Any], steer: float) -> Any:
+    """A batch's share through the layer and back: outputs, gradient of the input, of every parameter."""
+    block = layer(options)
+    if steer:
+        steer_(block, steer)
+    if num_ranks > 1:
+        split_(block, rank, num_ranks)
+    x = tokens().chunk(num_ranks)[rank].requires_grad_()
+    output = block(x)
+    (output.hidden**2).sum().backward()
+    assert x.grad is not None
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in block.named_parameters()
+    }
+    missing = [name for name, p in block.named_parameters() if p.grad is None]
+    return output.hidden.detach(), x.grad, gradients, missing
+
+
+def steer_(block: MoEFFN, strength: float) -> None:
+    """Send every token to the first experts."""
+    bias = dict(block.router.named_parameters())["projection.bias"]
+    bias.data += strength * torch.tensor([3.0, 2.0, 0.0, 0.0], dtype=bias.dtype)
+
+
+def whole(name: str, of_ranks: list[Gradients], found: Gradients) -> Tensor:
+    """The gradient of one process: experts side by side, of the rest the sum."""
+    parallel = name.replace("experts.", "experts.local.", 1)
+    if name.startswith("experts."):
+        return torch.cat([gradients[parallel] for gradients in of_ranks])
+    return torch.stack([gradients[name] for gradients in of_ranks]).sum(0)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "dropless": {"router": {"type": "top_k", "k": 2, "bias": True}},
+    "shared": {"router": {"type": "top_k", "k": 2, "bias": True}, "shared_expert": "swiglu"},
+    "sigmoid": {"router": {"type": "sigmoid_top_k", "k": 2, "bias": True}},
+    "relu": {"router": {"type": "relu", "k": 2, "bias": True}},
+    "mlp": {
+        "router": {"type": "top_k", "k": 3, "bias": True},
+        "experts": {"type": "mlp", "bias": True},
+    },
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_gradient_equals_that_of_one_process(
+    name: str, num_ranks: int, tmp_path: Path
+) -> None:
+    hidden, into, gradients, _ = step(0, 1, LAYERS[name], 0.0)
+
+    of_ranks = on_ranks(num_ranks, tmp_path, step, num_ranks, LAYERS[name], 0.0)
+
+    torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
+    torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
+    for parameter, wanted in gradients.items():
+        got = whole(parameter, [found[2] for found in of_ranks], gradients)
+        torch.testing.assert_close(got, wanted, msg=lambda text, p=parameter: f"{p}: {text}")
+
+
+def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
+    options = LAYERS["dropless"]
+    hidden, into, gradients, _ = step(0, 1, options, 50.0)
+    assert not gradients["experts.down"][2:].any(), "experts 2 and 3 have no token"
+
+    of_ranks = on_ranks(2, tmp_path, step, 2, options, 50.0)
+
+    torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
+    torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
+    for parameter, wanted in gradients.items():
+        got = whole(parameter, [found[2] for found in of_ranks], gradients)
+        torch.testing.assert_close(got, wanted)
+    assert [found[3] for found in of_ranks] == [[], []], "every parameter is in the graph"
+
+
+def test_ranks_hold_equally_many_experts() -> None:
+    assert experts_of_a_rank(8, 4) == 2
+    with pytest.raises(ConfigError) as raised:
+        experts_of_a_rank(6, 4)
+    assert str(raised.value) == (
+        "parallel.expert (4) must divide num_experts (6): every rank holds as many experts; change one of "
+        "them"
+    )
