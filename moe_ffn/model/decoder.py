@@ -59,8 +59,9 @@ class DecoderConfig(Config, frozen=True):
     """Use the token embeddings as the output matrix."""
     scale_embeddings: bool = False
     """Multiply token embeddings by sqrt(d_model), as in 2017."""
-    activation_checkpointing: bool = False
-    """Keep only each layer's input and compute the layer again in the backward pass: less memory."""
+    activation_checkpointing: Literal["ffn", "block"] | bool = False
+    """What the backward pass computes again, so that less is kept for it: `ffn`, the feed-forward blocks,
+    whose hidden units are most of it; `block`, or true, all of each layer but its input."""
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> DecoderConfig:
@@ -241,18 +242,22 @@ class Block(nn.Module):
         self.attention_norm = config.norm.build(config.d_model)
         self.ffn = _build_apart(ffn, config.d_model)
         self.ffn_norm = config.norm.build(config.d_model)
+        self.recomputes_ffn = config.activation_checkpointing == "ffn"
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
         """The residual stream after this layer, and where its tokens were routed."""
         if self.pre_norm:
             x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
-            ffn = self.ffn(self.ffn_norm(x), context)
+            ffn = self._run_ffn(self.ffn_norm(x), context)
             return replace(ffn, hidden=x + self.dropout(ffn.hidden))
         attended = self.dropout(self.attention(x, positions, context.mask))
         x = self.attention_norm(x + attended)
-        ffn = self.ffn(x, context)
+        ffn = self._run_ffn(x, context)
         return replace(ffn, hidden=self.ffn_norm(x + self.dropout(ffn.hidden)))
+
+    def _run_ffn(self, x: Tensor, context: TokenContext) -> FFNOutput:
+        return _recomputed(self.ffn, x, context) if self.recomputes_ffn else self.ffn(x, context)
 
 
 @dataclass(frozen=True)
@@ -364,11 +369,16 @@ class Decoder(nn.Module):
             ) from error
 
     def _run(self, layer: nn.Module, x: Tensor, context: TokenContext) -> FFNOutput:
-        if self.config.activation_checkpointing and torch.is_grad_enabled():
-            return cast(
-                "FFNOutput", checkpoint(layer, x, self.positions, context, use_reentrant=False)
-            )
+        if self.config.activation_checkpointing in (True, "block"):
+            return _recomputed(layer, x, self.positions, context)
         return layer(x, self.positions, context)
+
+
+def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:
+    """What `module` returns; for the backward pass it is computed again from the inputs."""
+    if torch.is_grad_enabled():
+        return cast("FFNOutput", checkpoint(module, *inputs, use_reentrant=False))
+    return module(*inputs)
 
 
 def _check_batch(token_ids: Tensor, mask: Tensor | None) -> None:

@@ -300,6 +300,43 @@ def test_decoder_is_its_parts_in_order() -> None:
         torch.testing.assert_close(model(ids).logits, logits, rtol=0, atol=1e-12)
 
 
+def kept_for_backward(**options: Any) -> int:
+    """Bytes that the graph of a forward pass keeps, weights apart, and what is kept to compute again."""
+    model = build(num_layers=3, **options)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(some_ids(2, 8))
+    assert output.logits.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+@pytest.mark.parametrize("ffn", ["swiglu", "moe"])
+def test_what_is_computed_again_is_not_kept(ffn: str, norm_placement: str) -> None:
+    options = {"ffn": ffn, "norm_placement": norm_placement}
+    nothing, of_ffn, of_block, of_true = (
+        kept_for_backward(activation_checkpointing=what, **options)
+        for what in (False, "ffn", "block", True)
+    )
+
+    assert of_block == of_true < of_ffn < nothing
+    hidden = (
+        3 * 2 * 8 * (3 * 40) * 4
+    )  # layers, tokens, gate, up and their product of 8 / 3 * 16, float32
+    assert nothing - of_ffn >= hidden
+    model = build(num_layers=3, activation_checkpointing="ffn", **options)
+    plain = build(num_layers=3, **options)
+    assert torch.equal(model(some_ids(2, 8)).logits, plain(some_ids(2, 8)).logits)
+
+
 def test_tied_embeddings_are_one_matrix() -> None:
     tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
     assert tied.unembedding.weight is tied.embedding.weight

@@ -125,12 +125,13 @@ def test_accumulated_micro_batches_are_one_batch_for_the_rules_that_say_so(
         assert difference(whole, parts) > 100 * FLOAT32
 
 
+@pytest.mark.parametrize("what", [True, "ffn"])
 @pytest.mark.parametrize("rule", RULES)
 def test_activation_checkpointing_changes_no_gradient(
-    rule: str, config_for: Any, gradient_here: Any
+    rule: str, what: bool | str, config_for: Any, gradient_here: Any
 ) -> None:
     plain = gradient_here(config_for(rule))
-    recomputed = gradient_here(config_for(rule, model={"activation_checkpointing": True}))
+    recomputed = gradient_here(config_for(rule, model={"activation_checkpointing": what}))
     assert difference(plain, recomputed) < FLOAT32
 
 
