@@ -52,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
             )
         found = gather([folder])
         require_planned(study, file, found)
-        page = study_page(study, found.results, found.step_seconds, file.as_posix())
+        # On a page that others read, not where this clone lies.
+        here = file.resolve().is_relative_to(Path.cwd().resolve())
+        seen = file.resolve().relative_to(Path.cwd().resolve()) if here else file
+        page = study_page(study, found.results, found.step_seconds, seen.as_posix())
         print(page.write(options.output))
     return 0
 

@@ -71,8 +71,9 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
 
     before = snapshot(studies)
     shutil.rmtree(tmp_path / "runs")
-    assert page("which.yaml").code == 0
-    assert snapshot(studies) == before
+    assert page(str(tmp_path / "which.yaml")).code == 0
+    assert snapshot(studies) == before, "whose commands name the file as seen from here"
+    assert "sweep --config which.yaml\n" in text
 
 
 def test_a_seed_that_somebody_adds_is_on_the_page(
