@@ -321,7 +321,7 @@ def kept_for_backward(**options: Any) -> int:
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("ffn", ["swiglu", "moe"])
 def test_what_is_computed_again_is_not_kept(ffn: str, norm_placement: str) -> None:
-    options = {"ffn": ffn, "norm_placement": norm_placement}
+    options: dict[str, Any] = {"ffn": ffn, "norm_placement": norm_placement}
     nothing, of_ffn, of_block, of_true = (
         kept_for_backward(activation_checkpointing=what, **options)
         for what in (False, "ffn", "block", True)
