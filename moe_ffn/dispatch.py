@@ -51,12 +51,23 @@ def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:
     left_out_N = routing.left_out_N
     if num_experts < routing.num_experts:
         left_out_N = left_out_N | (routing.expert_ids_N >= num_experts)
-    key_N = routing.expert_ids_N.masked_fill(left_out_N, num_experts)
-    sorted_N, order_N = key_N.sort(stable=True)
-    experts_E = torch.arange(num_experts, device=key_N.device)
+    return plan_of_pairs(
+        routing.token_ids_N,
+        routing.expert_ids_N.masked_fill(left_out_N, num_experts),
+        routing.weights_N.masked_fill(left_out_N, 0),
+        num_experts,
+    )
+
+
+def plan_of_pairs(
+    token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
+) -> Plan:
+    """The plan of pairs that are sorted by token; those of an expert `num_experts` are not computed."""
+    sorted_N, order_N = expert_ids_N.sort(stable=True)
+    experts_E = torch.arange(num_experts, device=expert_ids_N.device)
     return Plan(
-        token_ids_N=routing.token_ids_N.index_select(0, order_N),
-        weights_N=routing.weights_N.masked_fill(left_out_N, 0).index_select(0, order_N),
+        token_ids_N=token_ids_N.index_select(0, order_N),
+        weights_N=weights_N.index_select(0, order_N),
         offsets_E=torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True),
         pair_ids_N=order_N,
     )

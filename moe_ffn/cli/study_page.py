@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         found = gather([folder])
         require_planned(study, file, found)
         # On a page that others read, not where this clone lies.
-        here = file.resolve().is_relative_to(Path.cwd().resolve())
-        seen = file.resolve().relative_to(Path.cwd().resolve()) if here else file
+        here, path = Path.cwd().resolve(), file.resolve()
+        seen = path.relative_to(here) if path.is_relative_to(here) else file
         page = study_page(study, found.results, found.step_seconds, seen.as_posix())
         print(page.write(options.output))
     return 0

@@ -166,16 +166,9 @@ class SelfAttention(nn.Module):
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
         value = rearrange(self.value(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
-        mixed = F.scaled_dot_product_attention(
-            positions.rotate(query),
-            positions.rotate(key),
-            value,
-            attn_mask=None if mask_BS is None else attention_mask(mask_BS, self.causal),
-            is_causal=self.causal and mask_BS is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
-        return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
+        dropout = self.dropout if self.training else 0.0
+        query, key = positions.rotate(query), positions.rotate(key)
+        return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
         if norm is not None and not self.norms_heads:
@@ -222,15 +215,26 @@ class LatentAttention(nn.Module):
         key, value = key_value.tensor_split([self.head_dim], dim=-1)
         plain, rotated = query.tensor_split([self.head_dim], dim=-1)
         shared_key = positions.rotate(shared_key[:, None]).expand(-1, heads, -1, -1)
-        mixed = F.scaled_dot_product_attention(
-            torch.cat([plain, positions.rotate(rotated)], dim=-1),
-            torch.cat([key, shared_key], dim=-1),
-            value,
-            attn_mask=None if mask_BS is None else attention_mask(mask_BS, self.causal),
-            is_causal=self.causal and mask_BS is None,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
+        query = torch.cat([plain, positions.rotate(rotated)], dim=-1)
+        key = torch.cat([key, shared_key], dim=-1)
+        dropout = self.dropout if self.training else 0.0
+        return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
+
+
+def _mixed(
+    query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """The values that each token sees, weighted and side by side, (B, S, H d); all (B, H, S, d)."""
+    mixed = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=None if mask_BS is None else attention_mask(mask_BS, causal),
+        is_causal=causal and mask_BS is None,
+        dropout_p=dropout,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return rearrange(mixed, "b h s d -> b s (h d)")
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from moe_ffn.dispatch import Plan
+from moe_ffn.dispatch import Plan, plan_of_pairs
 from moe_ffn.errors import ConfigError
 from moe_ffn.experts.base import Experts
 
@@ -68,19 +68,12 @@ class ParallelExperts(Experts):
     def _local_plan(
         self, labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int]
     ) -> Plan:
-        """The pairs that arrived, rank after rank and so by row, sorted by expert."""
+        """The plan of the pairs that arrived, which come rank after rank and so by row."""
         row_ids_N, expert_ids_N = labels_N2.unbind(1)
         device = labels_N2.device
         starts_P = torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
         row_ids_N = row_ids_N + starts_P.repeat_interleave(torch.tensor(pairs, device=device))
-        sorted_N, order_N = expert_ids_N.sort(stable=True)
-        experts_E = torch.arange(self.num_local, device=device)
-        return Plan(
-            token_ids_N=row_ids_N.index_select(0, order_N),
-            weights_N=weights_N.index_select(0, order_N),
-            offsets_E=torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True),
-            pair_ids_N=order_N,
-        )
+        return plan_of_pairs(row_ids_N, expert_ids_N, weights_N, self.num_local)
 
     def extra_repr(self) -> str:
         return f"num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local}"
