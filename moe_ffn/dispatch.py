@@ -1,10 +1,11 @@
-"""The plan of a dispatch: pairs sorted by expert. No token moves here.
+"""The plan of a dispatch: pairs sorted by expert. No token moves here; `moe_ffn.parallel` moves them.
 
-T tokens, E experts, N (token, expert) pairs
+T tokens, D model width, E experts, N (token, expert) pairs, R rows
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,44 @@ def plan_of_pairs(
         offsets_E=torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True),
         pair_ids_N=order_N,
     )
+
+
+class Dispatched(ABC):
+    """Tokens on their way to their experts; time for other work until `rows` is read."""
+
+    plan: Plan
+    """The pairs that the experts of this rank compute; a token of it is a row of `rows`."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """(R, D), the tokens of `plan`; waits for them."""
+
+    @abstractmethod
+    def combine(self, y_RD: Tensor) -> Tensor:
+        """(T, D), the outputs of the experts for the tokens that were dispatched."""
+
+
+class Dispatcher(ABC):
+    """How tokens come to the experts of a plan, and outputs back."""
+
+    @abstractmethod
+    def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched: ...
+
+
+class LocalDispatcher(Dispatcher):
+    """All experts are here, and nothing moves."""
+
+    def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
+        return _Here(x_TD, plan)
+
+
+@dataclass(frozen=True)
+class _Here(Dispatched):
+    x_TD: Tensor
+    plan: Plan
+
+    def rows(self) -> Tensor:
+        return self.x_TD
+
+    def combine(self, y_RD: Tensor) -> Tensor:
+        return y_RD

@@ -423,5 +423,11 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     return x.reshape(-1, x.shape[-1]), flat
 
 
+def on_this_rank(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is on this rank; any other tensor as it is."""
+    # Importing its class, to ask for that, takes half a second.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 for _value in (TokenContext, Routing, FFNOutput):
     torch.export.register_dataclass(_value)

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": FOUNDATION | {"dispatch"},
     "experts": FOUNDATION | {"dispatch", "kernels"},
     # Around the experts: what one rank holds of them, and how tokens come there.
-    "parallel": FOUNDATION | {"dispatch", "experts"},
+    "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
     "balancing": FOUNDATION,
     # Where the parts meet. It does not know the model around it.
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
@@ -63,7 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": FOUNDATION | {"ffn", "routing"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
-    "training": FOUNDATION | {"balancing", "metrics", "model", "data", "ffn", "routing"},
+    "training": FOUNDATION
+    | {"balancing", "metrics", "model", "data", "ffn", "routing", "parallel"},
 }
 for _room, _below in {
     # A run's folder and all that is read back from it; figures and pages of it; the programs.

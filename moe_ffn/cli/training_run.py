@@ -66,7 +66,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     console = Console(quiet=not is_main)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
-    precision = assemble.check_trainer(config)
+    precision, layout = assemble.check_trainer(config)
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
         torch.manual_seed(config.seed)
@@ -104,7 +104,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                 say(line)
         whose = checkpoint_identity(config, data, run_id, precision)
         callbacks = assemble.make_callbacks(config, data, folder, files, whose)
-        trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks)
+        trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks, layout)
         token_data = assemble.make_token_data(config, data)
         if config.trainer.compile:
             module.decoder.compile()

@@ -6,6 +6,7 @@ T tokens, D model width
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -22,6 +23,9 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     a layer costs what the dense block costs.
     """
 
+    divides_over_ranks: ClassVar[bool] = False
+    """Whether the module takes what is on its rank of weights that are distributed tensors."""
+
     @abstractmethod
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
 
@@ -35,6 +39,16 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     def refusal_on(self, device: str) -> Refusal | None:
         """Why the experts do not run on a kind of device, `cpu` or `cuda`; None where they do."""
         return None
+
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        """Why the experts cannot be divided among so many ranks; None where they can."""
+        if self.divides_over_ranks or num_ranks == 1:
+            return None
+        return Refusal(
+            f"type '{self.type}' does not say that its experts can be on several ranks "
+            "(`divides_over_ranks`)",
+            "set parallel.expert to 1",
+        )
 
 
 class Experts(nn.Module, ABC):

@@ -41,6 +41,7 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     """The options that plain and gated experts share."""
 
     num_matrices: ClassVar[int] = 2
+    divides_over_ranks: ClassVar[bool] = True
 
     d_ff: HiddenWidth = None
     """Hidden width of one expert; by default the dense block's, divided by the experts per token. Or
@@ -87,7 +88,7 @@ class MatrixExperts(Experts):
     def weights(self) -> ExpertWeights: ...
 
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
-        return run_experts(x_TD, plan, self.weights(), self.config.backend)
+        return run_experts(x_TD, plan, self.weights().on_this_rank(), self.config.backend)
 
     def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
         weights, found, start = self.weights(), list[Memory](), 0

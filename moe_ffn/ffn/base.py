@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import TaggedConfig
+from moe_ffn.dispatch import Dispatcher
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
@@ -105,6 +107,11 @@ class FFNConfig(TaggedConfig, frozen=True):
             parts["experts"] = self.expert_stack.config.refusal_on(device)
         return first_refusal(parts)
 
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        """Why the experts cannot be divided among so many ranks; None where they can, or there are none."""
+        parts = {option: block.refusal_over(num_ranks) for option, block in self.inner_blocks().items()}
+        return first_refusal(parts)
+
     @abstractmethod
     def build(self, d_model: int) -> FFNBlock: ...
 
@@ -126,6 +133,9 @@ class FFNConfig(TaggedConfig, frozen=True):
         """A few words for tables."""
         return self.type
 
+
+PlaceExperts = Callable[[Experts, int], Dispatcher]
+"""(experts, their number) -> what brings tokens to them, once each rank has its share of them."""
 
 MatchConfig.model_rebuild(_types_namespace={"FFNConfig": FFNConfig})
 
@@ -160,6 +170,12 @@ class FFNBlock(nn.Module, ABC):
     def routers(self) -> dict[str, Router]:
         """The routers behind `FFNOutput.routings`, under the same names."""
         return {}
+
+    def place_experts(self, place: PlaceExperts) -> None:
+        """Have `place` divide the experts inside among ranks, whose dispatcher brings tokens from now on.
+
+        Nothing where no router chooses experts.
+        """
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         """The hidden units of each network in the block, and how `x` activates them.

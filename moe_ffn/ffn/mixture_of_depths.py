@@ -14,7 +14,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from moe_ffn.errors import Refusal, first_refusal
-from moe_ffn.ffn.base import FFNBlock, FFNConfig, RouterInfo
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
 from moe_ffn.outputs import (
     FFNOutput,
@@ -141,6 +141,9 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def routers(self) -> dict[str, Router]:
         return {"routing": self.router} | within("inner", self.ffn.routers())
+
+    def place_experts(self, place: PlaceExperts) -> None:
+        self.ffn.place_experts(place)
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         x_TD, flat = flatten_tokens(x, context)

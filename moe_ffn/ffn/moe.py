@@ -13,11 +13,11 @@ from torch import Tensor
 
 from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import MAX_COUNT, describe_options
-from moe_ffn.dispatch import make_plan
+from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
-from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, RouterInfo
+from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
@@ -101,6 +101,16 @@ class MoEConfig(FFNConfig, frozen=True):
     def inner_blocks(self) -> dict[str, FFNConfig]:
         return {} if self.shared_expert is None else {"shared_expert": self.shared_expert}
 
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        if self.num_experts % num_ranks:
+            return Refusal(
+                f"num_experts ({self.num_experts}) cannot be divided evenly among {num_ranks} ranks",
+                "change it or parallel.expert",
+            )
+        return super().refusal_over(num_ranks) or first_refusal(
+            {"experts": self.experts.refusal_over(num_ranks)}
+        )
+
     @property
     def expert_stack(self) -> ExpertStack:
         return ExpertStack(self.experts, self.num_experts, self.experts_per_token)
@@ -144,7 +154,7 @@ class MoEConfig(FFNConfig, frozen=True):
 class MoEFFN(FFNBlock):
     """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    flatten -> route -> limit -> plan -> experts -> add those without a network -> add shared
+    flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add those without a network -> add shared
     """
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
@@ -154,6 +164,7 @@ class MoEFFN(FFNBlock):
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
+        self.dispatcher: Dispatcher = LocalDispatcher()
         self.zero_computation = self.shared_expert = None
         if config.zero_computation.total:
             self.zero_computation = ZeroComputationExperts(config.zero_computation, d_model)
@@ -166,21 +177,27 @@ class MoEFFN(FFNBlock):
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)
-        plan = make_plan(routing, self.num_experts)
-        y_TD = self.experts(x_TD, plan)
+        sent = self.dispatcher.dispatch(x_TD, make_plan(routing, self.num_experts))
+        x = x_TD.view_as(x)  # zero where it is padding
+        shared = None  # computed while tokens travel to experts elsewhere
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x, context).hidden
+        y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
         if self.zero_computation is not None:
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         output = FFNOutput(y_TD.view_as(x), {"routing": routing})
-        return self._add_shared(output, x_TD.view_as(x), context)
+        return output if shared is None else self._with_shared(output, shared, x, context)
 
-    def _add_shared(self, output: FFNOutput, x: Tensor, context: TokenContext | None) -> FFNOutput:
-        """The routed output and the shared expert's together; `x` is zero where it is padding."""
-        if self.shared_expert is None:
-            return output
-        shared = self.shared_expert(x, context).hidden
+    def _with_shared(
+        self, output: FFNOutput, shared: Tensor, x: Tensor, context: TokenContext | None
+    ) -> FFNOutput:
+        """The routed output and the shared expert's together."""
         routed, shared = self.combine(output.hidden, shared, x)
         share = share_of_norms(shared, routed, None if context is None else context.mask)
         return replace(output, hidden=routed + shared, shared_shares={"routing": share})
+
+    def place_experts(self, place: PlaceExperts) -> None:
+        self.dispatcher = place(self.experts, self.num_experts)
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         x_TD, flat = flatten_tokens(x, context)

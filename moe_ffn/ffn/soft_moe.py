@@ -43,6 +43,13 @@ class SoftMoEConfig(FFNConfig, frozen=True):
             "type 'soft_moe' mixes all tokens of a sequence", "use 'moe' with router.type 'top_k'"
         )
 
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        if num_ranks == 1:
+            return None
+        return Refusal(
+            "type 'soft_moe' sends every token to every expert", "set parallel.expert to 1"
+        )
+
     @property
     def expert_stack(self) -> ExpertStack:
         return ExpertStack(self.experts, self.num_experts, experts_per_token=1)

@@ -7,7 +7,7 @@ matrix: F, or 2 F where the rows of a gate stand before those of up
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.outputs import summarize
+from moe_ffn.outputs import on_this_rank, summarize
 
 # -- activations
 
@@ -98,6 +98,21 @@ class ExpertWeights:
     def parameters(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The matrices, then the biases."""
         return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+
+    def on_this_rank(self) -> ExpertWeights:
+        """The experts of this rank, where weights are distributed tensors."""
+        up_EHD, down_EDF, up_bias_EH, down_bias_ED = (
+            None if weight is None else on_this_rank(weight) for weight in self.parameters
+        )
+        assert up_EHD is not None
+        assert down_EDF is not None
+        return replace(
+            self,
+            up_EHD=up_EHD,
+            down_EDF=down_EDF,
+            up_bias_EH=up_bias_EH,
+            down_bias_ED=down_bias_ED,
+        )
 
     @property
     def num_experts(self) -> int:

@@ -136,6 +136,10 @@ class DecoderConfig(Config, frozen=True):
         """Why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
         return first_refusal({option: ffn.refusal_on(device) for option, ffn in self._layers()})
 
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        """Why the experts of a block cannot be divided among so many ranks."""
+        return first_refusal({option: ffn.refusal_over(num_ranks) for option, ffn in self._layers()})
+
     def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
         """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""
         return Decoder(self, vocab_size, max_seq_len)

@@ -20,6 +20,7 @@ from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes
 from moe_ffn.errors import ConfigError, first_line
+from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts
 from moe_ffn.runs.folder import (
@@ -54,6 +55,7 @@ from moe_ffn.training.recovery.stopping import (
     StopRequest,
 )
 from moe_ffn.training.sampling import first_words
+from moe_ffn.training.strategy import DIVIDED_PRECISIONS, DividedStrategy
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 """Variables of which torchrun, SLURM, LSF and MPI set at least one for the processes that they start."""
 
 
-def check_trainer(config: TrainConfig) -> str:
-    """The precision to train in, once Lightning has accepted its arguments.
+def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
+    """The precision to train in and the layout of the ranks, once Lightning has accepted its arguments.
 
     Raises:
         ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside
@@ -107,10 +109,40 @@ def check_trainer(config: TrainConfig) -> str:
     precision = resolve_precision(config.trainer.precision, device)
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    layout = check_layout(config, trial.world_size, precision)
     check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
     if refusal := config.model.refusal_on(device):
         raise ConfigError(f"model.{refusal}")
-    return precision
+    return precision, layout
+
+
+def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
+    """How the ranks of a run share its model.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if config.parallel is None:
+        return Layout(data=num_ranks)
+    layout = config.parallel.layout(num_ranks)
+    if layout.expert > 1 and not config.model.routers():
+        raise ConfigError(
+            f"parallel.expert ({layout.expert}) divides the experts that a router chooses from, but no layer "
+            "has a router; use parallel.shard"
+        )
+    if refusal := config.model.refusal_over(layout.expert):
+        raise ConfigError(f"model.{refusal}")
+    if layout.is_sharded and config.trainer.strategy != "auto":
+        raise ConfigError(
+            f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but parallel "
+            "divides it; leave one of them out"
+        )
+    if layout.is_sharded and precision not in DIVIDED_PRECISIONS:
+        raise ConfigError(
+            f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one of "
+            f"{', '.join(DIVIDED_PRECISIONS)}"
+        )
+    return layout
 
 
 def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
@@ -189,8 +221,13 @@ def build_trainer(
     precision: str,
     loggers: list[Logger],
     run_callbacks: RunCallbacks,
+    layout: Layout | None = None,
 ) -> Trainer:
-    """Lightning's Trainer, with its own prints and progress off: this program has its own."""
+    """Lightning's Trainer, with its own prints and progress off: this program has its own.
+
+    Args:
+        layout: of the ranks; None where each holds the whole model.
+    """
     options = config.trainer
     callbacks: list[Callback] = [
         run_callbacks.samples,  # before the clock of `steps` starts again
@@ -209,6 +246,8 @@ def build_trainer(
     given = options.lightning_arguments()
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
+    if layout is not None and layout.is_sharded:
+        given["strategy"] = DividedStrategy(layout)
     # Last, so that what is saved is what all the others have made of the step.
     callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {

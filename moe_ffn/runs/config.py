@@ -17,6 +17,7 @@ from moe_ffn.data.prepare import DataConfig
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import WidthMatch
 from moe_ffn.model.decoder import DecoderConfig, short_name
+from moe_ffn.parallel.layout import ParallelConfig
 from moe_ffn.training.config import CheckpointsConfig, LoggingConfig, TrainerConfig
 from moe_ffn.training.objective import ObjectiveConfig
 from moe_ffn.training.optimizer import AdamWConfig, OptimizerConfig
@@ -64,6 +65,8 @@ class TrainConfig(Config, frozen=True):
     """How it is minimised."""
     trainer: TrainerConfig = TrainerConfig()
     """The training loop, and arguments of lightning.Trainer."""
+    parallel: ParallelConfig | None = None
+    """How several processes share the model; null: each holds all of it."""
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     """What a run is resumed from."""
     logging: LoggingConfig = LoggingConfig()

@@ -17,12 +17,14 @@ import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, on_this_rank
+from moe_ffn.parallel.sharding import clip_by_norm_, parallelize, total_norm
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     BalanceUpdater,
@@ -40,6 +42,7 @@ from moe_ffn.training.optimizer import (
     restate_options,
 )
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
+from moe_ffn.training.strategy import DividedStrategy
 
 
 class LoadedBatch(TypedDict):
@@ -132,9 +135,15 @@ class LanguageModel(LightningModule):
         # Before a checkpoint is read: Lightning converts after, which rounds float64 weights to float32.
         self.trainer.precision_plugin.convert_module(self)
 
+    def configure_model(self) -> None:
+        # Called again before each validation of its own.
+        if self._is_divided and not isinstance(self.decoder, FSDPModule):
+            parallelize(self.decoder, self.trainer.strategy.layout, self.device.type)
+
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
-        if self._num_ranks > 2:  # of two numbers the sum is the same in any order
+        # Of two numbers the sum is the same in any order.
+        if self._num_ranks > 2 and not self._is_divided:
             self._fix_ddp_buckets()
 
     def _fix_ddp_buckets(self) -> None:
@@ -157,6 +166,10 @@ class LanguageModel(LightningModule):
         if self._counts_ahead and batch["index"] % self.trainer.accumulate_grad_batches == 0:
             self._step_totals = self._count_ahead(batch["index"])
             self._seed_batch(batch["index"])  # counting ahead drew numbers
+        if isinstance(self.decoder, FSDPModule):
+            # Ranks add their gradients up once, after the last batch of a step.
+            is_last = (batch["index"] + 1) % self.trainer.accumulate_grad_batches == 0
+            self.decoder.set_requires_gradient_sync(is_last)
         input_ids, target_ids = self._inputs_and_targets(batch)
         output = self.decoder(input_ids)
         routings = {layer: routing.detach() for layer, routing in output.routings.items()}
@@ -172,6 +185,10 @@ class LanguageModel(LightningModule):
             routings=routings,
             shared_shares=output.shared_shares,
         )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        # DistributedDataParallel takes the mean over ranks, what `parallelize` divides the sum.
+        super().backward(loss / self._num_ranks if self._is_divided else loss, *args, **kwargs)
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
         # After the callbacks, which report and log the skipped step.
@@ -212,11 +229,10 @@ class LanguageModel(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         # The norm is of the whole gradient before it is clipped, and wanted where nothing is.
+        norm = total_norm(p.grad for p in self.parameters() if p.grad is not None)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            clip_by_norm_(self.parameters(), gradient_clip_val, norm)
         else:
-            gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
             super().configure_gradient_clipping(
                 optimizer, gradient_clip_val, gradient_clip_algorithm
             )
@@ -247,7 +263,7 @@ class LanguageModel(LightningModule):
         if not (math.isfinite(mean) and math.isfinite(norm)) and self.guard.began_in is None:
             # Before the repetition overwrites them. Clipped by an infinite norm, finite gradients are 0 now.
             gradients = (p.grad for p in self.parameters() if p.grad is not None)
-            is_finite = all(gradient.isfinite().all() for gradient in gradients)
+            is_finite = all(on_this_rank(gradient).isfinite().all() for gradient in gradients)
             began_in = self._find_nan_source(scale)
             if began_in is None and math.isfinite(mean) and is_finite:
                 reason += ", though every gradient is finite: the sum of their squares overflows"
@@ -352,6 +368,11 @@ class LanguageModel(LightningModule):
             input_ids, _ = self._inputs_and_targets(batch)
             routings.append(self.decoder(input_ids).routings)
         return count_step(routings, self._sum_over_ranks, self._num_ranks)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether ranks hold different parts of the decoder."""
+        return self._trainer is not None and isinstance(self.trainer.strategy, DividedStrategy)
 
     @property
     def _num_ranks(self) -> int:

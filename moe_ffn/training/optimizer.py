@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from moe_ffn.config import TaggedConfig
+from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.schedule import CosineConfig, ScheduleConfig
 
 MAX_RATE = 1e9
@@ -376,17 +378,31 @@ class Muon(optim.AdamW):
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=group["num_fused"])
-        num_rows, num_columns = matrices_MOI.shape[-2:]
+        # Of a parameter that is divided over ranks, each moves its part.
+        part, update = on_this_rank(parameter), on_this_rank(gradient)
+        buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
+        update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
+        num_fused = group["num_fused"]
+        turn = partial(_orthogonal, num_fused=num_fused, num_steps=group["ns_steps"])
+        if part is parameter:
+            orthogonal = turn(update)
+        else:  # which imports in half a second what a run that divides has imported
+            from moe_ffn.parallel.sharding import on_whole_matrices
+
+            orthogonal = on_whole_matrices(turn, update, parameter)
+        num_rows, num_columns = parameter.shape[-2] // num_fused, parameter.shape[-1]
         if group["adjust_lr_fn"] == "original":
             factor = math.sqrt(max(1, num_rows / num_columns))
         else:
             factor = 0.2 * math.sqrt(max(num_rows, num_columns))
-        orthogonal_MOI = orthogonalize(matrices_MOI, group["ns_steps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(orthogonal_MOI.reshape(parameter.shape), alpha=-group["lr"] * factor)
+        part.mul_(1 - group["lr"] * group["weight_decay"])
+        part.add_(orthogonal, alpha=-group["lr"] * factor)
+
+
+def _orthogonal(update: Tensor, num_fused: int, num_steps: int) -> Tensor:
+    """The matrices of a parameter's update, each made orthogonal."""
+    matrices_MOI = rearrange(update, "... (m o) i -> (... m) o i", m=num_fused)
+    return orthogonalize(matrices_MOI, num_steps).reshape(update.shape)
 
 
 def orthogonalize(matrices_MOI: Tensor, num_steps: int) -> Tensor:

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from moe_ffn.config_files import read_config
 from moe_ffn.data.prepare import prepare
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import whole
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 
@@ -32,24 +34,31 @@ class KeepGradient(Callback):
     ) -> None:
         if not self.gradients:
             self.gradients = {
-                name: parameter.grad.clone()
+                name: whole(parameter.grad).clone()
                 for name, parameter in pl_module.named_parameters()
                 if parameter.grad is not None
             }
 
 
-def first_gradient(config: TrainConfig, folder: Path) -> dict[str, Tensor]:
-    """Train one step on the machine that the config asks for."""
+def first_gradient(
+    config: TrainConfig, folder: Path, layout: Layout | None = None
+) -> dict[str, Tensor]:
+    """Train one step on the machine that the config asks for.
+
+    Returns:
+        the gradient of each parameter, the norm of all, biases and parameters after the step.
+    """
     data = prepare(config.data, progress=False)
     torch.manual_seed(config.seed)
     module = build_module(config, data)
     callbacks = make_callbacks(config, data, folder)
-    trainer: Any = build_trainer(config, folder, "32-true", [], callbacks)
+    trainer: Any = build_trainer(config, folder, "32-true", [], callbacks, layout)
     keep = KeepGradient()
     trainer.callbacks.append(keep)
     trainer.fit(module, datamodule=make_token_data(config, data))
     biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
-    return keep.gradients | biases
+    after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
+    return keep.gradients | biases | after | {"norm": module.gradient_norm}
 
 
 if __name__ == "__main__":

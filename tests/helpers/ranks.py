@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -50,6 +51,17 @@ def _run(
     rank: int, num_ranks: int, store: Path, pipe: Any, function: Callable[..., Any], given: Any
 ) -> None:
     torch.set_num_threads(1)
+    # As torchrun says it, for Lightning, which takes the group that is there.
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks

@@ -344,19 +344,23 @@ class SampleLog(Checkpointed, Callback):
         # writes no text from left to right.
         loss = trainer.callback_metrics["validation/loss"].item()
         writes = pl_module.decoder.config.causal and self.options.num_tokens and math.isfinite(loss)
-        if not (writes and trainer.is_global_zero):
+        if not writes:
             return
         try:
-            # Of every length there is once: nothing that a compiled model should be compiled for.
+            # By every rank, each of which may hold a part of the model alone. Of every length there is
+            # once: nothing that a compiled model should be compiled for.
             with torch.compiler.set_stance("force_eager"):
                 self.last = sample_text(
                     pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
                 )
         except RuntimeError as error:  # a temperature, or logits, that make no probabilities
-            print(
-                f"sample: no text at step {trainer.global_step}: {first_line(error)}",
-                file=sys.stderr,
-            )
+            if trainer.is_global_zero:
+                print(
+                    f"sample: no text at step {trainer.global_step}: {first_line(error)}",
+                    file=sys.stderr,
+                )
+            return
+        if not trainer.is_global_zero:
             return
         line = {STEP_KEY: trainer.global_step, "prompt": self.prompt, "text": self.last}
         self.file.add([line])

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ffn.errors import reason
 from moe_ffn.files import WriteFailures, remove_unfinished, require_folder, write_file
+from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.config import CheckpointsConfig
 from moe_ffn.training.module import LoadedBatch
 from moe_ffn.training.recovery.checkpoint_file import (
@@ -273,8 +274,10 @@ class CheckpointKeeper(Callback):
 
 
 def _first_broken(module: torch.nn.Module) -> str | None:
-    """The first parameter that is not finite, or buffer with NaN; a buffer may be a mask of infinities."""
-    parameters = ((name, value.isfinite().all()) for name, value in module.named_parameters())
+    """The first parameter that is not finite on this rank, or buffer with NaN, which may mask with infinity."""
+    parameters = (
+        (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
+    )
     buffers = ((name, ~value.isnan().any()) for name, value in module.named_buffers())
     return next((name for name, is_good in chain(parameters, buffers) if not is_good), None)
 

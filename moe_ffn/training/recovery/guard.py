@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe_ffn.config import Config
+from moe_ffn.outputs import on_this_rank
 from moe_ffn.training.objective import Objective
 
 
@@ -211,7 +212,7 @@ def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
 
 
 def _is_finite(values: Any) -> bool:
-    """Whether every tensor somewhere in `values` is; integers always are."""
+    """Whether what is on this rank of every tensor in `values` is; integers always are."""
     return all(
-        bool(value.isfinite().all()) for value in tree_leaves(values) if isinstance(value, Tensor)
+        bool(on_this_rank(value).isfinite().all()) for value in tree_leaves(values) if isinstance(value, Tensor)
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_ffn import FFNConfig, MoEConfig
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.parallel.experts import ParallelExperts, experts_of_a_rank
+from moe_ffn.parallel.dispatcher import AllToAllDispatcher, experts_of_a_rank
 from tests.helpers.ranks import on_ranks
 
 D_MODEL, BATCH, LENGTH = 8, 4, 6
@@ -42,7 +42,7 @@ def split_(block: MoEFFN, rank: int, num_ranks: int) -> None:
         part = parameter.detach()[rank * share : (rank + 1) * share].clone()
         setattr(block.experts, name, nn.Parameter(part))
     assert dist.group.WORLD is not None
-    block.experts = ParallelExperts(block.experts, block.num_experts, dist.group.WORLD)
+    block.dispatcher = AllToAllDispatcher(block.num_experts, dist.group.WORLD)
 
 
 def step(rank: int, num_ranks: int, options: dict[str, Any], steer: float) -> Any:
@@ -70,11 +70,10 @@ def steer_(block: MoEFFN, strength: float) -> None:
     bias.data += strength * torch.tensor([3.0, 2.0, 0.0, 0.0], dtype=bias.dtype)
 
 
-def whole(name: str, of_ranks: list[Gradients], found: Gradients) -> Tensor:
+def whole(name: str, of_ranks: list[Gradients]) -> Tensor:
     """The gradient of one process: experts side by side, of the rest the sum."""
-    parallel = name.replace("experts.", "experts.local.", 1)
     if name.startswith("experts."):
-        return torch.cat([gradients[parallel] for gradients in of_ranks])
+        return torch.cat([gradients[name] for gradients in of_ranks])
     return torch.stack([gradients[name] for gradients in of_ranks]).sum(0)
 
 
@@ -102,7 +101,7 @@ def test_every_gradient_equals_that_of_one_process(
     torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
     torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
     for parameter, wanted in gradients.items():
-        got = whole(parameter, [found[2] for found in of_ranks], gradients)
+        got = whole(parameter, [found[2] for found in of_ranks])
         torch.testing.assert_close(got, wanted, msg=lambda text, p=parameter: f"{p}: {text}")
 
 
@@ -116,7 +115,7 @@ def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat([found[0] for found in of_ranks]), hidden)
     torch.testing.assert_close(torch.cat([found[1] for found in of_ranks]), into)
     for parameter, wanted in gradients.items():
-        got = whole(parameter, [found[2] for found in of_ranks], gradients)
+        got = whole(parameter, [found[2] for found in of_ranks])
         torch.testing.assert_close(got, wanted)
     assert [found[3] for found in of_ranks] == [[], []], "every parameter is in the graph"
 

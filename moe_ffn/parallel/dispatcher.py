@@ -5,38 +5,33 @@ T tokens, D model width, E experts, P ranks, N (token, expert) pairs, R rows tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from moe_ffn.dispatch import Plan, plan_of_pairs
-from moe_ffn.errors import ConfigError
-from moe_ffn.experts.base import Experts
+from moe_ffn.dispatch import Dispatched, Dispatcher, Plan, plan_of_pairs
 
 
-class ParallelExperts(Experts):
-    """The experts of this rank, behind an exchange of tokens with the other ranks of a group.
+class AllToAllDispatcher(Dispatcher):
+    """An exchange of tokens between the ranks of a group, each of which holds its share of the experts.
 
     A token is sent once to each rank that holds an expert of its own, however many those are, and comes back
     as the weighted sum of what they made of it. So routing that is limited to groups sends less.
     """
 
-    def __init__(self, local: Experts, num_experts: int, group: dist.ProcessGroup) -> None:
-        """Around `local`, which holds experts `rank * E / P` and the next ones of E in all.
-
-        Raises:
-            ConfigError: the ranks cannot hold equally many of them.
-        """
-        super().__init__()
-        self.local = local
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        """Rank r of `group` holds experts r * E / P up to (r + 1) * E / P; P divides E."""
         self.group = group
         self.num_ranks = dist.get_world_size(group)
-        self.num_local = experts_of_a_rank(num_experts, self.num_ranks)
+        self.num_local, rest = divmod(num_experts, self.num_ranks)
+        assert not rest
 
-    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+    def dispatch(self, x_TD: Tensor, plan: Plan) -> Dispatched:
         sent = _Parcels.of(plan, len(x_TD), self.num_ranks)
         counts_P2 = torch.stack([sent.rows_P, sent.pairs_P], dim=1)
         theirs_P2 = torch.empty_like(counts_P2)
@@ -44,52 +39,65 @@ class ParallelExperts(Experts):
         # The one place at which the host waits for the device.
         rows, pairs, their_rows, their_pairs = torch.cat([counts_P2, theirs_P2], 1).t().tolist()
 
-        arrived_RD = self._exchange(x_TD.index_select(0, sent.token_ids_R), rows, their_rows)
+        x_RD = self._send(x_TD.index_select(0, sent.token_ids_R), rows, their_rows)
         weights_N = plan.weights_N.index_select(0, sent.pair_ids_N)
-        weights_N = self._exchange(weights_N[:, None], pairs, their_pairs).squeeze(1)
+        weights_N = self._send(weights_N[:, None], pairs, their_pairs)
         labels_N2 = torch.stack([sent.row_ids_N, sent.expert_ids_N % self.num_local], dim=1)
-        labels_N2 = self._exchange(labels_N2, pairs, their_pairs)
-
-        made_RD = self.local(
-            arrived_RD, self._local_plan(labels_N2, weights_N, their_rows, their_pairs)
+        labels_N2 = self._send(labels_N2, pairs, their_pairs)
+        arrived = _local_plan(
+            _wait(labels_N2), _wait(weights_N).squeeze(1), their_rows, their_pairs, self.num_local
         )
-        back_RD = self._exchange(made_RD, their_rows, rows)
-        return torch.zeros_like(x_TD).index_add(0, sent.token_ids_R, back_RD)
+        back = partial(self._send, sent=their_rows, received=rows)
+        return _Traveling(x_RD, arrived, sent.token_ids_R, len(x_TD), back)
 
-    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Rows for each rank in turn against those from each; gradients take the way back."""
         if not x.is_floating_point():
-            out = x.new_empty(sum(received), *x.shape[1:])
-            dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
-            return out
-        out = collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
-        return collectives.wait_tensor(out)  # kernels read its pointer
+            return collectives.all_to_all_single(x.contiguous(), received, sent, self.group)
+        return collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
 
-    def _local_plan(
-        self, labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int]
-    ) -> Plan:
-        """The plan of the pairs that arrived, which come rank after rank and so by row."""
-        row_ids_N, expert_ids_N = labels_N2.unbind(1)
-        device = labels_N2.device
-        starts_P = torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
-        row_ids_N = row_ids_N + starts_P.repeat_interleave(torch.tensor(pairs, device=device))
-        return plan_of_pairs(row_ids_N, expert_ids_N, weights_N, self.num_local)
-
-    def extra_repr(self) -> str:
-        return f"num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local}"
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local})"
 
 
-def experts_of_a_rank(num_experts: int, num_ranks: int) -> int:
+@dataclass(frozen=True)
+class _Traveling(Dispatched):
+    x_RD: Tensor
+    plan: Plan
+    token_ids_R: Tensor
+    """The token of each row that was sent."""
+    num_tokens: int
+    back: Callable[[Tensor], Tensor]
+
+    def rows(self) -> Tensor:
+        return _wait(self.x_RD)
+
+    def combine(self, y_RD: Tensor) -> Tensor:
+        back_RD = _wait(self.back(y_RD))
+        wide_RD = back_RD.to(torch.promote_types(back_RD.dtype, torch.float32))
+        sums_TD = wide_RD.new_zeros(self.num_tokens, wide_RD.shape[1])
+        return sums_TD.index_add(0, self.token_ids_R, wide_RD).to(back_RD.dtype)
+
+
+def _wait(x: Tensor) -> Tensor:
+    """What a collective has brought: kernels read its pointer."""
+    return collectives.wait_tensor(x)
+
+
+def _local_plan(
+    labels_N2: Tensor, weights_N: Tensor, rows: list[int], pairs: list[int], num_experts: int
+) -> Plan:
+    """The plan of the pairs that arrived, which come rank after rank and so by row.
+
+    Args:
+        labels_N2: the row of each pair, counted from the first one of its rank, and its expert.
+        rows, pairs: how many came from each rank.
     """
-    Raises:
-        ConfigError: the ranks cannot hold equally many of them.
-    """
-    if num_experts % num_ranks:
-        raise ConfigError(
-            f"parallel.expert ({num_ranks}) must divide num_experts ({num_experts}): every rank holds as "
-            "many experts; change one of them"
-        )
-    return num_experts // num_ranks
+    row_ids_N, expert_ids_N = labels_N2.unbind(1)
+    device = labels_N2.device
+    starts_P = torch.tensor([0, *rows[:-1]], device=device).cumsum(0)
+    row_ids_N = row_ids_N + starts_P.repeat_interleave(torch.tensor(pairs, device=device))
+    return plan_of_pairs(row_ids_N, expert_ids_N, weights_N, num_experts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""How the processes of a run share its work: options, and the mesh that they ask for. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+
+from pydantic import Field, model_validator
+
+from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.errors import ConfigError
+
+REST = -1
+"""All processes that the other options leave."""
+
+
+class ParallelConfig(Config, frozen=True):
+    """Processes as a mesh, data x shard x expert; every process reads its own part of a batch.
+
+    What is not an expert's weight is divided over shard x expert and the same along data; an expert's
+    weights are on one rank of `expert`, divided there over shard.
+    """
+
+    data: int = Field(default=REST, ge=REST, le=MAX_COUNT)
+    """Copies of the whole model, each on shard x expert processes; -1: as many as there are processes for.
+    Alone it is DistributedDataParallel."""
+    shard: int = Field(default=1, ge=REST, le=MAX_COUNT)
+    """Processes over which weights, gradients and optimizer state are divided (FSDP2); -1: the rest."""
+    expert: int = Field(default=1, ge=REST, le=MAX_COUNT)
+    """Processes among which the experts of a layer are divided, and between which tokens travel; -1: the
+    rest."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> ParallelConfig:
+        sizes = self.to_dict()
+        if 0 in sizes.values():
+            name = next(name for name, size in sizes.items() if size == 0)
+            raise ValueError(f"{name} must be at least 1, or -1 for the rest, got 0")
+        if list(sizes.values()).count(REST) > 1:
+            names = " and ".join(name for name, size in sizes.items() if size == REST)
+            raise ValueError(f"{names} are both -1, but only one can be the rest; give the other a number")
+        return self
+
+    def layout(self, num_ranks: int) -> Layout:
+        """The sizes for a run of so many processes.
+
+        Raises:
+            ConfigError: their product is another.
+        """
+        sizes = self.to_dict()
+        known = math.prod(size for size in sizes.values() if size != REST)
+        rest, remainder = divmod(num_ranks, known)
+        layout = Layout(**{name: rest if size == REST else size for name, size in sizes.items()})
+        if remainder or layout.num_ranks != num_ranks:
+            shown = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size != REST)
+            product = f"{known} processes" if REST not in sizes.values() else f"{known} and multiples of it"
+            raise ConfigError(
+                f"parallel: {shown} is {product}, but this run has {num_ranks}; give --trainer.devices, or "
+                "change one of them"
+            )
+        return layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes along each dimension of the mesh."""
+
+    data: int = 1
+    shard: int = 1
+    expert: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(astuple(self))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some rank lacks a part of the model."""
+        return self.shard * self.expert > 1

@@ -1,0 +1,123 @@
+"""A decoder divided over a mesh of ranks, by torch's FSDP2 and tensors that know where their parts are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from moe_ffn.dispatch import Dispatcher
+from moe_ffn.experts.base import Experts
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.parallel.dispatcher import AllToAllDispatcher
+from moe_ffn.parallel.layout import Layout
+
+
+def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
+    """Divide the weights of a decoder, in place, which every rank has built whole and alike.
+
+    A backward pass adds gradients up over ranks and divides them by nothing: experts are on fewer ranks
+    than the rest, so that no mean is right for both. Give each rank its part of the loss, the sum over its
+    tokens divided by the tokens of all ranks.
+
+    Args:
+        device: kind of device of the ranks, `cpu` or `cuda`.
+    """
+    # Routings hold views, and nobody changes those in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    num_shards = layout.shard * layout.expert
+    names = ("data", "shard", "expert")
+    mesh = init_device_mesh(device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names)
+    dense_mesh = init_device_mesh(device, (layout.data, num_shards), mesh_dim_names=names[:2])
+    divided: set[nn.Parameter] = set()
+
+    def place(experts: Experts, num_experts: int) -> Dispatcher:
+        _divide_experts(experts, mesh["expert"])
+        if layout.data * layout.shard > 1:
+            fully_shard(experts, mesh=mesh["data", "shard"])
+        else:
+            divided.update(experts.parameters())  # whole on this rank, and on no other
+        return AllToAllDispatcher(num_experts, mesh.get_group("expert"))
+
+    shard = partial(fully_shard, mesh=dense_mesh, ignored_params=divided)
+    for layer in decoder.layers:
+        if layout.expert > 1:
+            layer.ffn.place_experts(place)
+        shard(layer)
+    shard(decoder)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Else gloo refuses any factor, and NCCL multiplies by it before it adds up.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Leave each rank its experts, of parameters whose first axis counts them."""
+    for module in experts.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # Every rank has the same whole one: nothing has to be sent.
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of gradients on any meshes, the same on every rank."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(gradient)
+    norms = [whole(torch.nn.utils.get_total_norm(found)) for found in by_mesh.values()]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients whose norm together is `norm` down to `max_norm`, as `clip_grad_norm_` does."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    for found in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A distributed tensor put together on every rank, which all have to ask for; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided_like(value: Any, parameter: Tensor) -> Any:
+    """A moment of a whole parameter, divided as `parameter` is; of another shape it stays as it is.
+
+    Every rank has to hold the same whole one.
+    """
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    return value
+
+
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor], part: Tensor, parameter: DTensor
+) -> Tensor:
+    """This rank's part of `function` of a parameter's matrices, each of which it takes whole.
+
+    Args:
+        part: what is on this rank, divided as `parameter`.
+    """
+    if parameter.ndim > 2:  # divided between its matrices, which are experts, and not within
+        return function(part)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    divided = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    result = function(divided.full_tensor())
+    return distribute_tensor(result, mesh, placements, src_data_rank=None).to_local()

@@ -1,0 +1,74 @@
+"""Lightning's strategy for a model that is divided over ranks by `moe_ffn.parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import divided_like, whole
+
+DIVIDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+"""The precisions in which a divided model is trained."""
+
+
+class DividedStrategy(ModelParallelStrategy):
+    """Divides the model as a layout says; its checkpoints are those of a run of one process.
+
+    The first rank gathers them tensor by tensor, so that a run goes on with any number of processes.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        # The mesh of these sizes, which Lightning makes, is used for nothing.
+        super().__init__(data_parallel_size=layout.num_ranks, tensor_parallel_size=1)
+        self.layout = layout
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._gathered(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._gathered(super(ModelParallelStrategy, self).optimizer_state(optimizer))
+
+    def _gathered(self, values: Any) -> Any:
+        """The same with whole tensors on the first rank, and with none on the others."""
+
+        def gather(part: DTensor) -> Tensor:
+            tensor = whole(part)
+            return tensor.cpu() if self.is_global_zero else torch.empty(0)
+
+        return tree_map_only(DTensor, gather, values)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            parts = {
+                number: {name: divided_like(value, parameters[number]) for name, value in moments.items()}
+                for number, moments in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": parts})
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)

@@ -1,0 +1,164 @@
+"""Ranks that share a model take the step of one process: every gradient, its norm, and the weights after.
+
+Gradients are compared before the optimizer, since AdamW hides a factor of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from moe_ffn.parallel import sharding
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training import module
+from tests.helpers.first_gradient import first_gradient
+from tests.helpers.ranks import on_ranks
+
+MakeConfig = Callable[..., TrainConfig]
+Steps = dict[str, dict[str, Tensor]]
+
+BATCH = 4
+
+LAYOUTS = {
+    "DDP 2": Layout(data=2),
+    "FSDP 2": Layout(shard=2),
+    "EP 2": Layout(expert=2),
+    "EP 4": Layout(expert=4),
+    "EP 2 x FSDP 2": Layout(shard=2, expert=2),
+    "EP 2 x DDP 2": Layout(data=2, expert=2),
+}
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "capacity": {
+        "router": {"type": "top_k", "k": 2},
+        "capacity": {"factor": 1.0},
+    },
+    "dropless": {"router": {"type": "top_k", "k": 2}},
+    "sigmoid": {"router": {"type": "sigmoid_top_k", "k": 2}},
+    "shared": {"router": {"type": "top_k", "k": 1}, "shared_expert": "swiglu"},
+    "relu": {"router": {"type": "relu", "k": 2}},
+}
+
+# Sums of some hundred float32 products, added up in another order.
+FLOAT32 = 1e-5
+
+
+SGD = {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0}
+
+
+def step_of(
+    make_config: MakeConfig,
+    block: str,
+    num_ranks: int,
+    num_parts: int,
+    optimizer: dict[str, Any] = SGD,
+) -> TrainConfig:
+    """One step on so many small batches, by so many ranks at a time."""
+    return make_config(
+        model={"ffn": {"type": "moe", "num_experts": 4, **BLOCKS[block]}},
+        objective={"load_balance_global": 0.1},
+        data={"batch_size": BATCH * num_ranks},
+        optimizer=optimizer,
+        trainer={
+            "max_steps": 1,
+            "accumulate_grad_batches": num_parts // num_ranks,
+            "devices": num_ranks,
+            "accelerator": "cpu",
+        },
+    )
+
+
+def steps_on_a_rank(
+    rank: int, configs: dict[str, TrainConfig], layout: Layout, folder: Path, spoilt: bool
+) -> Steps:
+    if spoilt:
+        module.parallelize = _with_wrong_division
+    return {name: first_gradient(config, folder, layout) for name, config in configs.items()}
+
+
+def _with_wrong_division(decoder: Any, layout: Layout, device: str) -> None:
+    """The classic mistake: experts' gradients are divided by the ranks that share an expert, and not left."""
+    sharding.parallelize(decoder, layout, device)
+    for layer in decoder.layers:
+        assert isinstance(layer.ffn.experts, FSDPModule)
+        layer.ffn.experts.set_gradient_divide_factor(float(layout.shard))
+
+
+def differences(
+    make_config: MakeConfig,
+    folder: Path,
+    name: str,
+    accumulated: int,
+    blocks: list[str],
+    *,
+    spoilt: bool = False,
+) -> dict[str, float]:
+    """`block: tensor` -> how much a rank's differs from that of one process, beside its largest number."""
+    layout = LAYOUTS[name]
+    num_parts = accumulated * layout.num_ranks
+    together = {b: step_of(make_config, b, layout.num_ranks, num_parts) for b in blocks}
+    of_ranks = on_ranks(
+        layout.num_ranks, folder, steps_on_a_rank, together, layout, folder, spoilt
+    )
+    found: dict[str, float] = {}
+    for block in blocks:
+        wanted = first_gradient(step_of(make_config, block, 1, num_parts), folder)
+        for steps in of_ranks:
+            assert steps[block].keys() == wanted.keys()
+            for key, value in wanted.items():
+                difference = (steps[block][key] - value).abs().max()
+                relative = (difference / value.abs().max().clamp(min=1e-3)).item()
+                found[f"{block}: {key}"] = max(found.get(f"{block}: {key}", 0.0), relative)
+    return found
+
+
+@pytest.mark.parametrize("name", ["DDP 2", "EP 4", "EP 2 x FSDP 2"])
+def test_ranks_take_the_step_of_one_process(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    found = differences(make_config, tmp_path, name, 3, list(BLOCKS))
+
+    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+    assert len(found) > 5 * 2 * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_takes_the_step_of_one_process(
+    name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    found = differences(make_config, tmp_path, name, accumulated, list(BLOCKS))
+
+    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+
+
+def test_a_gradient_divided_by_the_wrong_group_is_seen(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    found = differences(make_config, tmp_path, "EP 2 x FSDP 2", 1, ["dropless"], spoilt=True)
+
+    wrong = {key.removeprefix("dropless: ") for key, value in found.items() if value > 0.1}
+    assert wrong >= {f"decoder.layers.{n}.ffn.experts.{w}" for n in (0, 1) for w in ("down", "gate_up")}
+    assert not any("router" in key or "attention" in key for key in wrong)
+
+
+def test_muon_turns_whole_matrices_that_are_divided(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    layout = LAYOUTS["EP 2 x FSDP 2"]
+    muon = {"type": "muon", "learning_rate": 0.1}
+    wanted = first_gradient(step_of(make_config, "shared", 1, 4, muon), tmp_path)
+    together = {"shared": step_of(make_config, "shared", 4, 4, muon)}
+    first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, together, layout, tmp_path, False)
+
+    for key, value in wanted.items():
+        if key.endswith(" after"):  # in steps of bfloat16
+            torch.testing.assert_close(first["shared"][key], value, atol=2e-4, rtol=0, msg=key)
