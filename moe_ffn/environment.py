@@ -70,6 +70,12 @@ def is_first_rank() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
+def is_first_here() -> bool:
+    """Whether this process is alone, or the first of those on its machine."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "JSM_NAMESPACE_LOCAL_RANK")
+    return all(os.environ.get(name, "0") == "0" for name in names)
+
+
 def check_environment(num_nodes: int) -> None:
     """Call it before lightning is imported, which takes a stray variable for a launcher's.
 
@@ -97,6 +103,12 @@ def check_environment(num_nodes: int) -> None:
         )
     if _number(launcher.rank) >= _number(launcher.size):
         raise _stray(launcher, f"{launcher.rank} has to be less than {launcher.size}; set it so")
+
+
+def processes_here() -> int | None:
+    """How many processes torchrun has started on this machine; None where it has not."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if _launcher() is TORCHRUN and count.isdigit() else None
 
 
 def check_number_of_processes(num_devices: int, num_nodes: int) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
-from moe_ffn.environment import is_first_rank
+from moe_ffn.environment import is_first_here, is_first_rank
 from moe_ffn.errors import ConfigError, printable, reason, shorten
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         if len(lines) > MAX_LINES:
             rest = len(lines) - (MAX_LINES - 1)
             lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
-        for line in lines:
+        # Once for each machine, whose processes find the same: another may lack a file that this one has.
+        for line in lines if is_first_here() else ():
             print(f"error: {printable(line)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (MemoryError, OSError, RuntimeError) as error:

@@ -109,7 +109,9 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     def refusal_over(self, num_ranks: int) -> Refusal | None:
         """Why the experts cannot be divided among so many ranks; None where they can, or there are none."""
-        parts = {option: block.refusal_over(num_ranks) for option, block in self.inner_blocks().items()}
+        parts = {
+            option: block.refusal_over(num_ranks) for option, block in self.inner_blocks().items()
+        }
         return first_refusal(parts)
 
     @abstractmethod

@@ -154,7 +154,8 @@ class MoEConfig(FFNConfig, frozen=True):
 class MoEFFN(FFNBlock):
     """Each token's output is the weighted sum of a few experts (Shazeer et al. 2017, arXiv:1701.06538).
 
-    flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add those without a network -> add shared
+    flatten -> route -> limit -> plan -> dispatch -> experts -> combine -> add those without a network
+    -> add shared
     """
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:

@@ -138,7 +138,9 @@ class DecoderConfig(Config, frozen=True):
 
     def refusal_over(self, num_ranks: int) -> Refusal | None:
         """Why the experts of a block cannot be divided among so many ranks."""
-        return first_refusal({option: ffn.refusal_over(num_ranks) for option, ffn in self._layers()})
+        return first_refusal(
+            {option: ffn.refusal_over(num_ranks) for option, ffn in self._layers()}
+        )
 
     def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
         """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""

@@ -57,7 +57,9 @@ class AllToAllDispatcher(Dispatcher):
         return collectives.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local})"
+        return (
+            f"{type(self).__name__}(num_ranks={self.num_ranks}, experts_of_a_rank={self.num_local})"
+        )
 
 
 @dataclass(frozen=True)

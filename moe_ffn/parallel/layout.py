@@ -38,7 +38,9 @@ class ParallelConfig(Config, frozen=True):
             raise ValueError(f"{name} must be at least 1, or -1 for the rest, got 0")
         if list(sizes.values()).count(REST) > 1:
             names = " and ".join(name for name, size in sizes.items() if size == REST)
-            raise ValueError(f"{names} are both -1, but only one can be the rest; give the other a number")
+            raise ValueError(
+                f"{names} are both -1, but only one can be the rest; give the other a number"
+            )
         return self
 
     def layout(self, num_ranks: int) -> Layout:
@@ -53,10 +55,10 @@ class ParallelConfig(Config, frozen=True):
         layout = Layout(**{name: rest if size == REST else size for name, size in sizes.items()})
         if remainder or layout.num_ranks != num_ranks:
             shown = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size != REST)
-            product = f"{known} processes" if REST not in sizes.values() else f"{known} and multiples of it"
+            multiple = " or a multiple of it" if REST in sizes.values() else ""
             raise ConfigError(
-                f"parallel: {shown} is {product}, but this run has {num_ranks}; give --trainer.devices, or "
-                "change one of them"
+                f"parallel: {shown} is {known}{multiple}, but this run has {num_ranks} processes; give "
+                "--trainer.devices, or change one of them"
             )
         return layout
 

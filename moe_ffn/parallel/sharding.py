@@ -34,7 +34,9 @@ def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     num_shards = layout.shard * layout.expert
     names = ("data", "shard", "expert")
-    mesh = init_device_mesh(device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names)
+    mesh = init_device_mesh(
+        device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names
+    )
     dense_mesh = init_device_mesh(device, (layout.data, num_shards), mesh_dim_names=names[:2])
     divided: set[nn.Parameter] = set()
 
@@ -98,9 +100,16 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
 
     Every rank has to hold the same whole one.
     """
-    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+    if (
+        isinstance(parameter, DTensor)
+        and isinstance(value, Tensor)
+        and value.shape == parameter.shape
+    ):
         return distribute_tensor(
-            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+            value.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
         )
     return value
 
@@ -108,7 +117,7 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], part: Tensor, parameter: DTensor
 ) -> Tensor:
-    """This rank's part of `function` of a parameter's matrices, each of which it takes whole.
+    """The part on this rank of `function` of a parameter's matrices, each of which it takes whole.
 
     Args:
         part: what is on this rank, divided as `parameter`.

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
-from moe_ffn.environment import check_number_of_processes
+from moe_ffn.environment import check_number_of_processes, processes_here
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
@@ -87,7 +87,7 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    arguments = config.trainer.lightning_arguments()
+    arguments = lightning_arguments(config)
     num_nodes = config.trainer.num_nodes
     if num_nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
@@ -116,6 +116,14 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
     return precision, layout
 
 
+def lightning_arguments(config: TrainConfig) -> dict[str, Any]:
+    """What `lightning.Trainer` is told: of its options, and how many processes torchrun has started."""
+    arguments = config.trainer.lightning_arguments()
+    if config.trainer.devices == "auto" and (count := processes_here()):
+        arguments["devices"] = count
+    return arguments
+
+
 def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
     """How the ranks of a run share its model.
 
@@ -139,8 +147,8 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
         )
     if layout.is_sharded and precision not in DIVIDED_PRECISIONS:
         raise ConfigError(
-            f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one of "
-            f"{', '.join(DIVIDED_PRECISIONS)}"
+            f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one "
+            f"of {', '.join(DIVIDED_PRECISIONS)}"
         )
     return layout
 
@@ -243,7 +251,7 @@ def build_trainer(
                 "validation/loss", patience=stopping.patience, min_delta=stopping.min_delta
             )
         )
-    given = options.lightning_arguments()
+    given = lightning_arguments(config)
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
     if layout is not None and layout.is_sharded:

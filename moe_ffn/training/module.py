@@ -287,7 +287,10 @@ class LanguageModel(LightningModule):
                 return self._objective(self.decoder.forward(input_ids), target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
-        found = find_nan_source(self, batches, gradient_scale / len(batches))
+        # A divided model has gathered weights only while its own hooks run, which a gradient needs.
+        scale = None if self._is_divided else gradient_scale / len(batches)
+        with torch.set_grad_enabled(scale is not None):
+            found = find_nan_source(self, batches, scale)
         if self._num_ranks == 1:
             return found
         of_ranks: list[str | None] = [None] * self._num_ranks

@@ -60,7 +60,9 @@ class DividedStrategy(ModelParallelStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             parts = {
-                number: {name: divided_like(value, parameters[number]) for name, value in moments.items()}
+                number: {
+                    name: divided_like(value, parameters[number]) for name, value in moments.items()
+                }
                 for number, moments in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": parts})
@@ -70,5 +72,7 @@ class DividedStrategy(ModelParallelStrategy):
     ) -> None:
         super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return ParallelStrategy.load_checkpoint(self, checkpoint_path, weights_only)

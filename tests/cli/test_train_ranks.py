@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiny_runs import Finished, losses, options, run_here
+
 RunTrain = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +80,33 @@ def test_two_processes_do_what_one_does(
     assert theirs["window_losses"] == pytest.approx(ours["window_losses"], abs=1e-3)
     assert theirs["num_tokens"] == ours["num_tokens"]
     assert "sync_dist" not in done.stderr
+
+
+def program_on_a_rank(rank: int, argv: list[str]) -> Finished:
+    return run_here(*argv)
+
+
+def test_experts_on_two_ranks_are_one_run_which_one_process_goes_on_with(tmp_path: Path) -> None:
+    alike = {
+        "model__ffn": "{type: moe, num_experts: 4, shared_expert: swiglu}",
+        "objective__load_balance": "0.0",
+        "optimizer__learning_rate": "1e-3",
+        "trainer__max_steps": "4",
+        "trainer__precision": "32-true",
+    }
+    divided = {"parallel": "{expert: 2}", "trainer__devices": "2"}
+    argv = options(tmp_path, run__name="two", **alike, **divided)
+    first, second = on_ranks(2, tmp_path / "ranks", program_on_a_rank, argv)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert "Results in" in first.stdout
+    assert second.stdout == ""
+    assert run_here(*options(tmp_path, run__name="one", **alike)).code == 0
+
+    alone = ("--trainer.devices", "1", "--parallel", "null", "--trainer.max_steps", "8")
+    for name in ("one", "two"):
+        done = run_here("--resume", str(tmp_path / "runs" / name), *alone)
+        assert done.code == 0, done.stderr
+
+    two, one = (losses(tmp_path / "runs" / name) for name in ("two", "one"))
+    assert list(two) == list(one) == [2, 4, 6, 8]
+    assert two == pytest.approx(one, rel=1e-5)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_ffn import FFNConfig, MoEConfig
-from moe_ffn.errors import ConfigError
 from moe_ffn.ffn.moe import MoEFFN
-from moe_ffn.parallel.dispatcher import AllToAllDispatcher, experts_of_a_rank
+from moe_ffn.parallel.dispatcher import AllToAllDispatcher
 from tests.helpers.ranks import on_ranks
 
 D_MODEL, BATCH, LENGTH = 8, 4, 6
@@ -118,13 +117,3 @@ def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
         got = whole(parameter, [found[2] for found in of_ranks])
         torch.testing.assert_close(got, wanted)
     assert [found[3] for found in of_ranks] == [[], []], "every parameter is in the graph"
-
-
-def test_ranks_hold_equally_many_experts() -> None:
-    assert experts_of_a_rank(8, 4) == 2
-    with pytest.raises(ConfigError) as raised:
-        experts_of_a_rank(6, 4)
-    assert str(raised.value) == (
-        "parallel.expert (4) must divide num_experts (6): every rank holds as many experts; change one of "
-        "them"
-    )

@@ -222,6 +222,36 @@ def test_a_run_on_ranks_is_resumed_to_the_bit(
     check_ranks(groups(num_ranks), tmp_path, cut, block, strategy, precision, batches)
 
 
+DIVIDED = [
+    *((2, "biased", "{expert: 2}", "32-true", batches, cut) for batches in ("1", "4") for cut in CUTS),
+    *((2, block, "{shard: 2}", "32-true", "1", BETWEEN) for block in BLOCKS),
+    *((2, block, "{expert: 2}", "32-true", "1", BETWEEN) for block in ("top_k", "noisy_top_k", "relu")),
+    *((2, "top_k", "{expert: 2}", precision, "2", BETWEEN) for precision in ("bf16-mixed", "bf16-true")),
+    *((4, "biased", layout, "32-true", "2", cut)
+      for layout in ("{expert: 4}", "{shard: 2, expert: 2}", "{data: 2, expert: 2}")
+      for cut in (BETWEEN, CRASH)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "block", "parallel", "precision", "batches", "cut"),
+    DIVIDED,
+    ids=["-".join([*map(str, case[:-1]), case[-1].name]) for case in DIVIDED],
+)
+@pytest.mark.slow
+def test_a_run_of_a_divided_model_is_resumed_to_the_bit(
+    groups: Callable[[int], RankGroup],
+    tmp_path: Path,
+    num_ranks: int,
+    block: str,
+    parallel: str,
+    precision: str,
+    batches: str,
+    cut: Cut,
+) -> None:
+    check_ranks(groups(num_ranks), tmp_path, cut, block, "auto", precision, batches, parallel)
+
+
 def check_ranks(
     group: RankGroup,
     folder: Path,
@@ -230,6 +260,7 @@ def check_ranks(
     strategy: str,
     precision: str,
     batches: str,
+    parallel: str = "null",
 ) -> None:
     changes = changes_of(
         block,
@@ -238,6 +269,7 @@ def check_ranks(
         trainer__devices=str(len(group.processes)),
         trainer__strategy=strategy,
         trainer__accumulate_grad_batches=batches,
+        parallel=parallel,
     )
     expect(group.train(*options(folder, run__name="whole", **changes)), 0)
     ended = group.train(*options(folder, run__name="cut", **changes), cut=cut)

@@ -104,9 +104,7 @@ def differences(
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
     together = {b: step_of(make_config, b, layout.num_ranks, num_parts) for b in blocks}
-    of_ranks = on_ranks(
-        layout.num_ranks, folder, steps_on_a_rank, together, layout, folder, spoilt
-    )
+    of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, together, layout, folder, spoilt)
     found: dict[str, float] = {}
     for block in blocks:
         wanted = first_gradient(step_of(make_config, block, 1, num_parts), folder)
@@ -146,7 +144,9 @@ def test_a_gradient_divided_by_the_wrong_group_is_seen(
     found = differences(make_config, tmp_path, "EP 2 x FSDP 2", 1, ["dropless"], spoilt=True)
 
     wrong = {key.removeprefix("dropless: ") for key, value in found.items() if value > 0.1}
-    assert wrong >= {f"decoder.layers.{n}.ffn.experts.{w}" for n in (0, 1) for w in ("down", "gate_up")}
+    assert wrong >= {
+        f"decoder.layers.{n}.ffn.experts.{w}" for n in (0, 1) for w in ("down", "gate_up")
+    }
     assert not any("router" in key or "attention" in key for key in wrong)
 
 

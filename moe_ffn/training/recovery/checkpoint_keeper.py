@@ -274,7 +274,7 @@ class CheckpointKeeper(Callback):
 
 
 def _first_broken(module: torch.nn.Module) -> str | None:
-    """The first parameter that is not finite on this rank, or buffer with NaN, which may mask with infinity."""
+    """The first parameter of this rank that is not finite, or buffer with NaN: masks hold infinities."""
     parameters = (
         (name, on_this_rank(value).isfinite().all()) for name, value in module.named_parameters()
     )

@@ -133,7 +133,9 @@ class StepGuard:
 
 
 def find_nan_source(
-    model: nn.Module, batches: Iterable[Callable[[], Objective]], gradient_scale: float = 1.0
+    model: nn.Module,
+    batches: Iterable[Callable[[], Objective]],
+    gradient_scale: float | None = 1.0,
 ) -> str | None:
     """The first thing of a step that is not finite, by a name a person can look up; None if all is.
 
@@ -142,7 +144,8 @@ def find_nan_source(
     Args:
         model: the module whose parts are named, by their paths in it.
         batches: for each batch of the step a forward pass of it, with the randomness it had.
-        gradient_scale: what the loss was multiplied by before backward.
+        gradient_scale: what the loss was multiplied by before backward; None where a backward pass cannot be
+            repeated, so that nothing is found in it.
     """
     if name := nonfinite_value(model.state_dict()):
         return f"the parameter {name}"
@@ -153,8 +156,9 @@ def find_nan_source(
         if not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
             return f"the objective's {nonfinite_value(parts) or 'total'}"
-        for name in _of_gradients(model, losses.total * gradient_scale):
-            return f"the gradient of {name}"
+        if gradient_scale is not None:
+            for name in _of_gradients(model, losses.total * gradient_scale):
+                return f"the gradient of {name}"
     return None
 
 
@@ -214,5 +218,7 @@ def _of_gradients(model: nn.Module, loss: Tensor) -> list[str]:
 def _is_finite(values: Any) -> bool:
     """Whether what is on this rank of every tensor in `values` is; integers always are."""
     return all(
-        bool(on_this_rank(value).isfinite().all()) for value in tree_leaves(values) if isinstance(value, Tensor)
+        bool(on_this_rank(value).isfinite().all())
+        for value in tree_leaves(values)
+        if isinstance(value, Tensor)
     )

@@ -1,0 +1,88 @@
+"""The mesh that a run asks for, and what is said of one that its processes do not make."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.parallel.layout import Layout, ParallelConfig
+from moe_ffn.runs.assemble import check_layout
+from moe_ffn.runs.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "layout"),
+    [
+        ({}, 4, Layout(data=4)),
+        ({"expert": 2}, 2, Layout(expert=2)),
+        ({"expert": 2}, 6, Layout(data=3, expert=2)),
+        ({"data": 1, "shard": -1, "expert": 2}, 8, Layout(shard=4, expert=2)),
+        ({"data": 2, "shard": 2, "expert": 2}, 8, Layout(data=2, shard=2, expert=2)),
+    ],
+)
+def test_minus_one_is_the_rest(options: dict[str, int], num_ranks: int, layout: Layout) -> None:
+    assert ParallelConfig.model_validate(options).layout(num_ranks) == layout
+
+
+def test_a_product_that_is_not_the_number_of_processes_is_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        ParallelConfig(data=2, expert=2).layout(2)
+    assert str(raised.value) == (
+        "parallel: data (2) x shard (1) x expert (2) is 4, but this run has 2 processes; give "
+        "--trainer.devices, or change one of them"
+    )
+    with pytest.raises(ConfigError) as raised:
+        ParallelConfig(expert=2).layout(3)
+    assert str(raised.value) == (
+        "parallel: shard (1) x expert (2) is 2 or a multiple of it, but this run has 3 processes; give "
+        "--trainer.devices, or change one of them"
+    )
+
+
+MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"parallel": {"expert": 4}, "model": {"ffn": MOE}},
+            "model.ffn.num_experts (6) cannot be divided evenly among 4 ranks; change it or parallel.expert",
+        ),
+        (
+            {"parallel": {"expert": 2}, "model": {"ffn": "swiglu"}},
+            "parallel.expert (2) divides the experts that a router chooses from, but no layer has a router; "
+            "use parallel.shard",
+        ),
+        (
+            {"parallel": {"shard": 2}, "trainer": {"strategy": "ddp"}},
+            "trainer.strategy (ddp) holds the whole model on each rank, but parallel divides it; leave one "
+            "of them out",
+        ),
+        (
+            {
+                "parallel": {"expert": 2},
+                "model": {
+                    "causal": False,
+                    "ffn": {"type": "soft_moe", "num_experts": 4},
+                    "ffn_at": {"0": MOE},
+                },
+            },
+            "model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_layout(TrainConfig.model_validate(options), 4, "32-true")
+    assert str(raised.value) == sentence
+
+
+def test_float64_is_not_trained_divided() -> None:
+    config = TrainConfig.model_validate({"parallel": {"shard": 2}})
+    with pytest.raises(ConfigError) as raised:
+        check_layout(config, 2, "64-true")
+    assert str(raised.value) == (
+        "trainer.precision (64-true) does not go with parallel.shard and parallel.expert; use one of "
+        "32-true, bf16-mixed, bf16-true"
+    )
