@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import time
@@ -18,6 +19,9 @@ from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, require_f
 _META = "meta.json"
 _DIGEST = "sha256"
 """The key of the digest of all other keys."""
+
+_STATE = "state"
+"""The key of the size and the time of each file when it was written."""
 
 _ABANDONED_SECONDS = 86_400
 """A folder being built in which nothing was written for so long is that of a process that died."""
@@ -60,12 +64,19 @@ def writing(built: Path) -> Iterator[None]:
 
 def seal(folder: Path, meta: dict[str, Any]) -> None:
     """Writes `meta`, its own digest and those of the files in `folder`, which `read_meta` then accepts."""
-    values = {**meta, "files": {path.name: _sha256(path) for path in folder.iterdir()}}
+    paths = list(folder.iterdir())
+    values = {
+        **meta,
+        "files": {path.name: _sha256(path) for path in paths},
+        _STATE: {path.name: _state(path) for path in paths},
+    }
     write_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
     """The values that `seal` wrote; None where the folder is missing or anything in it has changed since.
+
+    A file is read against its digest where its size or time is not what it was.
 
     Args:
         only: the one file whose content is looked at; None for all.
@@ -75,7 +86,11 @@ def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
         if meta is None or meta.pop(_DIGEST) != _digest(meta):
             return None
         digests = meta["files"] if only is None else {only: meta["files"][only]}
-        intact = all(_sha256(folder / name) == digest for name, digest in digests.items())
+        states = meta.get(_STATE, {})
+        intact = all(
+            _state(folder / name) == states.get(name) or _sha256(folder / name) == digest
+            for name, digest in digests.items()
+        )
     except (OSError, KeyError):
         return None
     return meta if intact else None
@@ -116,3 +131,10 @@ def _digest(values: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore
+
+
+def _state(path: Path) -> list[int]:
+    """Size, and time of the last change in nanoseconds."""
+    with open_file(path) as file:
+        found = os.fstat(file.fileno())
+    return [found.st_size, found.st_mtime_ns]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import codecs
 import fnmatch
 import glob
+import hashlib
+import json
 import os
 import sysconfig
+import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
+import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from moe_ffn.config import TaggedConfig
@@ -38,6 +42,17 @@ class Document:
     """The split this document belongs to, or None to have it drawn from the name."""
 
 
+@dataclass(frozen=True)
+class TokenFiles:
+    """Files of token ids, in order."""
+
+    train: tuple[Path, ...]
+    validation: tuple[Path, ...] | None
+    """None: the end of what `train` holds."""
+    dtype: np.dtype[Any] | None
+    """Of the files without a header; None: the tokenizer's."""
+
+
 class CorpusConfig(TaggedConfig, frozen=True):
     """Where the text comes from."""
 
@@ -48,6 +63,17 @@ class CorpusConfig(TaggedConfig, frozen=True):
     def require_files(self) -> None:
         """ConfigError where files that it names are not there; reads none of them."""
 
+    def stamp(self) -> str | None:
+        """A digest of the names, sizes and times of all files that are read; None where there is none.
+
+        Where it is what it was, the corpus has not to be read to know that it is the same.
+        """
+        return None
+
+    def token_files(self) -> TokenFiles | None:
+        """The files of a corpus that is tokens already; None where it is text."""
+        return None
+
 
 class StdlibConfig(CorpusConfig, frozen=True):
     """The source of the running Python's standard library: about 390 files, 8 MB."""
@@ -56,6 +82,13 @@ class StdlibConfig(CorpusConfig, frozen=True):
 
     def documents(self) -> Iterator[Document]:
         """The modules, without tests and data-like modules."""
+        for name, path in self._files():
+            yield Document(name, file_blocks(path))
+
+    def stamp(self) -> str | None:
+        return _stamp(self._files())
+
+    def _files(self) -> list[tuple[str, Path]]:
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _files_below(root, _NOT_SOURCE) if path.suffix == ".py"]
         if not paths:
@@ -63,15 +96,14 @@ class StdlibConfig(CorpusConfig, frozen=True):
                 f"data.corpus.type: 'stdlib' finds no .py files in '{root}'; "
                 "use 'text' with data.corpus.paths"
             )
-        for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
-            yield Document(name, file_blocks(path))
+        return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
-def _listed(value: Any) -> Any:
+def listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
+def none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
     if "" in paths:
         raise ValueError("holds an empty path; leave it out (the current folder is '.')")
     return paths
@@ -85,8 +117,8 @@ class TextConfig(CorpusConfig, frozen=True):
     paths: Annotated[
         tuple[str, ...],
         Field(strict=False, min_length=1),
-        AfterValidator(_none_empty),
-        BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
+        AfterValidator(none_empty),
+        BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
     ]
     """Files, folders (searched recursively) or globs (`books/**/*.txt`), as seen from the current folder.
     Hidden and binary files found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are
@@ -94,7 +126,7 @@ class TextConfig(CorpusConfig, frozen=True):
 
     def require_files(self) -> None:
         for given in self.paths:
-            for _ in _files_of(given):
+            for _ in files_of(given):
                 break
 
     def documents(self) -> Iterator[Document]:
@@ -104,13 +136,10 @@ class TextConfig(CorpusConfig, frozen=True):
         moving a corpus does not change its split. Raises ConfigError for a path that is not there, a
         named file that is not text, and where there is no text at all.
         """
-        files: dict[Path, _File] = {}
-        for given in self.paths:
-            for file in _files_of(given):
-                files.setdefault(file.path.resolve(), file)
-        _refuse_records(files.values())
+        files = self._files()
+        _refuse_records(files)
         num_bytes = 0
-        for file in files.values():
+        for file in files:
             size = _text_size(file.path)
             if size is not None:
                 yield Document(file.name, file_blocks(file.path))
@@ -125,6 +154,17 @@ class TextConfig(CorpusConfig, frozen=True):
                 f"data.corpus.paths: {', '.join(map(repr, self.paths))} is empty, or has no UTF-8 text "
                 "file that is not hidden"
             )
+
+    def stamp(self) -> str | None:
+        return _stamp([(file.name, file.path) for file in self._files()])
+
+    def _files(self) -> list[_File]:
+        """The files that `paths` name, each once."""
+        files: dict[Path, _File] = {}
+        for given in self.paths:
+            for file in files_of(given):
+                files.setdefault(file.path.resolve(), file)
+        return list(files.values())
 
 
 _NOT_SOURCE = frozenset(
@@ -145,35 +185,55 @@ class _File:
     """Named by the user, rather than found in a folder or by a glob."""
 
 
-def _files_of(given: str) -> Iterator[_File]:
-    """The files that one of the paths names: itself, those in a folder, or those that match a glob."""
-    path = expand_path(given, "data.corpus.paths")
+def files_of(given: str, key: str = "data.corpus.paths") -> Iterator[_File]:
+    """The files that one of the paths of an option names: itself, those in a folder, or that match a glob."""
+    path = expand_path(given, key)
     if _is_file(path):
         yield _File(path, path.name, is_given=True)
         return
     if path.is_dir():
         if path.resolve() == Path(path.resolve().anchor):
             raise ConfigError(
-                f"data.corpus.paths: '{given}' is the whole file system; give the folder with the text"
+                f"{key}: '{given}' is the whole file system; give the folder with the text"
             )
         root, found = path, _files_below(path)
     elif path.exists():
-        raise ConfigError(f"data.corpus.paths: '{given}' is neither a file nor a folder")
+        raise ConfigError(f"{key}: '{given}' is neither a file nor a folder")
     elif glob.has_magic(str(path)):
         num_fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:num_fixed])
         found = list(_matching(root, path.parts[num_fixed:]))
         if not found:
             raise ConfigError(
-                f"data.corpus.paths: '{given}' matches no file; '**' searches folders within folders"
+                f"{key}: '{given}' matches no file; '**' searches folders within folders"
             )
     else:
         raise ConfigError(
-            f"data.corpus.paths: '{given}' does not exist, or is a link that leads nowhere (looked in "
+            f"{key}: '{given}' does not exist, or is a link that leads nowhere (looked in "
             f"'{Path.cwd()}'); check the spelling"
         )
     for name in sorted({file.relative_to(root).as_posix() for file in found}):
         yield _File(root / name, name, is_given=False)
+
+
+_SETTLED_SECONDS = 2.0
+"""What was changed so lately may change again without another time."""
+
+
+def _stamp(files: Collection[tuple[str, Path]]) -> str | None:
+    """See `CorpusConfig.stamp`; None where a file was changed in this moment, or is gone."""
+    digest = hashlib.sha256()
+    settled = time.time() - _SETTLED_SECONDS
+    for name, path in files:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        if found.st_mtime > settled:
+            return None
+        facts = [name, str(path.absolute()), found.st_size, found.st_mtime_ns]
+        digest.update(json.dumps(facts).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def _matching(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
@@ -208,7 +268,7 @@ def _walk(folder: Path, skip: Collection[str] = ()) -> Iterator[tuple[Path, list
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise _unreadable(error.filename, error) from error
+            raise unreadable(error.filename, error) from error
 
     for where, folders, files in os.walk(folder, onerror=refuse):
         yield Path(where), folders, files
@@ -220,10 +280,10 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path | str, error: OSError) -> ConfigError:
+def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
 
 
@@ -271,7 +331,7 @@ def file_blocks(path: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             yield from blocks(file)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:

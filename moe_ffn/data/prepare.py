@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -17,11 +18,12 @@ from pydantic import Field
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.batches import require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
-from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig
-from moe_ffn.data.split import Documents, Piece, SplitPlan, plan_split, split_pieces
+from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, TokenFiles
+from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
+from moe_ffn.data.token_files import TokenRow
 from moe_ffn.data.tokenizer import BytesConfig, Tokenizer, TokenizerConfig
 from moe_ffn.errors import ConfigError, expand_path
-from moe_ffn.files import read_bytes
+from moe_ffn.files import make_folder, read_bytes, read_object, write_file
 
 _Report = Callable[[str, int, int | None], None]
 """Called with the stage, the bytes of text done, and the bytes in all or None where not known yet."""
@@ -79,11 +81,11 @@ class SplitSize:
 class PreparedData:
     """The two splits of a corpus as token ids, each document followed by an end of document."""
 
-    train: np.memmap
-    """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; read-only."""
+    train: np.memmap | TokenRow
+    """(num_tokens,) uint16, or uint32 for a vocabulary above 65,536; of token files as they have it."""
 
-    validation: np.memmap
-    """(num_tokens,) of the same dtype; read-only."""
+    validation: np.memmap | TokenRow
+    """(num_tokens,) of the same dtype."""
 
     tokenizer: Tokenizer
     train_size: SplitSize
@@ -95,8 +97,8 @@ class PreparedData:
     notes: tuple[str, ...]
     """Sentences about what is unusual in the split."""
 
-    folder: Path
-    """The folder in the cache that holds both splits and the tokenizer."""
+    folder: Path | None
+    """The folder in the cache that holds both splits and the tokenizer; None of token files."""
 
     @property
     def corpus_sha256(self) -> str:
@@ -107,34 +109,26 @@ class PreparedData:
 def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     """Reads, splits and encodes the corpus, or finds that done in `data.cache_dir`.
 
-    The corpus is always read, to know that it is the same. Memory does not grow with its size,
-    but by some twenty bytes per document. Several processes may prepare the same data at the same time.
+    The corpus is read where the name, size or time of a file is not what it was. Memory does not grow with
+    its size, but by some twenty bytes per document. Several processes may prepare the same data at the same
+    time.
 
     `progress`: print what is done on stderr, as a bar where that is a terminal.
 
     Raises ConfigError where the corpus cannot be read or is shorter than one sequence, and where
     the cache cannot be written.
     """
-    has_bar = progress and sys.stderr.isatty()
-    say = _say if progress and not has_bar else lambda _: None
-    say("reading the corpus")
-    with _bar(has_bar) as report:
-        plan = plan_split(
-            _watched(config.corpus.documents(), report, "reading"), config.validation_percent
-        )
-        folder = expand_path(config.cache_dir, "data.cache_dir") / _key(
-            config, plan.documents.corpus_sha256
-        )
-        meta = read_meta(folder)
-        if meta is None:
-            say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
-            _build(config, plan, folder, report)
-            meta = read_meta(folder)
-        if meta is None:
-            raise ConfigError(
-                f"data.cache_dir: '{folder}' does not hold what was just written there; "
-                "name another folder, on a disk that does"
-            )
+    if (files := config.corpus.token_files()) is not None:
+        return _of_token_files(config, files)
+    cache_dir = expand_path(config.cache_dir, "data.cache_dir")
+    stamp = config.corpus.stamp()
+    documents = _known_documents(cache_dir, stamp)
+    folder = documents and cache_dir / _key(config, documents.corpus_sha256)
+    meta = folder and read_meta(folder)
+    if documents is None or folder is None or meta is None:
+        documents, folder, meta = _read_and_build(config, cache_dir, progress)
+        if stamp is not None and stamp == config.corpus.stamp():
+            _remember(cache_dir, stamp, documents)
     if progress:
         for note in meta["notes"]:
             _say(note)
@@ -148,9 +142,93 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
         tokenizer=tokenizer,
         train_size=sizes["train"],
         validation_size=sizes["validation"],
-        documents=plan.documents,
+        documents=documents,
         notes=tuple(meta["notes"]),
         folder=folder,
+    )
+
+
+def _read_and_build(
+    config: DataConfig, cache_dir: Path, progress: bool
+) -> tuple[Documents, Path, dict[str, Any]]:
+    """The documents of the corpus, the folder with its tokens, and what that folder says of itself."""
+    has_bar = progress and sys.stderr.isatty()
+    say = _say if progress and not has_bar else lambda _: None
+    say("reading the corpus")
+    with _bar(has_bar) as report:
+        plan = plan_split(
+            _watched(config.corpus.documents(), report, "reading"), config.validation_percent
+        )
+        folder = cache_dir / _key(config, plan.documents.corpus_sha256)
+        meta = read_meta(folder)
+        if meta is None:
+            say(f"preparing {plan.num_bytes / 1e6:.1f} MB of text")
+            _build(config, plan, folder, report)
+            meta = read_meta(folder)
+        if meta is None:
+            raise ConfigError(
+                f"data.cache_dir: '{folder}' does not hold what was just written there; "
+                "name another folder, on a disk that does"
+            )
+    return plan.documents, folder, meta
+
+
+_KNOWN = "known_corpora"
+"""Folder in the cache: stamp of a corpus -> its documents when it was read."""
+
+
+def _known_documents(cache_dir: Path, stamp: str | None) -> Documents | None:
+    if stamp is None:
+        return None
+    try:
+        values = read_object(cache_dir / _KNOWN / f"{stamp}.json")
+        return None if values is None else Documents.from_dict(values)
+    except (ConfigError, OSError):
+        return None
+
+
+def _remember(cache_dir: Path, stamp: str, documents: Documents) -> None:
+    with contextlib.suppress(OSError):  # then it is read again
+        make_folder(cache_dir / _KNOWN)
+        write_file(cache_dir / _KNOWN, f"{stamp}.json", json.dumps(documents.to_dict()))
+
+
+def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
+    """Tokens where they lie; nothing is read but what tells them from others."""
+    tokenizer = config.tokenizer.build(())
+    dtype = files.dtype or tokenizer.dtype
+    train = TokenRow.of(files.train, dtype)
+    if files.validation is None:
+        cut = len(train) * (100 - config.validation_percent) // 100
+        train, validation = train.part(0, cut), train.part(cut, len(train))
+        digests = train.digests
+    else:
+        validation = TokenRow.of(files.validation, dtype)
+        digests = (*train.digests, *validation.digests)
+    for split, row in (("train", train), ("validation", validation)):
+        require_window(config.seq_len, len(row), f"the {split} split")
+    for row in (train, validation):
+        largest, path = row.largest_seen()
+        if largest >= tokenizer.vocab_size:
+            raise ConfigError(
+                f"data.corpus: '{path}' holds the token {largest}, but data.tokenizer has a vocabulary of "
+                f"{tokenizer.vocab_size}; give the one that made the file: data.tokenizer "
+                "{type: file, path: tokenizer.json}"
+            )
+    known = json.dumps([digests, len(train), files.validation is None])
+    return PreparedData(
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        train_size=SplitSize(num_tokens=len(train)),
+        validation_size=SplitSize(num_tokens=len(validation)),
+        documents=Documents(
+            corpus_sha256=hashlib.sha256(known.encode()).hexdigest(),
+            count=len(digests),
+            digests=digests if len(digests) <= MAX_NAMED else None,
+        ),
+        notes=(),
+        folder=None,
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from moe_ffn.config import TaggedConfig
-from moe_ffn.errors import ConfigError, first_line, show
+from moe_ffn.errors import ConfigError, expand_path, first_line, reason, show
+from moe_ffn.files import read_object
 
 
 class Tokenizer(ABC):
@@ -161,6 +162,44 @@ class BPEConfig(TokenizerConfig, frozen=True):
     def restore(self, values: Mapping[str, Any]) -> Tokenizer:
         _require_kind(values, "bpe")
         return BPETokenizer(values.get("tokenizer", {}))
+
+
+class FileTokenizerConfig(TokenizerConfig, frozen=True):
+    """A byte-level BPE that was trained elsewhere, such as GPT-2's, or in an earlier run."""
+
+    type: Literal["file"] = "file"
+
+    path: str = Field(min_length=1)
+    """A tokenizer.json of Hugging Face, or the tokenizer.json of a run's folder."""
+
+    @property
+    def max_vocab_size(self) -> int:
+        return self._read().vocab_size
+
+    def build(self, text: Iterable[bytes]) -> Tokenizer:
+        return self._read()
+
+    def restore(self, values: Mapping[str, Any]) -> Tokenizer:
+        return _stored(values)
+
+    def _read(self) -> Tokenizer:
+        path = expand_path(self.path, "data.tokenizer.path")
+        try:
+            values = read_object(path)
+        except OSError as error:
+            raise ConfigError(
+                f"data.tokenizer.path: '{path}' cannot be read ({reason(error)})"
+            ) from error
+        if values is None:
+            raise ConfigError(
+                f"data.tokenizer.path: '{path}' is not there, or is no tokenizer.json"
+            )
+        # A run stores its own under a type.
+        return _stored(values if "type" in values else {"type": "bpe", "tokenizer": values})
+
+
+def _stored(values: Mapping[str, Any]) -> Tokenizer:
+    return (BytesConfig() if values.get("type") == "bytes" else BPEConfig()).restore(values)
 
 
 _END = "<|endoftext|>"

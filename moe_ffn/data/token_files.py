@@ -1,0 +1,215 @@
+"""Corpora that are tokens already: files of ids, read as one row and never whole."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from moe_ffn.data.corpus import (
+    CorpusConfig,
+    Document,
+    TokenFiles,
+    files_of,
+    listed,
+    none_empty,
+    unreadable,
+)
+from moe_ffn.errors import ConfigError
+
+SUFFIXES = (".bin", ".npy")
+
+Paths = Annotated[
+    tuple[str, ...],
+    Field(strict=False, min_length=1),
+    AfterValidator(none_empty),
+    BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
+]
+
+
+class TokensConfig(CorpusConfig, frozen=True):
+    """Files of token ids, such as other programs prepare: .npy, or ids one after another (.bin).
+
+    `data.tokenizer` is the one that made them: `{type: file, path: tokenizer.json}`.
+    """
+
+    type: Literal["tokens"] = "tokens"
+
+    train: Paths
+    """Files, folders or globs, as seen from the current folder; in the order of their names, one row. Of a
+    folder or a glob only .bin and .npy are taken."""
+
+    validation: Paths | None = None
+    """The same to validate on; null: the last data.validation_percent percent of the tokens of `train`."""
+
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the ids in files without a header; null: uint16, or uint32 for a vocabulary above 65,536."""
+
+    def require_files(self) -> None:
+        self.token_files()
+
+    def documents(self) -> Iterator[Document]:
+        raise ConfigError(
+            "data.corpus.type 'tokens' holds token ids, and no text to read; use 'text' with "
+            "data.corpus.paths"
+        )
+
+    def token_files(self) -> TokenFiles:
+        validation = None if self.validation is None else self._files("validation", self.validation)
+        dtype = None if self.dtype is None else np.dtype(self.dtype)
+        return TokenFiles(self._files("train", self.train), validation, dtype)
+
+    def _files(self, key: str, paths: Sequence[str]) -> tuple[Path, ...]:
+        found = {
+            file.path.resolve(): file.path
+            for given in paths
+            for file in files_of(given, f"data.corpus.{key}")
+            if file.is_given or file.path.suffix in SUFFIXES
+        }
+        if not found:
+            raise ConfigError(
+                f"data.corpus.{key}: {', '.join(map(repr, paths))} has no file of tokens "
+                f"({' or '.join(SUFFIXES)})"
+            )
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    dtype: np.dtype[Any]
+    header: int
+    """Bytes before the first token."""
+    num_tokens: int
+
+
+class TokenRow:
+    """The tokens of files, one file after another, as one row. A slice is read where it is asked for."""
+
+    ndim = 1
+
+    def __init__(self, files: Sequence[_File], start: int = 0, stop: int | None = None) -> None:
+        """The tokens from `start` up to `stop` of all that `files` hold."""
+        self.files = files
+        self.dtype = np.result_type(*(file.dtype for file in files))
+        self._ends = np.cumsum([file.num_tokens for file in files]).tolist()
+        self.start, self.stop = start, self._ends[-1] if stop is None else stop
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], dtype: np.dtype[Any]) -> TokenRow:
+        """The tokens of these files.
+
+        Args:
+            dtype: of those without a header.
+
+        Raises:
+            ConfigError: one cannot be read, or holds no row of ids.
+        """
+        return cls([_look_at(path, dtype) for path in paths])
+
+    def part(self, start: int, stop: int) -> TokenRow:
+        return TokenRow(self.files, self.start + start, self.start + stop)
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self),)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, step = places.indices(len(self))
+        return self._read(self.start + start, self.start + max(stop, start))[::step]
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        parts = [np.empty(0, self.dtype)]
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            file, end = self.files[number], min(stop, self._ends[number])
+            first = start - (self._ends[number] - file.num_tokens)
+            parts.append(_tokens(file, first, end - start))
+            start, number = end, number + 1
+        return parts[-1] if len(parts) == 2 else np.concatenate(parts)
+
+    @cached_property
+    def digests(self) -> tuple[tuple[str, str], ...]:
+        """Name and SHA-256 of each file: of its size, and of blocks that are spread over it.
+
+        To read billions of tokens takes minutes, at every start; a file that was replaced, cut or extended
+        differs in these, one in which a single token was changed may not.
+        """
+        return tuple((file.path.name, _digest(file)) for file in self.files)
+
+    def largest_seen(self) -> tuple[int, Path]:
+        """The largest id in these blocks, and its file."""
+        seen = (
+            (int(block.max()), file.path)
+            for file in self.files
+            for block in _spread_blocks(file)
+            if len(block)
+        )
+        return max(seen, key=lambda found: found[0])
+
+
+def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
+    try:
+        if path.suffix == ".npy":
+            return _look_at_array(path)
+        size = path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if size % dtype.itemsize:
+        raise ConfigError(
+            f"data.corpus: '{path}' has {size} bytes, which is no whole number of ids of {dtype.name} "
+            f"({dtype.itemsize} bytes each); give data.corpus.dtype"
+        )
+    return _File(path, dtype, 0, size // dtype.itemsize)
+
+
+def _look_at_array(path: Path) -> _File:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        raise ConfigError(f"data.corpus: '{path}' is no array of numpy ({error})") from error
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.corpus: '{path}' must hold whole numbers in one row, but is {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return _File(path, array.dtype, array.offset, len(array))
+
+
+def _tokens(file: _File, first: int, count: int) -> np.ndarray:
+    # Read, and not mapped: a page fault for every window would take longer, and fill memory.
+    offset = file.header + first * file.dtype.itemsize
+    try:
+        found = np.fromfile(file.path, dtype=file.dtype, count=count, offset=offset)
+    except OSError as error:
+        raise unreadable(file.path, error) from error
+    if len(found) != count:
+        raise ConfigError(f"data.corpus: '{file.path}' was cut short while it was read")
+    return found
+
+
+_BLOCK, _NUM_BLOCKS = 4096, 16
+"""Tokens of a block, and blocks that are spread over a file."""
+
+
+def _spread_blocks(file: _File) -> Iterator[np.ndarray]:
+    last = max(file.num_tokens - _BLOCK, 0)
+    for first in sorted({last * place // (_NUM_BLOCKS - 1) for place in range(_NUM_BLOCKS)}):
+        yield _tokens(file, first, min(_BLOCK, file.num_tokens - first))
+
+
+def _digest(file: _File) -> str:
+    digest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode())
+    for block in _spread_blocks(file):
+        digest.update(block.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""Files of tokens as one row: what is read, what they are known by, and what is no such file."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.data.split import changed
+from moe_ffn.data.token_files import TokenRow
+from moe_ffn.data.tokenizer import train_bpe
+from moe_ffn.errors import ConfigError
+
+IDS = np.random.default_rng(0).integers(0, 257, 1000).astype(np.uint16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A thousand ids in three files, one of them an array of numpy, beside what is none."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    IDS[:300].tofile(folder / "a.bin")
+    np.save(folder / "b.npy", IDS[300:301].astype(np.int32))
+    IDS[301:].tofile(folder / "c.bin")
+    (folder / "README.md").write_text("not tokens")
+    return folder
+
+
+def config_of(folder: Path, **changes: Any) -> DataConfig:
+    corpus = {"type": "tokens", "train": str(folder), **changes.pop("corpus", {})}
+    return DataConfig.model_validate({"corpus": corpus, "seq_len": 8, **changes})
+
+
+def row_of(folder: Path) -> TokenRow:
+    paths = sorted(path for path in folder.iterdir() if path.suffix != ".md")
+    return TokenRow.of(paths, np.dtype(np.uint16))
+
+
+@given(start=st.integers(-5, 1005), stop=st.integers(-5, 1005))
+def test_a_slice_of_the_row_is_that_of_the_files_joined(
+    tmp_path_factory: pytest.TempPathFactory, start: int, stop: int
+) -> None:
+    folder = tmp_path_factory.mktemp("tokens", numbered=True)
+    for name, ids in (("a", IDS[:300]), ("b", IDS[300:301]), ("c", IDS[301:])):
+        ids.tofile(folder / f"{name}.bin")
+    row = row_of(folder)
+    assert row[start:stop].tolist() == IDS[start:stop].tolist()
+    assert row.part(100, 900)[start:stop].tolist() == IDS[100:900][start:stop].tolist()
+
+
+def test_the_end_of_the_row_is_validated_on(folder: Path) -> None:
+    data = prepare(config_of(folder, validation_percent=10), progress=False)
+    assert (len(data.train), len(data.validation)) == (900, 100)
+    assert np.array_equal(data.train[:], IDS[:900])
+    assert np.array_equal(data.validation[:], IDS[900:])
+
+
+def test_files_of_their_own_are_validated_on(folder: Path) -> None:
+    corpus = {"train": [f"{folder}/a.bin", f"{folder}/b.npy"], "validation": f"{folder}/c.bin"}
+    data = prepare(config_of(folder, corpus=corpus), progress=False)
+    assert (len(data.train), len(data.validation)) == (301, 699)
+
+
+def test_files_are_known_by_blocks_of_them(folder: Path) -> None:
+    def read() -> PreparedData:
+        return prepare(config_of(folder), progress=False)
+
+    before = read()
+    assert changed(before.documents, read().documents) is None
+    IDS[1:301].tofile(folder / "a.bin")
+    after = read()
+    assert after.corpus_sha256 != before.corpus_sha256
+    assert changed(before.documents, after.documents) == "'a.bin' has changed"
+
+
+def test_a_tokenizer_of_another_program_or_run_is_read(tmp_path: Path) -> None:
+    bpe = train_bpe([b"the theme of the thesis " * 20], vocab_size=512)
+    stored = bpe.to_dict()
+    for name, values in (("hf.json", stored["tokenizer"]), ("run.json", stored)):
+        (tmp_path / name).write_text(json.dumps(values))
+        config = DataConfig.model_validate(
+            {"tokenizer": {"type": "file", "path": str(tmp_path / name)}}
+        ).tokenizer
+        assert config.build(()).token_bytes == bpe.token_bytes
+        assert config.max_vocab_size == bpe.vocab_size
+        assert config.restore(stored).token_bytes == bpe.token_bytes
+
+
+def refusal(config: DataConfig) -> str:
+    with pytest.raises(ConfigError) as raised:
+        prepare(config, progress=False)
+    return str(raised.value)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(folder: Path) -> None:
+    np.array([300], np.uint16).tofile(folder / "b.bin")
+    assert refusal(config_of(folder)) == (
+        f"data.corpus: '{folder / 'b.bin'}' holds the token 300, but data.tokenizer has a vocabulary of 257; "
+        "give the one that made the file: data.tokenizer {type: file, path: tokenizer.json}"
+    )
+
+
+def test_what_is_no_row_of_ids_is_refused(folder: Path) -> None:
+    (folder / "a.bin").write_bytes(b"123")
+    assert refusal(config_of(folder)) == (
+        f"data.corpus: '{folder / 'a.bin'}' has 3 bytes, which is no whole number of ids of uint16 (2 bytes "
+        "each); give data.corpus.dtype"
+    )
+    np.save(folder / "a.npy", np.zeros((2, 2)))
+    assert refusal(config_of(folder / "a.npy")) == (
+        f"data.corpus: '{folder / 'a.npy'}' must hold whole numbers in one row, but is float64 of shape "
+        "(2, 2)"
+    )
+    (folder / "a.npy").write_bytes(b"no array")
+    assert refusal(config_of(folder / "a.npy")).startswith(
+        f"data.corpus: '{folder / 'a.npy'}' is no array of numpy ("
+    )
+    (folder / "none").mkdir()
+    assert refusal(config_of(folder / "none")) == (
+        f"data.corpus.train: '{folder / 'none'}' has no file of tokens (.bin or .npy)"
+    )
+    assert refusal(config_of(folder / "x")).startswith(
+        f"data.corpus.train: '{folder / 'x'}' does not exist"
+    )
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(folder: Path) -> None:
+    config = config_of(folder, tokenizer={"type": "file", "path": "nowhere.json"})
+    assert refusal(config) == (
+        "data.tokenizer.path: 'nowhere.json' is not there, or is no tokenizer.json"
+    )
+
+
+def test_ten_billion_tokens_are_begun_at_once_in_little_memory(tmp_path: Path) -> None:
+    """Ten sparse files of a billion tokens each, all 0."""
+    for number in range(10):
+        with (tmp_path / f"{number}.bin").open("wb") as file:
+            file.truncate(2_000_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    data = prepare(config_of(tmp_path, seq_len=255), progress=False)
+    train = TrainBatches(data.train, seq_len=255, batch_size=64, seed=0)
+    last = train.windows_per_epoch // 64
+    for index in (0, 1, last, last + 1):  # the last one ends an epoch and begins another
+        assert train[index].input_ids.shape == (64, 255)
+    seconds = time.perf_counter() - started
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert train.windows_per_epoch == 37_109_374
+    assert seconds < 5
+    assert grown < 100 << 10  # kilobytes; a list of the windows takes 300 MB
