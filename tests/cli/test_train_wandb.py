@@ -73,9 +73,6 @@ def unwritable(**environment: str) -> Situation:
 
 DEFAULT = {
     "no key, with a terminal": Situation(NO_KEY, terminal=True),
-    "key, a server that never answers": with_key(
-        rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
-    ),
     "network silent midway": with_key(TIMED_OUT, server="silent midway"),
     "not installed, leftover folder wandb": Situation(
         r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
@@ -85,6 +82,9 @@ DEFAULT = {
     ),
 }
 SLOW = {
+    "key, a server that never answers": with_key(
+        rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
+    ),
     "no key, no terminal": Situation(NO_KEY),
     "no key, option online, with a terminal": Situation(
         NO_KEY, options=("--logging.wandb.mode", "online"), terminal=True

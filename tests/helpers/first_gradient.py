@@ -1,11 +1,7 @@
-"""A program: the gradient of a run's first optimizer step, as every rank of it ends up with.
-
-python first_gradient.py CONFIG.yaml OUT.pt
-"""
+"""The gradient of a run's first optimizer step, as every rank of it ends up with."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moe_ffn.config_files import read_config
 from moe_ffn.data.prepare import prepare
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import whole
@@ -60,7 +55,3 @@ def first_gradient(
     after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
     return keep.gradients | biases | after | {"norm": module.gradient_norm}
 
-
-if __name__ == "__main__":
-    found = first_gradient(read_config(Path(sys.argv[1]), TrainConfig), Path(sys.argv[2]).parent)
-    torch.save(found, sys.argv[2])

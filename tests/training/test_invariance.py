@@ -7,9 +7,6 @@ other rules are per batch, and are shown to survive just what docs/routing.md sa
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,8 @@ from moe_ffn import DecoderConfig
 from moe_ffn.config_files import to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
-
-PROGRAM = Path(__file__).parents[1] / "helpers" / "first_gradient.py"
-REPOSITORY = Path(__file__).parents[2]
+from tests.helpers.first_gradient import first_gradient
+from tests.helpers.ranks import on_ranks
 
 # A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
 FLOAT32 = 1e-5
@@ -67,33 +63,8 @@ def config_for(make_config: Callable[..., TrainConfig]) -> Callable[..., TrainCo
 
 
 @pytest.fixture
-def gradient_of(tmp_path: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
-    """The first gradient of a run, in a process of its own for each rank."""
-
-    def run(config: TrainConfig) -> dict[str, Tensor]:
-        file, out = tmp_path / "config.yaml", tmp_path / "gradient.pt"
-        file.write_text(to_yaml(config), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), str(file), str(out)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return torch.load(out, weights_only=True)
-
-    return run
-
-
-@pytest.fixture
 def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
-    """The same in this process, for a run of one rank; each config is trained once in this module."""
-    from tests.helpers.first_gradient import first_gradient
-
+    """The first gradient of a run of one rank; each config is trained once in this module."""
     def run(config: TrainConfig) -> dict[str, Tensor]:
         key = to_yaml(config)
         if key not in _FOUND:
@@ -104,6 +75,10 @@ def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]
 
 
 _FOUND: dict[str, dict[str, Tensor]] = {}
+
+
+def gradient_on_a_rank(rank: int, config: TrainConfig, folder: Path) -> dict[str, Tensor]:
+    return first_gradient(config, folder)
 
 
 def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -146,7 +121,7 @@ def test_checkpointing_and_accumulation_together_change_nothing_under_the_global
 
 
 def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bias_rule(
-    config_for: Any, gradient_here: Any, gradient_of: Any
+    config_for: Any, gradient_here: Any, tmp_path: Path
 ) -> None:
     moe = {"type": "moe", "num_experts": 4}
     biased = {**moe, "router": {"type": "sigmoid_top_k", "k": 2}}
@@ -161,7 +136,8 @@ def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bia
     accumulated = gradient_here(config_for(rule, batch_size=2, batches=4, model=model))
     assert torch.equal(biases(accumulated), biases(whole))
     ranks = {"devices": 2, "strategy": "ddp"}
-    divided = gradient_of(config_for(rule, batch_size=4, batches=2, model=model, trainer=ranks))
+    config = config_for(rule, batch_size=4, batches=2, model=model, trainer=ranks)
+    divided, _ = on_ranks(2, tmp_path, gradient_on_a_rank, config, tmp_path)
     assert torch.equal(biases(divided), biases(whole))
     assert difference(whole, divided) < FLOAT32
 
