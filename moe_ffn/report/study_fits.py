@@ -25,18 +25,9 @@ from moe_ffn.report.study_points import (
 )
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.fits import (
-    CLARK,
-    GRANULARITY,
-    LEVERAGE_LIMITS,
-    Fit,
-    Law,
-    fit,
-    fit_isoflop,
-    fit_parabola,
-    leverage,
-    power_law,
-)
+from moe_ffn.studies.isoflop import fit_isoflop, fit_parabola
+from moe_ffn.studies.leverage import LEVERAGE_LIMITS, leverage
+from moe_ffn.studies.scaling_laws import CLARK, GRANULARITY, Fit, Law, fit, power_law
 
 Image = Callable[[str, str, str], str]
 """Name, SVG and alternative text of a figure -> the figure in Markdown."""

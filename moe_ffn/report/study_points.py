@@ -12,7 +12,7 @@ from moe_ffn.report.study_figures import Line
 from moe_ffn.studies.budget import TRAINING_FLOPS
 from moe_ffn.studies.comparison import Arm
 from moe_ffn.studies.config import StudyConfig
-from moe_ffn.studies.fits import Curve
+from moe_ffn.studies.leverage import Curve
 from moe_ffn.studies.result import RunResult
 
 AXIS_NAMES = {

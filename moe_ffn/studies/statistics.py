@@ -23,6 +23,8 @@ NUM_RESAMPLES = 2000
 SIGNIFICANT = 0.05
 """A difference is claimed where its p-value, after Holm's correction, is below."""
 
+Array = np.ndarray[Any, np.dtype[Any]]
+
 Over = Literal["seeds", "windows"]
 """What an interval is over: the seeds of training, or the windows of the validation text in one seed."""
 
@@ -170,3 +172,46 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
     )
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(values_N.mean()), float(low), float(high))
+
+
+# -- fits
+
+
+def resampled_residuals(
+    residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
+) -> Array:
+    """Residuals drawn anew, (resamples, runs): centred, and as large as before the fit took its share."""
+    num_runs = len(residuals)
+    centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
+    return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]
+
+
+def percentile_interval(value: float, resampled: Array) -> Interval:
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+def positive_logs(name: str, values: Sequence[float]) -> Array:
+    """Natural logarithms of the values."""
+    array = np.asarray(values, dtype=np.float64)
+    wrong = array[~(np.isfinite(array) & (array > 0))]
+    if wrong.size:
+        raise ConfigError(f"{name}: must be positive and finite in all runs, got {wrong[0]:g}")
+    return np.log(array)
+
+
+def check_runs(x: Mapping[str, Array], y: Array, num_parameters: int) -> None:
+    for name, values in x.items():
+        if len(values) != len(y):
+            raise ConfigError(f"there are {len(values)} values of {name} for {len(y)} losses")
+    num_points = len({*zip(*x.values(), strict=True)})
+    if len(y) <= num_parameters or num_points < num_parameters:
+        raise ConfigError(
+            f"{len(y)} runs at {num_points} sizes cannot determine {num_parameters} parameters; it takes "
+            f"{num_parameters} sizes and {num_parameters + 1} runs"
+        )
+    for name, values in {**x, "the loss": y}.items():
+        if np.ptp(values) == 0:
+            raise ConfigError(
+                f"{name} is the same in all runs, so that nothing of it can be fitted"
+            )

@@ -54,4 +54,3 @@ def first_gradient(
     biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
     after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
     return keep.gradients | biases | after | {"norm": module.gradient_norm}
-

@@ -65,6 +65,7 @@ def config_for(make_config: Callable[..., TrainConfig]) -> Callable[..., TrainCo
 @pytest.fixture
 def gradient_here(run_folder: Path) -> Callable[[TrainConfig], dict[str, Tensor]]:
     """The first gradient of a run of one rank; each config is trained once in this module."""
+
     def run(config: TrainConfig) -> dict[str, Tensor]:
         key = to_yaml(config)
         if key not in _FOUND:

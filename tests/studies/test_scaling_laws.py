@@ -10,19 +10,14 @@ import numpy as np
 import pytest
 
 from moe_ffn.errors import ConfigError
-from moe_ffn.studies import fits
-from moe_ffn.studies.fits import (
+from moe_ffn.studies import scaling_laws
+from moe_ffn.studies.scaling_laws import (
     CHINCHILLA,
     CLARK,
     GRANULARITY,
     Fit,
-    IsoFlop,
     Law,
-    compute_at,
     fit,
-    fit_isoflop,
-    fit_parabola,
-    leverage,
     power_law,
 )
 
@@ -200,22 +195,12 @@ def test_parameters_that_make_up_for_each_other_have_no_interval() -> None:
 def test_resamples_are_fitted_as_by_l_bfgs() -> None:
     sizes = grid(C=np.geomspace(1e12, 1e15, 10).tolist())
     x = {"C": np.log(sizes["C"])}
-    settings = fits._Settings(POWER, list(POWER.parameters), {})
+    settings = scaling_laws._Settings(POWER, list(POWER.parameters), {})
     y = np.log([noisy(2 + 1e5 / np.array(sizes["C"]) ** 0.4, 0.003, seed) for seed in range(5)])
     start = settings.best(x, y[0])
     for found, losses in zip(settings.refit(x, y, start), y, strict=True):
         expected = settings.best(x, losses)
         assert found == pytest.approx(expected, rel=2e-3)
-
-
-def test_95_percent_intervals_of_a_minimum_hold_the_truth_about_as_often() -> None:
-    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6] * 3
-    hits = 0
-    for seed in range(100):
-        found = fit_parabola(sizes, noisy(parabola(sizes, 5e5), 0.002, seed), seed=seed)
-        assert found.minimum is not None
-        hits += found.minimum.low <= 5e5 <= found.minimum.high
-    assert 85 <= hits <= 100
 
 
 def predicted(found: Fit, **variables: float) -> float:
@@ -266,173 +251,6 @@ def test_a_variable_that_does_not_vary_is_refused() -> None:
         fit(CHINCHILLA, variables, [4, 3.5, 3.2, 3, 2.9, 2.8])
     with pytest.raises(ConfigError, match="has no parameter gamma"):
         fit(CHINCHILLA, variables, [4, 3.5, 3.2, 3, 2.9, 2.8], fixed={"gamma": 1})
-
-
-# -- parabolas
-
-
-def parabola(sizes: Sequence[float], best: float) -> Any:
-    return 2 + 0.05 * np.log(np.array(sizes) / best) ** 2
-
-
-def test_the_minimum_of_a_parabola_lies_in_its_interval() -> None:
-    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6] * 3
-    found = fit_parabola(sizes, noisy(parabola(sizes, 5e5), 0.002))
-
-    assert found.minimum is not None
-    assert found.minimum.low < found.minimum.value < found.minimum.high
-    assert 1.02 < found.minimum.high / found.minimum.low < 1.1
-    assert float(found.curve(np.array(5e5))) == pytest.approx(2, abs=0.01)
-    assert found.refusal == ""
-
-
-@pytest.mark.parametrize(("best", "end"), [(5e4, "the smallest size"), (5e7, "the largest size")])
-def test_a_minimum_at_the_edge_is_refused(best: float, end: str) -> None:
-    sizes = [1e5, 2e5, 4e5, 8e5]
-    found = fit_parabola(sizes, parabola(sizes, best))
-    assert found.minimum is None
-    assert found.refusal == (
-        f"the loss is lowest at {end}: the minimum lies beyond the sizes tried"
-    )
-
-
-def test_a_parabola_that_opens_downwards_is_refused() -> None:
-    found = fit_parabola([1e5, 2e5, 4e5, 8e5], [2.0, 2.1, 2.11, 2.05])
-    assert found.minimum is None
-    assert found.refusal == "the parabola opens downwards: it has no minimum"
-
-
-def test_a_minimum_that_the_noise_moves_out_of_the_sizes_is_not_certain() -> None:
-    sizes = [1e5, 2e5, 4e5, 8e5] * 2
-    found = fit_parabola(sizes, noisy(parabola(sizes, 6e5), 0.02, seed=3))
-    assert found.minimum is None
-    assert "is not certain" in found.refusal
-
-
-def isoflop_runs(noise: float) -> tuple[list[float], list[float], list[float]]:
-    """Best size 0.1 C^0.5 at four budgets."""
-    flops: list[float] = []
-    sizes: list[float] = []
-    losses: list[float] = []
-    for number, budget in enumerate([1e13, 3e13, 1e14, 3e14]):
-        best = 0.1 * budget**0.5
-        tried = [best * factor for factor in (0.3, 0.6, 1.1, 2, 4)]
-        flops += [budget * 1.01, budget, budget * 0.99, budget, budget]
-        sizes += tried
-        losses += noisy(parabola(tried, best), noise, number)
-    return flops, sizes, losses
-
-
-def minima(found: IsoFlop) -> list[float]:
-    return [p.minimum.value for p in found.parabolas.values() if p.minimum is not None]
-
-
-def test_the_power_law_of_the_minima_is_found_again() -> None:
-    found = fit_isoflop(*isoflop_runs(0.001))
-
-    assert len(found.parabolas) == 4
-    assert found.refusals == {}
-    assert found.exponent is not None
-    assert found.exponent.low < 0.5 < found.exponent.high
-    assert found.exponent.high - found.exponent.low < 0.1
-    assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
-    assert found.limits.startswith("Not for budgets outside of 1e+13 to 3e+14 FLOPs")
-
-
-def test_budgets_without_a_minimum_are_named_and_left_out() -> None:
-    flops, sizes, losses = isoflop_runs(0.0005)
-    flops += [1e15] * 4 + [3e15] * 2
-    sizes += [1e5, 2e5, 4e5, 8e5, 1e5, 2e5]
-    losses += [2.4, 2.3, 2.2, 2.1, 2.0, 1.9]
-
-    found = fit_isoflop(flops, sizes, losses)
-
-    assert [f"{budget:.0e}" for budget in found.refusals] == ["1e+15", "3e+15"]
-    refused, too_few = found.refusals.values()
-    assert "lies beyond the sizes tried" in refused or "downwards" in refused
-    assert too_few.startswith("2 runs at 2 sizes cannot determine 3 parameters")
-    assert minima(found) == pytest.approx([0.1 * c**0.5 for c in (1e13, 3e13, 1e14, 3e14)], rel=0.1)
-
-
-def test_of_one_budget_there_is_no_power_law() -> None:
-    sizes = [1e5, 2e5, 4e5, 8e5, 1.6e6]
-    found = fit_isoflop([1e14] * 5, sizes, noisy(parabola(sizes, 4e5), 0.0003))
-    assert found.exponent is None
-    assert "with fewer than two minima there is no power law" in found.limits
-
-
-def test_isoflop_refuses_what_is_no_set_of_runs() -> None:
-    with pytest.raises(ConfigError, match="there are 1 sizes for 2 budgets"):
-        fit_isoflop([1e9, 1e9], [1e5], [2, 2])
-    with pytest.raises(ConfigError, match="there are no runs to fit"):
-        fit_isoflop([], [], [])
-    with pytest.raises(ConfigError, match="FLOPs: must be positive and finite"):
-        fit_isoflop([math.nan], [1e5], [2])
-
-
-# -- leverage
-
-
-def test_compute_is_read_between_the_points_of_a_curve() -> None:
-    flops, losses = [1e10, 1e11, 1e12], [4.0, 3.0, 2.0]
-    assert compute_at(3.0, flops, losses) == pytest.approx(1e11)
-    assert compute_at(2.5, flops, losses) == pytest.approx(10**11.5)
-    assert compute_at(4.0, flops, losses) == pytest.approx(1e10)
-    assert compute_at(4.1, flops, losses) is None, "before the first point"
-    assert compute_at(1.9, flops, losses) is None, "never reached"
-    # A loss that rises again was reached when it was first low.
-    assert compute_at(3.0, [*flops, 1e13], [4.0, 3.0, 3.5, 2.0]) == pytest.approx(1e11)
-
-
-def curve(factor: float, seed: int = 0) -> tuple[list[float], list[float]]:
-    """A model that reaches every loss with `factor` less FLOPs."""
-    flops = np.geomspace(1e12, 1e15, 60)
-    return flops.tolist(), (2 + 1e3 * (flops * factor) ** -0.25 + 1e-4 * seed).tolist()
-
-
-@pytest.mark.parametrize("factor", [3.0, 0.4])
-def test_leverage_is_how_much_less_compute_the_moe_takes(factor: float) -> None:
-    found = leverage({0: curve(1)}, {0: curve(factor)})
-    assert found.by_seed[0] == pytest.approx(factor, rel=0.01)
-    assert found.interval is None, "of one seed"
-
-
-def test_leverage_of_a_final_loss_is_read_from_the_final_losses_of_other_sizes() -> None:
-    dense = ([1e12, 1e13, 1e14], [4.0, 3.0, 2.0])
-    assert leverage({0: dense}, {0: ([1e12], [2.5])}).by_seed[0] == pytest.approx(10**1.5)
-    assert leverage({0: dense}, {0: ([1e13], [3.5])}).by_seed[0] == pytest.approx(10**-0.5)
-    with pytest.raises(ConfigError, match="no loss in common"):
-        leverage({0: dense}, {0: ([1e13], [1.9])})
-
-
-def test_leverage_has_an_interval_over_seeds() -> None:
-    dense = {seed: curve(1, seed) for seed in range(4)}
-    moe = {seed: curve(2 + 0.1 * seed, seed) for seed in range(5)}
-    found = leverage(dense, moe)
-    assert list(found.by_seed) == [0, 1, 2, 3]
-    assert found.interval is not None
-    low, high = found.interval[1:]
-    assert low < found.interval.value < high
-    assert found.interval.value == pytest.approx(2.147, abs=0.02)
-    # By hand: t of 3 degrees of freedom is 3.182.
-    logs = np.log(list(found.by_seed.values()))
-    half = 3.1824 * logs.std(ddof=1) / 2
-    assert math.log(high) == pytest.approx(logs.mean() + half, rel=1e-4)
-
-
-def test_arms_without_anything_in_common_have_no_leverage() -> None:
-    with pytest.raises(ConfigError, match="the two arms have no seed in common"):
-        leverage({0: curve(1)}, {1: curve(2)})
-    with pytest.raises(ConfigError, match="have no loss in common in 1 of 1 seeds"):
-        leverage({0: ([1, 2], [9, 8])}, {0: ([1, 2], [5, 4])})
-    # Without the seed in which the arm is best the mean of the others would be too low.
-    beyond = {0: curve(1.5), 1: ([1e12], [0.1])}
-    with pytest.raises(ConfigError, match="have no loss in common in 1 of 2 seeds"):
-        leverage({0: curve(1), 1: curve(1)}, beyond)
-    with pytest.raises(ConfigError, match="a loss for each of its FLOPs, which rise"):
-        leverage({0: ([2, 1], [9, 8])}, {0: curve(2)})
-    with pytest.raises(ConfigError, match="loss: must be positive and finite"):
-        leverage({0: ([1, 2], [9, math.nan])}, {0: curve(2)})
 
 
 def test_a_power_law_without_a_floor_is_fitted_though_the_floor_changes_nothing() -> None:

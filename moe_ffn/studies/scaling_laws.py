@@ -1,7 +1,7 @@
 """Scaling fits: a formula for the loss of runs that differ in size, with intervals and a held-out error.
 
 `fit` follows Hoffmann et al. 2022 (arXiv 2203.15556, approach 3): the Huber loss of log L, minimised by
-L-BFGS from a grid of starts. `fit_isoflop` is their approach 2. `leverage` compares two curves at equal loss.
+L-BFGS from a grid of starts.
 
 Intervals are percentiles of a bootstrap of residuals: the sizes of a study are chosen and not drawn, so that
 they stay, and the residuals are resampled (Davison and Hinkley 1997, section 6.3). They hold what scatters
@@ -21,8 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_ffn.errors import ConfigError, install, show
-from moe_ffn.studies.result import first_at
-from moe_ffn.studies.statistics import LEVEL, Interval, mean_interval
+from moe_ffn.studies.statistics import (
+    Array,
+    Interval,
+    check_runs,
+    percentile_interval,
+    positive_logs,
+    resampled_residuals,
+)
 
 DELTA = 1e-3
 """Of the Huber loss, in log L: a residual beyond it counts by its size, not by its square."""
@@ -36,8 +42,6 @@ NUM_STEPS = 40
 """Of Levenberg and Marquardt, from the estimate to that of a resample."""
 
 LOG_10 = math.log(10)
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 # -- formulas
@@ -217,9 +221,9 @@ class Fit:
             raise ConfigError(
                 f"the fit predicts from {_names(self.law.variables)}, got {_names(variables)}"
             )
-        x = {name: _positive(name, [value]) for name, value in variables.items()}
+        x = {name: positive_logs(name, [value]) for name, value in variables.items()}
         values = np.exp(_log_loss(self.law, np.vstack([self.estimate, self.resampled]), x)[:, 0])
-        return _interval(float(values[0]), values[1:])
+        return percentile_interval(float(values[0]), values[1:])
 
     @property
     def undetermined(self) -> tuple[str, ...]:
@@ -275,19 +279,19 @@ def fit(
         raise ConfigError(f"'{law.formula}' takes {_names(law.variables)}, got {_names(variables)}")
     if unknown := [name for name in fixed if name not in law.parameters]:
         raise ConfigError(f"'{law.formula}' has no parameter {_names(unknown)}")
-    x = {name: _positive(name, variables[name]) for name in law.variables}
-    y = _positive("loss", losses)
+    x = {name: positive_logs(name, variables[name]) for name in law.variables}
+    y = positive_logs("loss", losses)
     free = [name for name in law.parameters if name not in fixed]
-    _check_runs(x, y, len(free))
+    check_runs(x, y, len(free))
 
     settings = _Settings(law, free, {name: _searched(law, name, v) for name, v in fixed.items()})
     estimate = settings.best(x, y)
     residuals = y - _log_loss(law, estimate, x)
     generator = np.random.default_rng(seed)
-    drawn = _resampled(residuals, len(free), num_resamples, generator)
+    drawn = resampled_residuals(residuals, len(free), num_resamples, generator)
     resampled = settings.refit(x, y - residuals + drawn, estimate)
     intervals = {
-        name: _interval(estimate[place], resampled[:, place])
+        name: percentile_interval(estimate[place], resampled[:, place])
         for place, name in enumerate(law.parameters)
     }
     for name in settings.exchangeable(estimate, x):
@@ -297,7 +301,7 @@ def fit(
     held_out_error = None
     kept = {name: values[~largest] for name, values in x.items()}
     try:
-        _check_runs(kept, y[~largest], len(free))
+        check_runs(kept, y[~largest], len(free))
     except ConfigError:
         pass
     else:
@@ -449,261 +453,5 @@ def _reported(law: Law, name: str, value: Any) -> Any:
     return np.exp(value) if law.parameters[name].is_log else value
 
 
-def _resampled(
-    residuals: Array, num_parameters: int, num_resamples: int, generator: np.random.Generator
-) -> Array:
-    """Residuals drawn anew, (resamples, runs): centred, and as large as before the fit took its share."""
-    num_runs = len(residuals)
-    centred = (residuals - residuals.mean()) * math.sqrt(num_runs / (num_runs - num_parameters))
-    return centred[generator.integers(num_runs, size=(num_resamples, num_runs))]
-
-
-def _interval(value: float, resampled: Array) -> Interval:
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(value), float(low), float(high))
-
-
-def _positive(name: str, values: Sequence[float]) -> Array:
-    """Natural logarithms of the values."""
-    array = np.asarray(values, dtype=np.float64)
-    wrong = array[~(np.isfinite(array) & (array > 0))]
-    if wrong.size:
-        raise ConfigError(f"{name}: must be positive and finite in all runs, got {wrong[0]:g}")
-    return np.log(array)
-
-
-def _check_runs(x: Mapping[str, Array], y: Array, num_parameters: int) -> None:
-    for name, values in x.items():
-        if len(values) != len(y):
-            raise ConfigError(f"there are {len(values)} values of {name} for {len(y)} losses")
-    num_points = len({*zip(*x.values(), strict=True)})
-    if len(y) <= num_parameters or num_points < num_parameters:
-        raise ConfigError(
-            f"{len(y)} runs at {num_points} sizes cannot determine {num_parameters} parameters; it takes "
-            f"{num_parameters} sizes and {num_parameters + 1} runs"
-        )
-    for name, values in {**x, "the loss": y}.items():
-        if np.ptp(values) == 0:
-            raise ConfigError(
-                f"{name} is the same in all runs, so that nothing of it can be fitted"
-            )
-
-
 def _names(names: Any) -> str:
     return ", ".join(names) or "nothing"
-
-
-# -- IsoFLOP
-
-
-@dataclass(frozen=True)
-class Parabola:
-    """A parabola of the loss in the logarithm of a size, and where it is lowest."""
-
-    sizes: tuple[float, ...]
-    losses: tuple[float, ...]
-    coefficients: tuple[float, float, float]
-    """Of log(size) squared, of log(size), and the constant."""
-    minimum: Interval | None
-    """The size with the lowest loss; None where `refusal` says why there is none."""
-    refusal: str
-    resampled: Array = field(repr=False, compare=False)
-    """log of the size with the lowest loss in each resample, NaN where there is none."""
-
-    def curve(self, sizes: Array) -> Array:
-        """The losses at these sizes."""
-        return np.polyval(self.coefficients, np.log(sizes))
-
-
-def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
-    """A parabola of the loss in log(size), by least squares, and its minimum, if one is among the sizes.
-
-    Raises:
-        ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
-            than three sizes or four runs.
-    """
-    x, y = _positive("size", sizes), np.exp(_positive("loss", losses))
-    _check_runs({"size": x}, y, 3)
-    centre = x.mean()  # for a well conditioned product
-    design = np.vander(x - centre, 3)
-    solve = np.linalg.pinv(design)
-    estimate = solve @ y
-    residuals = y - design @ estimate
-    drawn = _resampled(residuals, 3, NUM_RESAMPLES, np.random.default_rng(seed))
-    low, high = x.min() - centre, x.max() - centre
-
-    def lowest(coefficients: Array) -> Array:
-        a, b, _ = coefficients
-        with np.errstate(divide="ignore", invalid="ignore"):
-            vertex = -b / (2 * a)
-        return np.where((a > 0) & (low < vertex) & (vertex < high), vertex, np.nan)
-
-    vertex = float(lowest(estimate))
-    resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
-    share = float(np.isnan(resampled).mean())
-    a, b, c = map(float, estimate)
-    minimum, refusal = None, ""
-    if a <= 0:
-        refusal = "the parabola opens downwards: it has no minimum"
-    elif math.isnan(vertex):
-        end = "largest" if -b / (2 * a) >= high else "smallest"
-        refusal = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
-    elif share > 1 - LEVEL:
-        refusal = (
-            f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
-            "have none among the sizes tried"
-        )
-    else:
-        found = np.exp(resampled[~np.isnan(resampled)])
-        minimum = _interval(math.exp(vertex + centre), found)
-    return Parabola(
-        tuple(map(float, sizes)),
-        tuple(map(float, losses)),
-        (a, b - 2 * a * centre, a * centre**2 - b * centre + c),
-        minimum,
-        refusal,
-        resampled,
-    )
-
-
-@dataclass(frozen=True)
-class IsoFlop:
-    """The best size at each budget of FLOPs, and the power law of the best size over the budget."""
-
-    parabolas: Mapping[float, Parabola]
-    """By training FLOPs, in their order."""
-    refusals: Mapping[float, str]
-    """Budgets without a parabola or a minimum, and why."""
-    exponent: Interval | None
-    """Of the power law; None where fewer than two budgets have a minimum."""
-
-    @property
-    def limits(self) -> str:
-        """What the fit may not be used for, as one sentence."""
-        low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
-        text = (
-            f"Not for budgets outside of {low:.3g} to {high:.3g} FLOPs, nor for other data, tokenizers or "
-            "schedules; a parabola is an approximation near its minimum"
-        )
-        if self.exponent is None:
-            text += "; with fewer than two minima there is no power law"
-        elif len(self.parabolas) - len(self.refusals) == 2:
-            text += "; a line through two minima cannot show whether they lie on a power law"
-        return f"{text}."
-
-
-def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence[float]) -> IsoFlop:
-    """At each budget a parabola in log N, and a power law through their minima (Hoffmann et al., approach 2).
-
-    Args:
-        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % are of one budget.
-        sizes: parameters of each run, total or active.
-        losses: of each run, in nats.
-
-    Raises:
-        ConfigError: lengths differ, or a value is not positive and finite.
-    """
-    logs = _positive("FLOPs", flops)
-    for name, values in {"sizes": sizes, "losses": losses}.items():
-        if len(values) != len(logs):
-            raise ConfigError(f"there are {len(values)} {name} for {len(logs)} budgets")
-    if not len(logs):
-        raise ConfigError("there are no runs to fit")
-    order = np.argsort(logs, kind="stable")
-    ends = np.flatnonzero(np.diff(logs[order]) > math.log(1.05)) + 1
-    parabolas: dict[float, Parabola] = {}
-    refusals: dict[float, str] = {}
-    for number, places in enumerate(np.split(order, ends)):
-        budget = float(np.exp(logs[places].mean()))
-        try:
-            parabola = fit_parabola(
-                [sizes[place] for place in places],
-                [losses[place] for place in places],
-                seed=number,
-            )
-        except ConfigError as error:
-            refusals[budget] = str(error)
-            continue
-        parabolas[budget] = parabola
-        if parabola.refusal:
-            refusals[budget] = parabola.refusal
-    exponent = None
-    found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
-    if len(found) >= 2:
-        x = np.log(list(found))
-        best = [math.log(p.minimum.value) for p in found.values() if p.minimum is not None]
-        slope, _ = np.polyfit(x, best, 1)
-        resampled = np.array([p.resampled for p in found.values()])
-        whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
-        exponent = _interval(float(slope), np.polyfit(x, whole, 1)[0])
-    return IsoFlop(parabolas, refusals, exponent)
-
-
-# -- efficiency leverage
-
-
-def compute_at(loss: float, flops: Sequence[float], losses: Sequence[float]) -> float | None:
-    """The FLOPs at which a curve first has this loss, between its points in log FLOPs; None outside of it."""
-    if losses[0] < loss:
-        return None
-    log_flops = first_at(np.log(flops).tolist(), np.minimum.accumulate(losses).tolist(), loss)
-    return None if log_flops is None else math.exp(log_flops)
-
-
-LEVERAGE_LIMITS = (
-    "Not for larger budgets, at which leverage differs. In the middle of a run the learning rate has not "
-    "decayed yet, and the loss is above what a shorter run ends at: leverage above 1 is a lower bound there."
-)
-"""What leverage may not be used for."""
-
-Curve = tuple[Sequence[float], Sequence[float]]
-"""Training FLOPs, rising, and the loss at each."""
-
-
-@dataclass(frozen=True)
-class Leverage:
-    """Efficiency leverage, C_dense / C_MoE at equal loss (Tian et al. 2025, arXiv 2507.17702)."""
-
-    by_seed: Mapping[int, float]
-    """At the loss that both curves of a seed reach: the higher of their lowest."""
-    interval: Interval | None
-    """Geometric mean over the seeds, with an interval by Student's t; None of one seed."""
-
-
-def leverage(dense: Mapping[int, Curve], moe: Mapping[int, Curve]) -> Leverage:
-    """How many times the FLOPs of the MoE the dense model takes to the same loss; above 1 the MoE saves.
-
-    Curves are compared within a seed, at the higher of the two lowest losses, which both reach.
-
-    Args:
-        dense: seed -> curve of the dense model: of one run, or final losses of several sizes.
-        moe: the same of the MoE; of one point, such as its final loss, where that lies on the dense curve.
-
-    Raises:
-        ConfigError: they share no seed, a value is not positive and finite, FLOPs do not rise, or the curves
-            of a seed have no loss in common: without the seeds in which an arm is best, the rest would lie.
-    """
-    seeds = sorted(set(dense) & set(moe))
-    if not seeds:
-        raise ConfigError("the two arms have no seed in common")
-    by_seed: dict[int, float] = {}
-    for seed in seeds:
-        for flops, losses in (dense[seed], moe[seed]):
-            _positive("loss", losses)
-            if (
-                len(flops) != len(losses)
-                or not len(flops)
-                or np.any(np.diff(_positive("FLOPs", flops)) <= 0)
-            ):
-                raise ConfigError("a curve takes a loss for each of its FLOPs, which rise")
-        loss = max(min(dense[seed][1]), min(moe[seed][1]))
-        costs = [compute_at(loss, *curve) for curve in (dense[seed], moe[seed])]
-        if costs[0] is not None and costs[1] is not None:
-            by_seed[seed] = costs[0] / costs[1]
-    if num_apart := len(seeds) - len(by_seed):
-        raise ConfigError(
-            f"the curves of the two arms have no loss in common in {num_apart} of {len(seeds)} seeds"
-        )
-    mean = mean_interval([math.log(value) for value in by_seed.values()])
-    interval = Interval(*map(math.exp, mean)) if mean else None
-    return Leverage(by_seed, interval)

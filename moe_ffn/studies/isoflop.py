@@ -1,0 +1,165 @@
+"""The best size at each budget of FLOPs, by parabolas (Hoffmann et al. 2022, arXiv 2203.15556, approach 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.studies.statistics import (
+    LEVEL,
+    Array,
+    Interval,
+    check_runs,
+    percentile_interval,
+    positive_logs,
+    resampled_residuals,
+)
+
+NUM_RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """A parabola of the loss in the logarithm of a size, and where it is lowest."""
+
+    sizes: tuple[float, ...]
+    losses: tuple[float, ...]
+    coefficients: tuple[float, float, float]
+    """Of log(size) squared, of log(size), and the constant."""
+    minimum: Interval | None
+    """The size with the lowest loss; None where `refusal` says why there is none."""
+    refusal: str
+    resampled: Array = field(repr=False, compare=False)
+    """log of the size with the lowest loss in each resample, NaN where there is none."""
+
+    def curve(self, sizes: Array) -> Array:
+        """The losses at these sizes."""
+        return np.polyval(self.coefficients, np.log(sizes))
+
+
+def fit_parabola(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0) -> Parabola:
+    """A parabola of the loss in log(size), by least squares, and its minimum, if one is among the sizes.
+
+    Raises:
+        ConfigError: a value is not positive and finite, the loss is the same in all runs, or there are fewer
+            than three sizes or four runs.
+    """
+    x, y = positive_logs("size", sizes), np.exp(positive_logs("loss", losses))
+    check_runs({"size": x}, y, 3)
+    centre = x.mean()  # for a well conditioned product
+    design = np.vander(x - centre, 3)
+    solve = np.linalg.pinv(design)
+    estimate = solve @ y
+    residuals = y - design @ estimate
+    drawn = resampled_residuals(residuals, 3, NUM_RESAMPLES, np.random.default_rng(seed))
+    low, high = x.min() - centre, x.max() - centre
+
+    def lowest(coefficients: Array) -> Array:
+        a, b, _ = coefficients
+        with np.errstate(divide="ignore", invalid="ignore"):
+            vertex = -b / (2 * a)
+        return np.where((a > 0) & (low < vertex) & (vertex < high), vertex, np.nan)
+
+    vertex = float(lowest(estimate))
+    resampled = lowest(solve @ (design @ estimate + drawn).T) + centre
+    share = float(np.isnan(resampled).mean())
+    a, b, c = map(float, estimate)
+    minimum, refusal = None, ""
+    if a <= 0:
+        refusal = "the parabola opens downwards: it has no minimum"
+    elif math.isnan(vertex):
+        end = "largest" if -b / (2 * a) >= high else "smallest"
+        refusal = f"the loss is lowest at the {end} size: the minimum lies beyond the sizes tried"
+    elif share > 1 - LEVEL:
+        refusal = (
+            f"a minimum near {math.exp(vertex + centre):.3g} is not certain: {share:.0%} of the resamples "
+            "have none among the sizes tried"
+        )
+    else:
+        found = np.exp(resampled[~np.isnan(resampled)])
+        minimum = percentile_interval(math.exp(vertex + centre), found)
+    return Parabola(
+        tuple(map(float, sizes)),
+        tuple(map(float, losses)),
+        (a, b - 2 * a * centre, a * centre**2 - b * centre + c),
+        minimum,
+        refusal,
+        resampled,
+    )
+
+
+@dataclass(frozen=True)
+class IsoFlop:
+    """The best size at each budget of FLOPs, and the power law of the best size over the budget."""
+
+    parabolas: Mapping[float, Parabola]
+    """By training FLOPs, in their order."""
+    refusals: Mapping[float, str]
+    """Budgets without a parabola or a minimum, and why."""
+    exponent: Interval | None
+    """Of the power law; None where fewer than two budgets have a minimum."""
+
+    @property
+    def limits(self) -> str:
+        """What the fit may not be used for, as one sentence."""
+        low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
+        text = (
+            f"Not for budgets outside of {low:.3g} to {high:.3g} FLOPs, nor for other data, tokenizers or "
+            "schedules; a parabola is an approximation near its minimum"
+        )
+        if self.exponent is None:
+            text += "; with fewer than two minima there is no power law"
+        elif len(self.parabolas) - len(self.refusals) == 2:
+            text += "; a line through two minima cannot show whether they lie on a power law"
+        return f"{text}."
+
+
+def fit_isoflop(flops: Sequence[float], sizes: Sequence[float], losses: Sequence[float]) -> IsoFlop:
+    """At each budget a parabola in log N, and a power law through their minima (Hoffmann et al., approach 2).
+
+    Args:
+        flops: training FLOPs of each run; runs whose FLOPs differ by less than 5 % are of one budget.
+        sizes: parameters of each run, total or active.
+        losses: of each run, in nats.
+
+    Raises:
+        ConfigError: lengths differ, or a value is not positive and finite.
+    """
+    logs = positive_logs("FLOPs", flops)
+    for name, values in {"sizes": sizes, "losses": losses}.items():
+        if len(values) != len(logs):
+            raise ConfigError(f"there are {len(values)} {name} for {len(logs)} budgets")
+    if not len(logs):
+        raise ConfigError("there are no runs to fit")
+    order = np.argsort(logs, kind="stable")
+    ends = np.flatnonzero(np.diff(logs[order]) > math.log(1.05)) + 1
+    parabolas: dict[float, Parabola] = {}
+    refusals: dict[float, str] = {}
+    for number, places in enumerate(np.split(order, ends)):
+        budget = float(np.exp(logs[places].mean()))
+        try:
+            parabola = fit_parabola(
+                [sizes[place] for place in places],
+                [losses[place] for place in places],
+                seed=number,
+            )
+        except ConfigError as error:
+            refusals[budget] = str(error)
+            continue
+        parabolas[budget] = parabola
+        if parabola.refusal:
+            refusals[budget] = parabola.refusal
+    exponent = None
+    found = {budget: p for budget, p in parabolas.items() if p.minimum is not None}
+    if len(found) >= 2:
+        x = np.log(list(found))
+        best = [math.log(p.minimum.value) for p in found.values() if p.minimum is not None]
+        slope, _ = np.polyfit(x, best, 1)
+        resampled = np.array([p.resampled for p in found.values()])
+        whole = resampled[:, ~np.isnan(resampled).any(axis=0)]
+        exponent = percentile_interval(float(slope), np.polyfit(x, whole, 1)[0])
+    return IsoFlop(parabolas, refusals, exponent)
