@@ -1,4 +1,4 @@
-"""The best size at each budget of FLOPs, by parabolas (Hoffmann et al. 2022, arXiv 2203.15556, approach 2)."""
+"""The best size at each budget of FLOPs, by parabolas (arXiv 2203.15556, approach 2)."""
 
 from __future__ import annotations
 
