@@ -20,7 +20,8 @@ from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
-from moe_ffn.metrics.table import LAYER_METRICS, result_columns, summarize_load
+from moe_ffn.metrics.load_summary import summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import compact
 from moe_ffn.report.run_summary import EXTREMES, Cell, ExpertRow, expert_rows

@@ -13,7 +13,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from moe_ffn.config import require_count
-from moe_ffn.metrics.table import LayerBatch, Measured, compute, measured_in, statistics_of
+from moe_ffn.metrics.measures import LayerBatch
+from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
 from moe_ffn.outputs import Routing, check_routing
 
 

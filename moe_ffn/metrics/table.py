@@ -9,176 +9,46 @@ T tokens, E experts, B sequences
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from statistics import median_high
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import (
-    load_times_scores,
-    normalized_scores,
-    pairs_per_expert,
-    pairs_per_sequence,
-    real_only,
     router_z_loss,
     token_entropy,
 )
 from moe_ffn.metrics.functional import (
     churn,
     coactivation,
-    coactivation_counts,
     load_cv,
     logit_max,
     max_violation,
     nonfinite_tokens,
-    rank_max_violation,
     top1_margin,
 )
-from moe_ffn.outputs import Routing
-
-# -- how a metric is measured
-
-
-class LayerBatch:
-    """The routing of one layer in one batch, and what several statistics need of it, computed once.
-
-    Args:
-        shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
-    """
-
-    def __init__(self, routing: Routing, shared_share: Tensor | None = None) -> None:
-        self.routing = routing
-        self.shared_share = shared_share
-
-    @cached_property
-    def num_tokens(self) -> Tensor:
-        return self.routing.num_real_tokens
-
-    @cached_property
-    def pairs_BE(self) -> Tensor:
-        return pairs_per_sequence(self.routing)
-
-    @cached_property
-    def scores_TE(self) -> Tensor:
-        """Normalised, 0 for padding."""
-        return real_only(normalized_scores(self.routing, "TokenMetrics"), self.routing)
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A tensor that is added up over batches and ranks, or whose maximum is taken."""
-
-    name: str
-    of: Callable[[LayerBatch], Tensor]
-    axes: Literal["", "E", "EE"] = ""
-    dtype: torch.dtype = torch.float32
-    reduce: Literal["sum", "max"] = "sum"
-
-    def zeros(self, num_experts: int) -> Tensor:
-        """Its value before the first batch."""
-        return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
-
-    def add(self, before: Tensor, batch: LayerBatch) -> Tensor:
-        """Its value with one more batch."""
-        value = self.of(batch).to(before.dtype)
-        return before.maximum(value) if self.reduce == "max" else before + value
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A metric as a function of statistics."""
-
-    value: Callable[..., Tensor]
-    """The metric, from the values of `statistics` in their order; nan where a layer has none, such as the
-    capacity of a dropless one."""
-    statistics: tuple[Statistic, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowEnd:
-    """Values of one layer at the end of a row of training that no single batch gives."""
-
-    load_E: Tensor
-    """Share of the row's (token, expert) pairs."""
-    idle_steps_E: Tensor
-    """For how many optimizer steps each expert has had no token."""
-    dead_after_steps: int
-    """An expert with so many idle steps is dead."""
-    num_ranks: int
-    num_networks: int
-    """The experts with a network, which are the first; the rest are on no rank."""
-    bias_E: Tensor | None
-    """The correction bias of the router; None without one."""
-    looks: tuple[Tensor, Tensor] | None
-    """`chosen_experts` of the probe batch at the last look and at this one; None without both."""
-
-
-def _counted(
-    name: str, of: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
-) -> Statistic:
-    return Statistic(name, of, axes, torch.int64)
-
-
-PAIRS = _counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
-DROPPED = _counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.real_N).sum())
-TOKENS = _counted("num_tokens", lambda b: b.num_tokens)
-SEQUENCES = _counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
-CHOSEN_TOGETHER = _counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
-
-
-def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
-    """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
-    return _summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
-
-
-def _summed(name: str, of: Callable[[LayerBatch], Tensor], over: Statistic = TOKENS) -> Measure:
-    """A sum over the batches, divided by the number of tokens or another count."""
-    total = Statistic(name, of)
-    return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
-
-
-def _load(pairs_E: Tensor) -> Tensor:
-    return pairs_E / pairs_E.sum().clamp(min=1)
-
-
-def _num_places(batch: LayerBatch) -> Tensor:
-    capacity = batch.routing.capacity
-    if capacity is None:
-        return torch.zeros_like(batch.num_tokens)
-    return capacity * batch.routing.num_experts
-
-
-def _capacity_used(pairs_E: Tensor, num_dropped: Tensor, num_places: Tensor) -> Tensor:
-    used = (pairs_E.sum() - num_dropped) / num_places
-    return used.where(num_places > 0, torch.nan)
-
-
-def _entropy_of_mean(scores_E: Tensor) -> Tensor:
-    total = scores_E.sum().clamp(min=torch.finfo(scores_E.dtype).tiny)
-    return token_entropy(scores_E / total)
-
-
-def _shared_shares(batch: LayerBatch) -> Tensor:
-    return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
-
-
-def _load_balance(batch: LayerBatch) -> Tensor:
-    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
-    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
-
-
-def _rank_max_violation(row: RowEnd) -> Tensor | None:
-    if row.num_ranks == 1:
-        return None
-    return rank_max_violation(row.load_E[: row.num_networks], row.num_ranks)
-
-
-# -- the tables
+from moe_ffn.metrics.measures import (
+    CHOSEN_TOGETHER,
+    DROPPED,
+    PAIRS,
+    SEQUENCES,
+    TOKENS,
+    Measure,
+    RowEnd,
+    Statistic,
+    capacity_used,
+    counted,
+    entropy_of_mean,
+    load_balance,
+    load_of_pairs,
+    num_places,
+    per_token,
+    rank_violation_of_row,
+    shared_shares,
+    summed,
+)
 
 Measured = Literal["every batch", "last step", "validation", "row", "probe", "run"]
 
@@ -260,7 +130,7 @@ LAYER_METRICS = _table(
         formula="each expert's share of the (token, expert) pairs, before dropping",
         healthy="1 / E each",
         measured="every batch",
-        measure=Measure(_load, (PAIRS,)),
+        measure=Measure(load_of_pairs, (PAIRS,)),
     ),
     Metric(
         key="max_violation",
@@ -272,7 +142,7 @@ LAYER_METRICS = _table(
         healthy_range=(0, 1),
         source="[2024](https://arxiv.org/abs/2408.15664)",
         measured="every batch",
-        measure=Measure(lambda pairs_E: max_violation(_load(pairs_E)), (PAIRS,)),
+        measure=Measure(lambda pairs_E: max_violation(load_of_pairs(pairs_E)), (PAIRS,)),
         label="MaxVio",
     ),
     Metric(
@@ -283,7 +153,7 @@ LAYER_METRICS = _table(
         formula="standard deviation of the experts' loads over their mean",
         healthy="near 0, sqrt(E - 1) at worst",
         measured="every batch",
-        measure=Measure(lambda pairs_E: load_cv(_load(pairs_E)), (PAIRS,)),
+        measure=Measure(lambda pairs_E: load_cv(load_of_pairs(pairs_E)), (PAIRS,)),
     ),
     Metric(
         key="dropped_fraction",
@@ -308,7 +178,7 @@ LAYER_METRICS = _table(
         "sure",
         healthy="falls from log E as the router decides",
         measured="last step",
-        measure=_summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
+        measure=summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
         label="entropy",
     ),
     Metric(
@@ -320,7 +190,7 @@ LAYER_METRICS = _table(
         healthy="log E: together the tokens use everything",
         measured="last step",
         measure=Measure(
-            _entropy_of_mean, (Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E"),)
+            entropy_of_mean, (Statistic("scores_E", lambda b: b.scores_TE.sum(dim=0), "E"),)
         ),
     ),
     Metric(
@@ -369,7 +239,7 @@ LAYER_METRICS = _table(
         healthy="grows from 0 as the router decides",
         requires="at least two experts",
         measured="last step",
-        measure=_summed("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
+        measure=summed("top1_margins", lambda b: top1_margin(b.scores_TE).sum()),
     ),
     Metric(
         key="shared_share",
@@ -380,7 +250,7 @@ LAYER_METRICS = _table(
         healthy="neither 0 nor 1",
         requires="a shared expert",
         measured="last step",
-        measure=_summed("shared_shares", _shared_shares),
+        measure=summed("shared_shares", shared_shares),
     ),
     Metric(
         key="capacity_used",
@@ -391,7 +261,7 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        measure=Measure(_capacity_used, (PAIRS, DROPPED, _counted("num_places", _num_places))),
+        measure=Measure(capacity_used, (PAIRS, DROPPED, counted("num_places", num_places))),
     ),
     Metric(
         key="experts_per_token",
@@ -411,7 +281,7 @@ LAYER_METRICS = _table(
         formula="each sequence's own MaxVio, mean over sequences",
         healthy="higher than MaxVio where experts specialise by text",
         measured="last step",
-        measure=_summed(
+        measure=summed(
             "sequence_violations",
             lambda b: max_violation(b.pairs_BE.float()).clamp(min=0).sum(),
             over=SEQUENCES,
@@ -426,7 +296,7 @@ LAYER_METRICS = _table(
         healthy="near 0; a step with expert parallelism takes 1 + this times as long",
         requires="several ranks",
         measured="row",
-        row_end=_rank_max_violation,
+        row_end=rank_violation_of_row,
     ),
     Metric(
         key="coactivation",
@@ -471,7 +341,7 @@ LAYER_METRICS = _table(
         formula="the Switch loss of the layer before its weight, of each batch and rank by itself",
         healthy="1",
         measured="last step",
-        measure=_summed("load_balance", _load_balance),
+        measure=summed("load_balance", load_balance),
     ),
     Metric(
         key="router_z",
@@ -494,7 +364,7 @@ LAYER_METRICS = _table(
         healthy_range=(0, 0),
         measured="every batch",
         measure=Measure(
-            torch.clone, (_counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
+            torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
         ),
     ),
 )
@@ -601,52 +471,3 @@ def compute_row_end(row: RowEnd) -> dict[str, Tensor]:
     """The value of each metric with a `row_end` that the layer has."""
     found = {m.key: m.row_end(row) for m in LAYER_METRICS.values() if m.row_end is not None}
     return {key: value for key, value in found.items() if value is not None}
-
-
-# -- a load in a few numbers, for lines and tables with no room for every expert
-
-
-@dataclass(frozen=True)
-class LoadSummary:
-    """Shares of a layer's (token, expert) pairs, between 0 and 1, and experts by their index."""
-
-    busiest: int
-    """The expert with the largest share; the first of several."""
-    highest: float
-    """The largest share."""
-    median: float
-    """The median share; the higher of the two in the middle."""
-    lowest: float
-    unused: tuple[int, ...]
-    """The experts without a token."""
-
-    def percentages(self, digits: int) -> tuple[str, str, str]:
-        """The largest share after the number of its expert, `#3 22.6`; the median; and the smallest."""
-        highest, median, lowest = (
-            percent(share, digits) for share in (self.highest, self.median, self.lowest)
-        )
-        return f"#{self.busiest} {highest}", median, lowest
-
-
-def summarize_load(load: Sequence[Any]) -> LoadSummary | None:
-    """None where the load was not measured: a share is absent or not finite, or there is none."""
-    if not load or not all(isinstance(x, int | float) and math.isfinite(x) for x in load):
-        return None
-    return LoadSummary(
-        busiest=load.index(max(load)),
-        highest=max(load),
-        median=median_high(load),
-        lowest=min(load),
-        unused=tuple(expert for expert, share in enumerate(load) if share == 0),
-    )
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """`12.4`, and `<0.1` where there is something that would round to nothing."""
-    text = f"{100 * share:.{digits}f}"
-    return f"<{10**-digits:.{digits}f}" if share > 0 and not float(text) else text
-
-
-def percent_digits(num_experts: int) -> int:
-    """Digits after the point that tell shares apart: one more where an even share is small."""
-    return 1 if num_experts <= 32 else 2

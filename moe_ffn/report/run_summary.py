@@ -11,15 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
-from moe_ffn.metrics.table import (
-    LAYER_METRICS,
-    Metric,
-    layer_measures,
-    percent,
-    percent_digits,
-    result_columns,
-    summarize_load,
-)
+from moe_ffn.metrics.load_summary import percent, percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS, Metric, layer_measures, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import NONE, finite, number
 from moe_ffn.runs.json_files import Alarm

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from moe_ffn.balancing.losses import BALANCING_LOSSES
+from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import (
     LAYER_METRICS,
     RUN_METRICS,
     WHERE,
-    LayerBatch,
     Metric,
     compute,
     measured_in,

@@ -23,7 +23,8 @@ from rich.progress import (
 from rich.text import Text
 from torch import Tensor
 
-from moe_ffn.metrics.table import LAYER_METRICS, percent_digits, summarize_load
+from moe_ffn.metrics.load_summary import percent_digits, summarize_load
+from moe_ffn.metrics.table import LAYER_METRICS
 from moe_ffn.model.decoder import short_name
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.callbacks import LoggedRow, StepLogger, ValidationLogger

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, distributed
 
 from moe_ffn.metrics.functional import chosen_experts, idle_steps
+from moe_ffn.metrics.measures import LayerBatch, RowEnd
 from moe_ffn.metrics.table import (
-    LayerBatch,
     Measured,
-    RowEnd,
     compute,
     compute_row_end,
     measured_in,

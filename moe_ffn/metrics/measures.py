@@ -1,0 +1,162 @@
+"""How a metric of a sparse layer is measured: statistics of batches, which add up, and a value from the sums.
+
+T tokens, E experts, B sequences
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_ffn.balancing.losses import (
+    load_times_scores,
+    normalized_scores,
+    pairs_per_expert,
+    pairs_per_sequence,
+    real_only,
+    token_entropy,
+)
+from moe_ffn.metrics.functional import (
+    coactivation_counts,
+    rank_max_violation,
+)
+from moe_ffn.outputs import Routing
+
+
+class LayerBatch:
+    """The routing of one layer in one batch, and what several statistics need of it, computed once.
+
+    Args:
+        shared_share: the layer's in `FFNOutput.shared_shares`; None without a shared expert.
+    """
+
+    def __init__(self, routing: Routing, shared_share: Tensor | None = None) -> None:
+        self.routing = routing
+        self.shared_share = shared_share
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        return self.routing.num_real_tokens
+
+    @cached_property
+    def pairs_BE(self) -> Tensor:
+        return pairs_per_sequence(self.routing)
+
+    @cached_property
+    def scores_TE(self) -> Tensor:
+        """Normalised, 0 for padding."""
+        return real_only(normalized_scores(self.routing, "TokenMetrics"), self.routing)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A tensor that is added up over batches and ranks, or whose maximum is taken."""
+
+    name: str
+    of: Callable[[LayerBatch], Tensor]
+    axes: Literal["", "E", "EE"] = ""
+    dtype: torch.dtype = torch.float32
+    reduce: Literal["sum", "max"] = "sum"
+
+    def zeros(self, num_experts: int) -> Tensor:
+        """Its value before the first batch."""
+        return torch.zeros([num_experts] * len(self.axes), dtype=self.dtype)
+
+    def add(self, before: Tensor, batch: LayerBatch) -> Tensor:
+        """Its value with one more batch."""
+        value = self.of(batch).to(before.dtype)
+        return before.maximum(value) if self.reduce == "max" else before + value
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric as a function of statistics."""
+
+    value: Callable[..., Tensor]
+    """The metric, from the values of `statistics` in their order; nan where a layer has none, such as the
+    capacity of a dropless one."""
+    statistics: tuple[Statistic, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowEnd:
+    """Values of one layer at the end of a row of training that no single batch gives."""
+
+    load_E: Tensor
+    """Share of the row's (token, expert) pairs."""
+    idle_steps_E: Tensor
+    """For how many optimizer steps each expert has had no token."""
+    dead_after_steps: int
+    """An expert with so many idle steps is dead."""
+    num_ranks: int
+    num_networks: int
+    """The experts with a network, which are the first; the rest are on no rank."""
+    bias_E: Tensor | None
+    """The correction bias of the router; None without one."""
+    looks: tuple[Tensor, Tensor] | None
+    """`chosen_experts` of the probe batch at the last look and at this one; None without both."""
+
+
+def counted(
+    name: str, of: Callable[[LayerBatch], Tensor], axes: Literal["", "E", "EE"] = ""
+) -> Statistic:
+    return Statistic(name, of, axes, torch.int64)
+
+
+PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
+DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.real_N).sum())
+TOKENS = counted("num_tokens", lambda b: b.num_tokens)
+SEQUENCES = counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
+CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
+
+
+def per_token(name: str, function: Callable[[Routing], Tensor]) -> Measure:
+    """The mean over all real tokens of what `function` gives as a mean over those of one batch."""
+    return summed(name, lambda batch: function(batch.routing) * batch.num_tokens)
+
+
+def summed(name: str, of: Callable[[LayerBatch], Tensor], over: Statistic = TOKENS) -> Measure:
+    """A sum over the batches, divided by the number of tokens or another count."""
+    total = Statistic(name, of)
+    return Measure(lambda total, num: total / num.clamp(min=1), (total, over))
+
+
+def load_of_pairs(pairs_E: Tensor) -> Tensor:
+    return pairs_E / pairs_E.sum().clamp(min=1)
+
+
+def num_places(batch: LayerBatch) -> Tensor:
+    capacity = batch.routing.capacity
+    if capacity is None:
+        return torch.zeros_like(batch.num_tokens)
+    return capacity * batch.routing.num_experts
+
+
+def capacity_used(pairs_E: Tensor, num_dropped: Tensor, num_places: Tensor) -> Tensor:
+    used = (pairs_E.sum() - num_dropped) / num_places
+    return used.where(num_places > 0, torch.nan)
+
+
+def entropy_of_mean(scores_E: Tensor) -> Tensor:
+    total = scores_E.sum().clamp(min=torch.finfo(scores_E.dtype).tiny)
+    return token_entropy(scores_E / total)
+
+
+def shared_shares(batch: LayerBatch) -> Tensor:
+    return batch.num_tokens * (torch.nan if batch.shared_share is None else batch.shared_share)
+
+
+def load_balance(batch: LayerBatch) -> Tensor:
+    pairs_E, scores_E = batch.pairs_BE.sum(dim=0), batch.scores_TE.sum(dim=0)
+    return load_times_scores(pairs_E, scores_E, batch.num_tokens) * batch.num_tokens
+
+
+def rank_violation_of_row(row: RowEnd) -> Tensor | None:
+    if row.num_ranks == 1:
+        return None
+    return rank_max_violation(row.load_E[: row.num_networks], row.num_ranks)
