@@ -46,7 +46,7 @@ from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
 from moe_ffn.training.recovery.guard import Diverged
-from moe_ffn.training.recovery.stopping import Interrupted
+from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
 from moe_ffn.trust import trust
 
 
@@ -170,7 +170,7 @@ def ending_as_documented(
     callbacks: assemble.RunCallbacks,
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Signals and divergence end the block with a sentence and the exit code of docs/reliability.md.
+    """Signals, divergence and a lost rank end the block with a sentence and a code of docs/reliability.md.
 
     Among several ranks only the first exits with that code: once another fails, Lightning kills the first,
     which still has files to close.
@@ -195,6 +195,15 @@ def ending_as_documented(
             print(f"diverged: {error}", file=sys.stderr)
             print(f"diverged: {left}; {advice.against('loss_spike', None)}", file=sys.stderr)
         raise SystemExit(EXIT_DIVERGED if is_main else 0) from None
+    except RuntimeError as error:
+        if (lost := lost_rank(error, trainer)) is None:
+            raise
+        if is_main:
+            how = how_to_go_on(folder, callbacks.checkpoints)
+            print(
+                f"error: {lost}, at step {trainer.global_step}; {how}", file=sys.stderr, flush=True
+            )
+        raise SystemExit(EXIT_FAILED) from None
     except SystemExit:  # Lightning's answer to Ctrl-C a second time
         how = how_to_go_on(folder, callbacks.checkpoints)
         say(f"interrupted at step {trainer.global_step}; {how}")

@@ -5,6 +5,7 @@ refused in a sentence.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -329,4 +330,23 @@ def test_ranks_that_the_program_starts_end_with_it_and_go_on(
     resumed = run("--resume", str(tmp_path / "runs/cut"))
 
     expect(resumed, 0)
+    assert differences(tmp_path / "runs/whole", tmp_path / "runs/cut") == []
+
+
+@pytest.mark.parametrize("parallel", ["null", "{expert: 2}"])
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path, parallel: str) -> None:
+    changes = LONG | {"trainer__devices": "2", "parallel": parallel}
+    expect(run(*options(tmp_path, run__name="whole", **changes)), 0)
+    process = start(*options(tmp_path, run__name="cut", **changes))
+    wait_for_row(tmp_path / "runs/cut", 10, process)
+    (other,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(other), signal.SIGKILL)
+    ended = finish(process, timeout=60)
+
+    expect(ended, 1)
+    said = ended.stderr.splitlines()[-1]
+    assert said.startswith("error: rank 1 was killed by signal 9, at step "), said
+    assert said.endswith(f"--resume {tmp_path / 'runs/cut'}")
+    expect(run("--resume", str(tmp_path / "runs/cut")), 0)
     assert differences(tmp_path / "runs/whole", tmp_path / "runs/cut") == []

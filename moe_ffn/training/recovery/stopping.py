@@ -1,14 +1,16 @@
 """Ends a run before its last step: on a signal, when its time is up, when the loss stops falling.
 
-The current step is finished first, and a checkpoint of it saved.
+The current step is finished first, and a checkpoint of it saved. A rank that is lost ends a run at once.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -17,7 +19,9 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from moe_ffn.errors import first_line
 from moe_ffn.training.recovery.checkpoint_keeper import CheckpointKeeper
 
 _ASKING = [
@@ -140,3 +144,41 @@ class EarlyStoppingByOptions(EarlyStopping):
 def _is_main_thread() -> bool:
     """Only there may a process say what it does with signals."""
     return threading.current_thread() is threading.main_thread()
+
+
+_LOST = re.compile(
+    r"(closed|reset) by peer|socket closed|broken pipe|remote process|timed? ?out", re.I
+)
+"""What gloo and NCCL say where a process that they wait for is no more."""
+
+SECONDS_TO_END = 2.0
+"""The connection to a process is gone a moment before it is."""
+
+
+def lost_rank(error: RuntimeError, trainer: Trainer) -> str | None:
+    """A sentence on the rank whose end is why a collective failed; None where another error did it.
+
+    The ranks that this process has started are no more then.
+    """
+    if trainer.world_size == 1 or not _LOST.search(str(error)):
+        return None
+    launcher = trainer.strategy.launcher
+    if not (isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs):
+        return (
+            f"a rank has ended, or cannot be reached ({first_line(error)}); its launcher names it"
+        )
+    deadline = time.monotonic() + SECONDS_TO_END
+    while time.monotonic() < deadline and all(p.poll() is None for p in launcher.procs):
+        time.sleep(0.05)
+    ended = {rank: process.returncode for rank, process in enumerate(launcher.procs, start=1)}
+    for process in launcher.procs:
+        process.kill()
+        process.wait()
+    # In place: Lightning watches this list, and would kill this process before it has closed its files.
+    launcher.procs.clear()
+    rank, code = next(((r, code) for r, code in ended.items() if code is not None), (None, 0))
+    if rank is None:
+        return f"a rank cannot be reached ({first_line(error)})"
+    return f"rank {rank} " + (
+        f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    )
