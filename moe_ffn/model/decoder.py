@@ -228,7 +228,7 @@ def _build_apart(ffn: FFNConfig, d_model: int) -> FFNBlock:
     However many numbers it draws, the rest of the model begins with the same weights: two models of one
     seed that differ in their feed-forward blocks differ in nothing else.
     """
-    seed = int(torch.randint(2**63 - 1, ()))
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return ffn.build(d_model)
