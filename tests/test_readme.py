@@ -125,6 +125,10 @@ def test_every_command_succeeds(
         assert run([module, *arguments]) == 0
         assert "resuming runs/my-run after step 2" in capsys.readouterr().out
         return
+    if module == "experiments.plan":
+        assert run([module, *arguments]) == 0
+        assert "parallel: {data: " in capsys.readouterr().out
+        return
     if module == "experiments.overhead":
         # On a model this small the ratio means nothing; 1 says that it fell short of the promise.
         assert run([module, *arguments, *TINY, "--rounds", "1", "--steps", "2"]) in (0, 1)

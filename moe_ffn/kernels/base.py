@@ -6,6 +6,7 @@ matrix: F, or 2 F where the rows of a gate stand before those of up
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, wraps
@@ -172,6 +173,12 @@ def outside_graphs(backend: Backend) -> Backend:
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether a backward pass may follow, for which values must be kept."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def has_no_numbers(x: Tensor) -> bool:
+    """Whether a tensor is a FakeTensor, of which there is none before its module is imported."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(x, module.FakeTensor)
 
 
 def transforms_at_work() -> bool:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import cpu
-from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, is_batched, transforms_at_work
+from moe_ffn.kernels.base import (
+    Backend,
+    ExpertWeights,
+    check_dtype,
+    has_no_numbers,
+    is_batched,
+    transforms_at_work,
+)
+from moe_ffn.kernels.shapes import shapes
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
 
@@ -42,6 +50,8 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
         ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
             the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
     """
+    if has_no_numbers(x_TD):
+        return shapes(x_TD, plan, weights)
     check_dtype(x_TD, weights.up_EHD)
     if transforms_at_work():
         _refuse_vmap(x_TD, plan.offsets_E, plan.weights_N, weights.up_EHD, weights.down_EDF)

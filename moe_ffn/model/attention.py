@@ -130,7 +130,10 @@ class AttentionConfig(Config, frozen=True):
         matrices = sum(linear_flops(*widths) for widths in self.projections(d_model))
         scored = mixed = self.head_width(d_model)
         if self.latent is not None:
-            scored, mixed = scored + self.latent.rotated_dim, self.latent.value_dim or mixed
+            scored += self.latent.rotated_dim
+            mixed = max(
+                scored, self.latent.value_dim or mixed
+            )  # values are filled up to the keys' width
         attended = (seq_len + 1) / 2 if causal else seq_len
         return matrices + round(2 * self.num_heads * (scored + mixed) * attended)
 
@@ -225,16 +228,18 @@ def _mixed(
     query: Tensor, key: Tensor, value: Tensor, mask_BS: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """The values that each token sees, weighted and side by side, (B, S, H d); all (B, H, S, d)."""
+    width = value.shape[-1]
     mixed = F.scaled_dot_product_attention(
         query,
         key,
-        value,
+        # Fused kernels take one width; without one, memory grows with the square of the length.
+        F.pad(value, (0, max(key.shape[-1] - width, 0))),
         attn_mask=None if mask_BS is None else attention_mask(mask_BS, causal),
         is_causal=causal and mask_BS is None,
         dropout_p=dropout,
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return rearrange(mixed, "b h s d -> b s (h d)")
+    return rearrange(mixed[..., :width], "b h s d -> b s (h d)")
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:

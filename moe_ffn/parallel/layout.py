@@ -75,6 +75,10 @@ class Layout:
     def num_ranks(self) -> int:
         return math.prod(astuple(self))
 
+    def divides_within(self, num_experts: int) -> bool:
+        """Whether the experts of a rank are fewer than the ranks that share them: then each is divided."""
+        return num_experts // self.expert < self.shard
+
     @property
     def is_sharded(self) -> bool:
         """Whether some rank lacks a part of the model."""

@@ -43,7 +43,9 @@ def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
     def place(experts: Experts, num_experts: int) -> Dispatcher:
         _divide_experts(experts, mesh["expert"])
         if layout.data * layout.shard > 1:
-            fully_shard(experts, mesh=mesh["data", "shard"])
+            # More ranks than experts divide each expert.
+            axis = Shard(1 if layout.divides_within(num_experts) else 0)
+            fully_shard(experts, mesh=mesh["data", "shard"], shard_placement_fn=lambda _: axis)
         else:
             divided.update(experts.parameters())  # whole on this rank, and on no other
         return AllToAllDispatcher(num_experts, mesh.get_group("expert"))

@@ -44,7 +44,9 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "sigmoid": {"router": {"type": "sigmoid_top_k", "k": 2}},
     "shared": {"router": {"type": "top_k", "k": 1}, "shared_expert": "swiglu"},
     "relu": {"router": {"type": "relu", "k": 2}},
+    "few": {"num_experts": 2, "router": {"type": "top_k", "k": 1}},
 }
+"""A layer of each kind; `few` has fewer experts than some layouts have ranks."""
 
 # Sums of some hundred float32 products, added up in another order.
 FLOAT32 = 1e-5
@@ -117,11 +119,15 @@ def differences(
     return found
 
 
+def blocks_of(name: str) -> list[str]:
+    return [block for block in BLOCKS if block != "few" or name != "EP 4"]
+
+
 @pytest.mark.parametrize("name", ["DDP 2", "EP 4", "EP 2 x FSDP 2"])
 def test_ranks_take_the_step_of_one_process(
     name: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    found = differences(make_config, tmp_path, name, 3, list(BLOCKS))
+    found = differences(make_config, tmp_path, name, 3, blocks_of(name))
 
     assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
     assert len(found) > 5 * 2 * 12
@@ -133,7 +139,7 @@ def test_ranks_take_the_step_of_one_process(
 def test_every_layout_takes_the_step_of_one_process(
     name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    found = differences(make_config, tmp_path, name, accumulated, list(BLOCKS))
+    found = differences(make_config, tmp_path, name, accumulated, blocks_of(name))
 
     assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
 

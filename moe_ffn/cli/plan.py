@@ -1,0 +1,176 @@
+"""How to divide a model among GPUs: of each layout the memory of one, its traffic and the time of a step.
+
+moe-ffn plan --config configs/models/mixtral_8x7b.yaml --gpus 64 --gpu h100
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.errors import ConfigError, command, nearest_or_all
+from moe_ffn.report.html import compact
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, Plan, plan_layouts
+
+MAX_RANKS = 2**16
+MAX_REFUSED = 3
+"""Layouts that do not fit are shown up to so many: those that need least."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(add_help=False)
+    _add_flags(parser)
+    flags, options = parser.parse_known_args(argv)
+    config = parse_config(options, TrainConfig, command("plan"), _add_flags)
+    num_ranks = whole_number(flags.gpus, least=1, most=MAX_RANKS)
+    if num_ranks is None:
+        raise ConfigError(
+            f"--gpus: must be a whole number from 1 to {MAX_RANKS}, got '{flags.gpus}'"
+        )
+    device = device_of(flags)
+    plans = plan_layouts(config, num_ranks, device, _number(flags, "efficiency", most=1.0))
+    say = Console().print
+    vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
+    params, active = (
+        compact(count(vocab_size, seq_len))
+        for count in (config.model.num_params, config.model.num_active_params)
+    )
+    say(
+        f"{params} parameters, {active} of them for a token; {num_ranks} x {device.name}, "
+        f"{compact(plans[0].tokens)} tokens a step",
+        highlight=False,
+    )
+    say(plan_table(plans))
+    say(verdict(plans), highlight=False, soft_wrap=True)
+    return 0
+
+
+def _add_flags(parser: Parser) -> None:
+    parser.add_argument("--gpus", default="8", metavar="N", help="processes, one for each GPU (8)")
+    parser.add_argument(
+        "--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (h100)"
+    )
+    for name, what in _OVERRIDES.items():
+        parser.add_argument(f"--{name}", metavar="NUMBER", help=what)
+    parser.add_argument(
+        "--efficiency",
+        default=str(EFFICIENCY),
+        metavar="SHARE",
+        help=f"share of the published FLOPs and bandwidths that is reached ({EFFICIENCY})",
+    )
+
+
+_OVERRIDES = {
+    "memory-gb": "memory of a GPU, 1e9 bytes, in place of the published",
+    "tflops": "its dense bfloat16 products, 1e12 FLOPs a second",
+    "link-gb-s": "what it sends to GPUs of its machine, 1e9 bytes a second",
+    "network-gb-s": "what it sends to other machines, 1e9 bytes a second",
+    "per-machine": "GPUs of a machine",
+}
+
+
+def device_of(flags: Namespace) -> Device:
+    """The device that is named, with the figures that are given in place of the published ones."""
+    if flags.gpu not in DEVICES:
+        raise ConfigError(f"--gpu: unknown '{flags.gpu}'{nearest_or_all(flags.gpu, DEVICES)}")
+    device = DEVICES[flags.gpu]
+    fields = {
+        "memory_gb": ("memory_bytes", 1e9),
+        "tflops": ("flops", 1e12),
+        "link_gb_s": ("link", 1e9),
+        "network_gb_s": ("network", 1e9),
+    }
+    changes: dict[str, float] = {
+        field: _number(flags, flag) * unit
+        for flag, (field, unit) in fields.items()
+        if getattr(flags, flag) is not None
+    }
+    if flags.per_machine is not None:
+        count = whole_number(flags.per_machine, least=1)
+        if count is None:
+            raise ConfigError(f"--per-machine: must be a whole number, got '{flags.per_machine}'")
+        changes["per_machine"] = count
+    return replace(device, **changes)
+
+
+def _number(flags: Namespace, name: str, most: float = 1e9) -> float:
+    text = getattr(flags, name)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= most:
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag}: must be a number above 0 and up to {most:g}, got '{text}'")
+    return number
+
+
+def plan_table(plans: Sequence[Plan]) -> Table:
+    """The layouts that fit, and the first of those that do not."""
+    table = Table(
+        caption="GB (1e9 bytes) of a GPU at the peak of a step (whole: weights and gradients that are "
+        "gathered for a moment), and GB that it sends in one; s/step: the slower of its products and of the "
+        "weights' and gradients' traffic, and the tokens' traffic after that",
+        caption_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    for name in (
+        *("data", "shard", "expert", "weights", "grads", "optim", "whole", "activ"),
+        *("GB", "sent", "s/step", "tokens/s"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    fitting = [plan for plan in plans if plan.fits]
+    for plan in [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]:
+        memory, layout = plan.memory, plan.layout
+        parts = (
+            memory.weights,
+            memory.gradients,
+            memory.optimizer,
+            memory.gathered,
+            memory.activations,
+        )
+        time = (f"{plan.seconds:.3g}", f"{plan.tokens_per_second:,.0f}")
+        table.add_row(
+            *map(str, (layout.data, layout.shard, layout.expert)),
+            *(f"{part / 1e9:.1f}" for part in parts),
+            f"{memory.total / 1e9:.1f}",
+            f"{plan.traffic.total / 1e9:.1f}",
+            *(time if plan.fits else ("", "too large")),
+            style="" if plan.fits else "dim",
+        )
+    return table
+
+
+def verdict(plans: Sequence[Plan]) -> str:
+    """Which layout is the fastest that fits, what it waits for, and how much the plain ones lack."""
+    best, limit = plans[0], plans[0].device.memory_bytes
+    if not best.fits:
+        return (
+            f"none fits: the smallest takes {best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB; give more "
+            "--gpus, a smaller data.batch_size, or model.activation_checkpointing block"
+        )
+    layout = best.layout
+    option = f"parallel: {{data: {layout.data}, shard: {layout.shard}, expert: {layout.expert}}}"
+    waits = "the products"
+    if best.beside_seconds > best.compute_seconds:
+        waits = (
+            f"the traffic of weights and gradients ({best.beside_seconds:.3g} s, the products take "
+        )
+        waits += f"{best.compute_seconds:.3g})"
+    tokens = f", {best.between_seconds:.3g} s for tokens to travel" if best.between_seconds else ""
+    plain = next((p for p in plans if not p.layout.is_sharded), None)
+    lacks = ""
+    if plain is not None and not plain.fits:
+        lacks = f"; a whole copy on each would take {plain.memory.total / 1e9:.0f} GB"
+    return (
+        f"{option}: {best.seconds:.3g} s a step, bound by {waits}{tokens}; "
+        f"{best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB{lacks}"
+    )

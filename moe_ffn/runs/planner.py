@@ -1,0 +1,404 @@
+"""What a step of a run takes on ranks that share its model: memory of each, bytes that travel, seconds.
+
+Nothing is run. The model is built without numbers, and torch's own tracker follows a step of it; what a
+layout divides is divided by arithmetic.
+
+B sequences, S sequence, D model width, E experts
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.objective import cross_entropy_of
+
+# -- devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, by what its maker publishes."""
+
+    name: str
+    memory_bytes: float
+    flops: float
+    """Dense bfloat16 products, FLOPs a second."""
+    link: float
+    """Bytes a second that it sends to devices of its machine."""
+    network: float
+    """Bytes a second that it sends to other machines."""
+    per_machine: int = 8
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", 80e9, 312e12, 300e9, 25e9),
+        Device("h100", 80e9, 989e12, 450e9, 50e9),
+        Device("h200", 141e9, 989e12, 450e9, 50e9),
+        Device("b200", 180e9, 2250e12, 900e9, 50e9),
+    )
+}
+"""SXM modules, by NVIDIA's data sheets: FLOPs without sparsity; half of what NVLink counts in two directions;
+of the network what a DGX has for each GPU (200 Gb/s, then 400 Gb/s)."""
+
+EFFICIENCY = 0.4
+"""Share of the published FLOPs that a step reaches; of bandwidth too."""
+
+
+# -- the model
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, and what the optimizer keeps of it."""
+
+    shape: torch.Size
+    state_bytes: int
+    is_expert: bool
+    """Divided among the ranks that share the experts."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def share(self, layout: Layout) -> float:
+        """The largest part of it that a rank has."""
+        rows, shards = self.shape[0], layout.shard * layout.expert
+        if self.is_expert and layout.divides_within(rows):
+            return 1 / shards
+        return math.ceil(rows / shards) / rows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model without numbers: its parameters by layer, and what a step keeps for its backward pass."""
+
+    layers: tuple[tuple[Weight, ...], ...]
+    outside: tuple[Weight, ...]
+    """The parameters of no layer: embeddings, the last norm, the output."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Sizes:
+        decoder = empty_decoder(config)
+        state = _state_bytes(config, decoder)
+        experts = _expert_parameters(decoder)
+
+        def weights(parameters: Iterable[nn.Parameter]) -> tuple[Weight, ...]:
+            return tuple(Weight(p.shape, state[id(p)], id(p) in experts) for p in parameters)
+
+        layers = tuple(weights(layer.parameters()) for layer in decoder.layers)
+        inside = {id(p) for layer in decoder.layers for p in layer.parameters()}
+        return cls(layers, weights(p for p in decoder.parameters() if id(p) not in inside))
+
+    @cached_property
+    def all(self) -> tuple[Weight, ...]:
+        return (*self.outside, *(weight for layer in self.layers for weight in layer))
+
+
+def empty_decoder(config: TrainConfig) -> Decoder:
+    """The run's decoder on torch's meta device: shapes, and no memory."""
+    with torch.device("meta"):
+        return config.model.build(
+            vocab_size=config.data.tokenizer.max_vocab_size, max_seq_len=config.data.seq_len
+        )
+
+
+def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
+    """What the optimizer keeps of each parameter, by its id: found by a step without numbers."""
+    optimizer = config.optimizer.build(decoder)
+    for parameter in decoder.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    return {
+        id(parameter): sum(
+            value.numel() * value.element_size()
+            for value in optimizer.state[parameter].values()
+            if isinstance(value, Tensor) and value.ndim
+        )
+        for parameter in decoder.parameters()
+    }
+
+
+def _expert_parameters(decoder: Decoder) -> set[int]:
+    found: set[int] = set()
+
+    def note(experts: nn.Module, num_experts: int) -> Any:
+        found.update(id(parameter) for parameter in experts.parameters())
+
+    for layer in decoder.layers:
+        layer.ffn.place_experts(note)  # pyright: ignore[reportCallIssue]
+    return found
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What the forward pass of one rank keeps for the backward pass, in bytes."""
+
+    outside: float
+    """Beside the layers, with the logits and their gradient: the peak of a step is where these are made."""
+    by_layer: tuple[float, ...]
+    recomputed: float
+    """What one layer is computed again with, where its activations are not kept."""
+
+    @property
+    def total(self) -> float:
+        return max(self.outside + sum(self.by_layer), sum(self.by_layer) + self.recomputed)
+
+
+def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
+    """Followed on a model of one layer of each kind, and of two: equal layers keep equally much."""
+    model = config.model
+    ffns = model.layer_ffns()
+    kept = model.activation_checkpointing
+    kinds = {ffn.model_dump_json(): ffn for ffn in ffns}
+
+    def followed(*chosen: Any, checkpointing: Any = kept) -> float:
+        smaller = {
+            **model.to_dict(),
+            "num_layers": len(chosen),
+            "ffn": chosen[0].to_dict(),
+            "ffn_at": {str(place): ffn.to_dict() for place, ffn in enumerate(chosen)},
+            "activation_checkpointing": checkpointing,
+        }
+        return _kept_bytes(config, type(model).model_validate(smaller), num_sequences, precision)
+
+    of_kind: dict[str, float] = {}
+    recomputed = outside = 0.0
+    for name, ffn in kinds.items():
+        one = followed(ffn)
+        of_kind[name] = followed(ffn, ffn) - one
+        outside = one - of_kind[name]
+        if kept:
+            whole = followed(ffn, ffn, checkpointing=False) - followed(ffn, checkpointing=False)
+            recomputed = max(recomputed, whole)
+    return Activations(outside, tuple(of_kind[f.model_dump_json()] for f in ffns), recomputed)
+
+
+def _kept_bytes(config: TrainConfig, model: Any, num_sequences: int, precision: str) -> float:
+    """At the peak up to where the gradient of the logits is there, beside the weights."""
+    with torch.device("meta"):
+        decoder = model.build(
+            vocab_size=config.data.tokenizer.max_vocab_size, max_seq_len=config.data.seq_len
+        )
+    if precision == "bf16-true":
+        decoder = decoder.bfloat16()
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of products in two formats, which are not computed
+        decoder.to_empty(device="cpu")
+        ids_BS = torch.zeros(num_sequences, config.data.seq_len, dtype=torch.long)
+        tracker = MemTracker()
+        tracker.track_external(decoder, ids_BS)
+        with tracker, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            output = decoder(ids_BS)
+            loss = cross_entropy_of(output.logits, ids_BS)
+            torch.autograd.grad(loss, output.logits)
+        (parts,) = (
+            of_device
+            for device, of_device in tracker.get_tracker_snapshot("peak").items()
+            if device.type == "cpu"
+        )
+    named = {str(getattr(kind, "value", kind)): value for kind, value in parts.items()}
+    return named["Total"] - named["Parameter"] - named["Buffer"]
+
+
+# -- what a layout takes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by what they hold."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Weights and gradients that are whole for a moment: what is outside of layers, and two layers."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends in a step, by why."""
+
+    weights: float
+    """Gathered before use, those of layers again in the backward pass."""
+    gradients: float
+    """Added up over the ranks that divide a weight."""
+    copies: float
+    """Added up over copies of the model."""
+    tokens: float
+    """To their experts and back, and their gradients: as many as in perfect balance."""
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on a layout of its ranks."""
+
+    layout: Layout
+    device: Device
+    memory: Memory
+    traffic: Traffic
+    compute_seconds: float
+    """Of the products of a step."""
+    beside_seconds: float
+    """Of weights and gradients, which travel beside them."""
+    between_seconds: float
+    """Of tokens, for which the products wait."""
+    tokens: int
+    """Of a step, of all ranks."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.device.memory_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return max(self.compute_seconds, self.beside_seconds) + self.between_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
+    """Every layout of so many ranks that the model and the batch allow."""
+    for expert in _divisors(num_ranks):
+        if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
+            continue
+        for shard in _divisors(num_ranks // expert):
+            yield Layout(num_ranks // expert // shard, shard, expert)
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def plan_layouts(
+    config: TrainConfig, num_ranks: int, device: Device, efficiency: float = EFFICIENCY
+) -> list[Plan]:
+    """A plan for every layout, the fastest that fits first, then those that do not, the smallest first.
+
+    Raises:
+        ConfigError: the batch cannot be divided among the ranks.
+    """
+    require_equal_shares(config.data.batch_size, num_ranks)
+    precision = config.trainer.precision
+    precision = "bf16-mixed" if precision == "auto" else precision
+    sizes = Sizes.of(config)
+    num_sequences = config.data.batch_size // num_ranks
+    activations = activations_of(config, num_sequences, precision).total
+    plans = [
+        _plan(config, sizes, layout, device, activations, precision, efficiency)
+        for layout in layouts(config, num_ranks)
+    ]
+    return sorted(
+        plans, key=lambda p: (not p.fits, p.seconds if p.fits else p.memory.total, p.memory.total)
+    )
+
+
+def _plan(
+    config: TrainConfig,
+    sizes: Sizes,
+    layout: Layout,
+    device: Device,
+    activations: float,
+    precision: str,
+    efficiency: float,
+) -> Plan:
+    num_ranks = layout.num_ranks
+    item = 2 if precision == "bf16-true" else 4
+    tokens = config.data.batch_size // num_ranks * config.data.seq_len
+    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
+    state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
+    outside = item * _gathered(sizes.outside, layout)
+    layers = [item * _gathered(layer, layout) for layer in sizes.layers]
+    if layout.is_sharded:
+        # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
+        gathered = 2 * outside + 3 * max(layers)
+    else:  # the buckets in which DistributedDataParallel adds gradients up
+        gathered = local if num_ranks > 1 else 0.0
+
+    divided = item * sum(_moved_once(w, layout) for w in sizes.all)
+    again = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
+    traffic = Traffic(
+        weights=divided + again,
+        gradients=divided,
+        copies=2 * local * (1 - 1 / layout.data),
+        tokens=4 * item * _rows_sent(config, layout, tokens) * config.model.d_model,
+    )
+
+    def pace(num_neighbours: int) -> float:
+        """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
+        return device.link if num_neighbours <= device.per_machine else device.network
+
+    seconds = (
+        (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
+        + traffic.copies / pace(num_ranks),
+        traffic.tokens / pace(layout.expert),
+    )
+    vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
+    flops = tokens * config.model.flops_per_token(vocab_size, seq_len)
+    # Backward is twice forward, and once more forward where activations are not kept.
+    flops *= 4 if config.model.activation_checkpointing else 3
+    return Plan(
+        layout,
+        device,
+        Memory(local, local, state, gathered, activations),
+        traffic,
+        compute_seconds=flops / device.flops / efficiency,
+        beside_seconds=seconds[0] / efficiency,
+        between_seconds=seconds[1] / efficiency,
+        tokens=tokens * num_ranks,
+    )
+
+
+def _gathered(weights: Iterable[Weight], layout: Layout) -> float:
+    """Numbers of these weights that one rank holds while it computes with them."""
+    return sum(w.numel / layout.expert if w.is_expert else w.numel for w in weights)
+
+
+def _moved_once(weight: Weight, layout: Layout) -> float:
+    """Numbers that a rank sends when the parts of a weight are gathered, or its gradient is scattered."""
+    if weight.is_expert:
+        return weight.numel / layout.expert * (1 - 1 / layout.shard)
+    return weight.numel * (1 - 1 / (layout.shard * layout.expert))
+
+
+def _rows_sent(config: TrainConfig, layout: Layout, tokens: int) -> float:
+    """Rows of all layers that a rank sends to others, a token once to each rank with an expert of its own.
+
+    In perfect balance, k experts drawn from E: a rank has none of them with the probability of drawing all of
+    them from the others.
+    """
+    rows, ranks = 0.0, layout.expert
+    for info in config.model.routers().values():
+        if info.is_gate or ranks == 1:
+            continue
+        num, chosen = info.num_networks, info.router.experts_per_token(info.num_experts)
+        none = math.comb(num - num // ranks, round(chosen)) / math.comb(num, round(chosen))
+        rows += tokens * (ranks - 1) * (1 - none)
+    return rows

@@ -1,0 +1,55 @@
+"""`plan`: its table, its verdict, and what it does not take."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.tiny_runs import run_here
+
+TINY = (
+    *("--model.d_model", "32", "--model.num_layers", "2", "--data.batch_size", "8"),
+    *("--data.seq_len", "64", "--model.ffn", "{type: moe, num_experts: 4}"),
+)
+
+
+def plan(*argv: str) -> tuple[int, str]:
+    done = run_here(*TINY, *argv, program="experiments.plan")
+    return done.code, done.stdout + done.stderr
+
+
+def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
+    code, said = plan("--gpus", "4")
+    assert code == 0
+    rows = [line.split() for line in said.splitlines() if line[:5].strip().isdigit()]
+    assert {tuple(row[:3]) for row in rows} >= {("4", "1", "1"), ("1", "4", "1"), ("1", "1", "4")}
+    assert "parallel: {data: " in said
+    assert " s a step, bound by " in said
+
+
+def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:
+    code, said = plan("--gpus", "2", "--memory-gb", "0.001")
+    assert code == 0
+    assert (
+        "none fits: the smallest takes 0.0 of 0 GB; give more --gpus, a smaller data.batch_size"
+        in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--gpu", "h10"], "--gpu: unknown 'h10'; did you mean 'h100'?"),
+        (["--gpus", "0"], "--gpus: must be a whole number from 1 to 65536, got '0'"),
+        (["--efficiency", "2"], "--efficiency: must be a number above 0 and up to 1, got '2'"),
+        (["--memory-gb", "x"], "--memory-gb: must be a number above 0 and up to 1e+09, got 'x'"),
+        (
+            ["--gpus", "3"],
+            "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of "
+            "all ranks together",
+        ),
+    ],
+)
+def test_what_it_does_not_take_is_refused(argv: list[str], sentence: str) -> None:
+    code, said = plan(*argv)
+    assert code == 2
+    assert said.splitlines()[-1] == f"error: {sentence}"

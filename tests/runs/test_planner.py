@@ -1,0 +1,146 @@
+"""What is planned is what is there: parameters, their parts on ranks, and what a step keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from moe_ffn.config_files import read_config
+from moe_ffn.errors import ConfigError
+from moe_ffn.outputs import on_this_rank
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import parallelize
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.planner import DEVICES, Sizes, activations_of, layouts, plan_layouts
+from moe_ffn.training.objective import cross_entropy_of
+from tests.helpers.ranks import on_ranks
+
+MODELS = sorted((Path(__file__).parents[2] / "configs/models").glob("*.yaml"))
+MOE = {
+    "type": "moe",
+    "num_experts": 4,
+    "router": {"type": "top_k", "k": 2},
+    "shared_expert": "swiglu",
+}
+
+
+def config_of(**changes: Any) -> TrainConfig:
+    model = {"d_model": 32, "num_layers": 3, "attention": {"num_heads": 4}, "ffn": MOE}
+    data = {"seq_len": 64, "batch_size": 4}
+    return TrainConfig.model_validate(
+        {
+            "model": {**model, **changes.pop("model", {})},
+            "data": {**data, **changes.pop("data", {})},
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_a_published_model_is_as_large_without_numbers(path: Path) -> None:
+    config = read_config(path, TrainConfig)
+    planned = Sizes.of(config)
+    vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
+    assert sum(w.numel for w in planned.all) == config.model.num_params(vocab_size, seq_len)
+    assert len(planned.layers) == config.model.num_layers
+    # AdamW's two moments, in float32.
+    assert sum(w.state_bytes for w in planned.all) == 8 * sum(w.numel for w in planned.all)
+
+
+def local_numbers(rank: int, config: TrainConfig, layout: Layout) -> int:
+    decoder = config.model.build(vocab_size=257, max_seq_len=64)
+    parallelize(decoder, layout, "cpu")
+    return sum(on_this_rank(p).numel() for p in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("num_experts", [4, 2])
+def test_a_rank_has_its_share_of_each_weight(
+    num_experts: int, layout: Layout, tmp_path: Path
+) -> None:
+    config = config_of(model={"ffn": {**MOE, "num_experts": num_experts}})
+    found = on_ranks(layout.num_ranks, tmp_path, local_numbers, config, layout)
+    assert max(found) == sum(w.numel * w.share(layout) for w in Sizes.of(config).all)
+
+
+def kept(config: TrainConfig) -> float:
+    """What a forward pass with numbers keeps, up to the gradient of the logits."""
+    decoder = config.model.build(vocab_size=257, max_seq_len=64)
+    ids_BS = torch.randint(0, 257, (4, 64))
+    tracker = MemTracker()
+    tracker.track_external(decoder, ids_BS)
+    with tracker:
+        output = decoder(ids_BS)
+        torch.autograd.grad(cross_entropy_of(output.logits, ids_BS), output.logits)
+    (parts,) = tracker.get_tracker_snapshot("peak").values()
+    named = {str(getattr(kind, "value", kind)): value for kind, value in parts.items()}
+    return named["Total"] - named["Parameter"] - named["Buffer"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"ffn": "swiglu"},
+        {"ffn": "dense"},
+        {"ffn": MOE},
+        {"ffn": MOE, "ffn_at": {"0": "swiglu"}},
+        {"ffn": "swiglu", "attention": {"num_heads": 4, "latent": {"kv_rank": 8}}},
+        {"ffn": "swiglu", "attention": {"num_heads": 4, "num_kv_heads": 2, "norm_qk": "head"}},
+    ],
+    ids=["swiglu", "dense", "moe", "mixed", "latent", "grouped"],
+)
+def test_what_is_kept_without_numbers_is_what_is_kept(model: dict[str, Any]) -> None:
+    config = config_of(model=model)
+    planned = activations_of(config, num_sequences=4, precision="32-true").total
+    assert planned == pytest.approx(kept(config), rel=0.05)
+
+
+def test_recomputed_layers_keep_their_input_alone() -> None:
+    whole = activations_of(config_of(), 4, "32-true")
+    block = activations_of(config_of(model={"activation_checkpointing": "block"}), 4, "32-true")
+    assert whole.recomputed == 0
+    assert block.recomputed == pytest.approx(whole.by_layer[0])
+    assert block.by_layer[0] < 0.2 * whole.by_layer[0]
+    assert block.total < whole.total
+
+
+def test_layouts_are_those_that_the_experts_allow() -> None:
+    found = list(layouts(config_of(), 8))
+    assert {layout.expert for layout in found} == {1, 2, 4}
+    assert all(layout.num_ranks == 8 for layout in found)
+    assert {layout.expert for layout in layouts(config_of(model={"ffn": "swiglu"}), 8)} == {1}
+
+
+def test_dividing_takes_memory_off_a_rank_and_adds_traffic() -> None:
+    plans = {
+        p.layout: p for p in plan_layouts(config_of(data={"batch_size": 8}), 4, DEVICES["h100"])
+    }
+    copies, shards = plans[Layout(data=4)], plans[Layout(shard=4)]
+    assert shards.memory.weights == pytest.approx(copies.memory.weights / 4, rel=0.1)
+    assert shards.memory.optimizer == pytest.approx(copies.memory.optimizer / 4, rel=0.1)
+    assert copies.traffic.weights == copies.traffic.tokens == 0
+    assert shards.traffic.copies == 0
+    # Gathered twice and scattered once, where copies are added up once, which takes two of these.
+    assert shards.traffic.total > copies.traffic.total
+    assert (
+        plans[Layout(expert=4)].traffic.tokens > plans[Layout(data=2, expert=2)].traffic.tokens > 0
+    )
+    # By hand: 2 of 4 experts on 2 ranks; the other rank has none of them once in six draws.
+    tokens, d_model, layers = 2 * 64, 32, 3
+    sent = 4 * 4 * tokens * d_model * layers * (1 - 1 / 6)
+    assert plans[Layout(data=2, expert=2)].traffic.tokens == pytest.approx(sent)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.batch_size \(4\) must be divisible by the number of ranks"
+    ):
+        plan_layouts(config_of(), 3, DEVICES["h100"])
