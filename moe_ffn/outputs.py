@@ -426,7 +426,7 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
 def on_this_rank(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor that is on this rank; any other tensor as it is."""
     # Importing its class, to ask for that, takes half a second.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
 
 
 for _value in (TokenContext, Routing, FFNOutput):

@@ -97,8 +97,8 @@ class PreparedData:
     notes: tuple[str, ...]
     """Sentences about what is unusual in the split."""
 
-    folder: Path | None
-    """The folder in the cache that holds both splits and the tokenizer; None of token files."""
+    folder: Path
+    """The folder in the cache that holds both splits and the tokenizer, or that of the first token file."""
 
     @property
     def corpus_sha256(self) -> str:
@@ -228,7 +228,7 @@ def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
             digests=digests if len(digests) <= MAX_NAMED else None,
         ),
         notes=(),
-        folder=None,
+        folder=files.train[0].parent,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from moe_ffn.dispatch import Dispatcher
 from moe_ffn.experts.base import Experts
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.parallel.dispatcher import AllToAllDispatcher
 from moe_ffn.parallel.layout import Layout
 
@@ -53,7 +53,7 @@ def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
     shard = partial(fully_shard, mesh=dense_mesh, ignored_params=divided)
     for layer in decoder.layers:
         if layout.expert > 1:
-            layer.ffn.place_experts(place)
+            cast("Block", layer).ffn.place_experts(place)
         shard(layer)
     shard(decoder)
     for module in decoder.modules():
@@ -117,7 +117,7 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
 
 
 def on_whole_matrices(
-    function: Callable[[Tensor], Tensor], part: Tensor, parameter: DTensor
+    function: Callable[[Tensor], Tensor], part: Tensor, parameter: Tensor
 ) -> Tensor:
     """The part on this rank of `function` of a parameter's matrices, each of which it takes whole.
 
@@ -126,6 +126,7 @@ def on_whole_matrices(
     """
     if parameter.ndim > 2:  # divided between its matrices, which are experts, and not within
         return function(part)
+    assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     divided = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

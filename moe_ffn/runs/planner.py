@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.decoder import Block, Decoder
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import cross_entropy_of
@@ -141,7 +141,7 @@ def _expert_parameters(decoder: Decoder) -> set[int]:
         found.update(id(parameter) for parameter in experts.parameters())
 
     for layer in decoder.layers:
-        layer.ffn.place_experts(note)  # pyright: ignore[reportCallIssue]
+        cast("Block", layer).ffn.place_experts(note)
     return found
 
 

@@ -137,8 +137,9 @@ class LanguageModel(LightningModule):
 
     def configure_model(self) -> None:
         # Called again before each validation of its own.
-        if self._is_divided and not isinstance(self.decoder, FSDPModule):
-            parallelize(self.decoder, self.trainer.strategy.layout, self.device.type)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DividedStrategy) and not isinstance(self.decoder, FSDPModule):
+            parallelize(self.decoder, strategy.layout, self.device.type)
 
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one

@@ -130,12 +130,12 @@ class TestPosition:
         for _ in range(2):  # built, then found
             data = prepare(config)
             train, validation = (
-                data.tokenizer.decode(tokens) for tokens in (data.train, data.validation)
+                data.tokenizer.decode(tokens) for tokens in (data.train[:], data.validation[:])
             )
             assert train + validation == text
             assert train.endswith("\n")
             assert len(validation) == pytest.approx(len(text) / 10, abs=10)
-            assert data.validation[-1] == data.tokenizer.end_of_document
+            assert data.validation[-1:] == data.tokenizer.end_of_document
             assert (data.train_size.num_documents, data.validation_size.num_documents) == (1, 1)
             assert data.notes == (
                 "too few documents to split (1): validation is the last 10% of the text",
@@ -276,13 +276,18 @@ class TestCache:
             prepared()
 
 
+def set_age(path: Path, seconds: float) -> None:
+    changed = time.time() - seconds
+    os.utime(path, (changed, changed))
+
+
 class TestKnownCorpus:
     """Files of yesterday, of which the size and the time say that they are the same."""
 
     @pytest.fixture(autouse=True)
     def _yesterday(self, texts: Path) -> None:
         for path in texts.iterdir():
-            os.utime(path, (time.time() - 86_400,) * 2)
+            set_age(path, 86_400)
 
     @pytest.fixture
     def read(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -317,10 +322,10 @@ class TestKnownCorpus:
         read.clear()
         file = texts / "3.txt"
         if change == "time":
-            os.utime(file, (time.time() - 3600,) * 2)
+            set_age(file, 3600)
         elif change == "content":
             file.write_text(file.read_text().replace("line", "LINE"))
-            os.utime(file, (time.time() - 3600,) * 2)
+            set_age(file, 3600)
         elif change == "new":
             shutil.copyfile(file, texts / "new.txt")
         elif change == "removed":

@@ -138,7 +138,7 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
     names = {digest: name for name, digest in data.documents.digests or ()}
     is_python = config.corpus.type == "stdlib"
     return text_of_tokens(
-        data.validation,
+        data.validation[:],
         run.tokenizer,
         config.seq_len,
         num_tokens,
