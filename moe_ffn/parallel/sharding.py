@@ -79,6 +79,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
         mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
         by_mesh.setdefault(mesh, []).append(gradient)
     norms = [whole(torch.nn.utils.get_total_norm(found)) for found in by_mesh.values()]
+    if len(norms) == 1:  # whose square might overflow
+        return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
@@ -124,10 +126,11 @@ def on_whole_matrices(
     Args:
         part: what is on this rank, divided as `parameter`.
     """
-    if parameter.ndim > 2:  # divided between its matrices, which are experts, and not within
-        return function(part)
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
+    is_within = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
+    if parameter.ndim > 2 and not is_within:  # divided between its matrices, which are experts
+        return function(part)
     divided = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

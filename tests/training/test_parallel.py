@@ -156,15 +156,16 @@ def test_a_gradient_divided_by_the_wrong_group_is_seen(
     assert not any("router" in key or "attention" in key for key in wrong)
 
 
+@pytest.mark.parametrize("block", ["shared", "few"])
 def test_muon_turns_whole_matrices_that_are_divided(
-    make_config: MakeConfig, tmp_path: Path
+    block: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     layout = LAYOUTS["EP 2 x FSDP 2"]
     muon = {"type": "muon", "learning_rate": 0.1}
-    wanted = first_gradient(step_of(make_config, "shared", 1, 4, muon), tmp_path)
-    together = {"shared": step_of(make_config, "shared", 4, 4, muon)}
+    wanted = first_gradient(step_of(make_config, block, 1, 4, muon), tmp_path)
+    together = {block: step_of(make_config, block, 4, 4, muon)}
     first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, together, layout, tmp_path, False)
 
     for key, value in wanted.items():
         if key.endswith(" after"):  # in steps of bfloat16
-            torch.testing.assert_close(first["shared"][key], value, atol=2e-4, rtol=0, msg=key)
+            torch.testing.assert_close(first[block][key], value, atol=2e-4, rtol=0, msg=key)
