@@ -38,6 +38,9 @@ def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
         device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names
     )
     dense_mesh = init_device_mesh(device, (layout.data, num_shards), mesh_dim_names=names[:2])
+    expert_mesh = mesh["data", "shard"]
+    if layout.data == 1:  # or gradients would be added up over groups of one
+        dense_mesh, expert_mesh = dense_mesh["shard"], mesh["shard"]
     divided: set[nn.Parameter] = set()
 
     def place(experts: Experts, num_experts: int) -> Dispatcher:
@@ -45,7 +48,7 @@ def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
         if layout.data * layout.shard > 1:
             # More ranks than experts divide each expert.
             axis = Shard(1 if layout.divides_within(num_experts) else 0)
-            fully_shard(experts, mesh=mesh["data", "shard"], shard_placement_fn=lambda _: axis)
+            fully_shard(experts, mesh=expert_mesh, shard_placement_fn=lambda _: axis)
         else:
             divided.update(experts.parameters())  # whole on this rank, and on no other
         return AllToAllDispatcher(num_experts, mesh.get_group("expert"))

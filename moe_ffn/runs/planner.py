@@ -383,9 +383,8 @@ def _gathered(weights: Iterable[Weight], layout: Layout) -> float:
 
 def _moved_once(weight: Weight, layout: Layout) -> float:
     """Numbers that a rank sends when the parts of a weight are gathered, or its gradient is scattered."""
-    if weight.is_expert:
-        return weight.numel / layout.expert * (1 - 1 / layout.shard)
-    return weight.numel * (1 - 1 / (layout.shard * layout.expert))
+    num_shards = layout.shard if weight.is_expert else layout.shard * layout.expert
+    return weight.numel * weight.share(layout) * (num_shards - 1)
 
 
 def _rows_sent(config: TrainConfig, layout: Layout, tokens: int) -> float:

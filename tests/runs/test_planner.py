@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
@@ -144,3 +146,86 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
         ConfigError, match=r"data\.batch_size \(4\) must be divisible by the number of ranks"
     ):
         plan_layouts(config_of(), 3, DEVICES["h100"])
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends to others, by collective, in rings: no more than it has to."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__()
+        self.num_copies, self.place = layout.data, rank % layout.expert
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func).split(".")[1]
+        if name == "_allgather_base_":
+            whole, part = args[:2]
+            self.bytes["gathered"] += whole.nbytes - part.nbytes
+        elif name == "_reduce_scatter_base_":
+            part, whole = args[:2]
+            self.bytes["scattered"] += whole.nbytes - part.nbytes
+        elif name == "allreduce_":
+            (buffer,) = args[0]
+            self.bytes["copies"] += round(2 * (1 - 1 / self.num_copies) * buffer.nbytes)
+        elif name == "all_to_all_single" and args[0].shape[-1] == 32:  # d_model: tokens, no labels
+            rows, to_ranks = args[0], args[2]
+            self.bytes["tokens"] += (len(rows) - to_ranks[self.place]) * rows[:1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict[str, int], int]:
+    """What a hook counts, and the rows for other ranks by the routing itself."""
+    torch.manual_seed(0)
+    decoder = config.model.build(vocab_size=257, max_seq_len=64)
+    parallelize(decoder, layout, "cpu")
+    ids_BS = torch.randint(0, 257, (2, 64), generator=torch.Generator().manual_seed(rank))
+    with Sent(layout, rank) as sent:
+        output = decoder(ids_BS)
+        cross_entropy_of(output.logits, ids_BS).backward()
+    rows = 0
+    for routing in output.routings.values():
+        of_rank_N = routing.expert_ids_N // (4 // layout.expert)
+        pairs = {*zip(routing.token_ids_N.tolist(), of_rank_N.tolist(), strict=True)}
+        rows += sum(of_rank != rank % layout.expert for _, of_rank in pairs)
+    return dict(sent.bytes), rows
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)],
+    ids=str,
+)
+def test_the_planned_traffic_is_what_a_hook_counts(layout: Layout, tmp_path: Path) -> None:
+    config = config_of(data={"batch_size": 2 * layout.num_ranks})
+    (planned,) = (
+        p.traffic
+        for p in plan_layouts(config, layout.num_ranks, DEVICES["h100"])
+        if p.layout == layout
+    )
+    of_ranks = on_ranks(layout.num_ranks, tmp_path, sent_in_a_step, config, layout)
+    for counted, _ in of_ranks:
+        assert counted.get("gathered", 0) == planned.weights
+        assert counted.get("scattered", 0) == planned.gradients
+        assert counted.get("copies", 0) == planned.copies
+    # There, back, and the gradients of both; balance is not perfect in fact.
+    tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
+    assert tokens == 4 * sum(rows for _, rows in of_ranks) * 32 * 4
+    assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
+
+
+def test_routing_that_is_limited_to_groups_sends_less(tmp_path: Path) -> None:
+    layout = Layout(expert=2)
+    router = {"type": "sigmoid_top_k", "k": 2, "groups": {"num_groups": 2, "keep": 1}}
+    limited = config_of(model={"ffn": {**MOE, "router": router}})
+    free = config_of(model={"ffn": {**MOE, "router": {"type": "sigmoid_top_k", "k": 2}}})
+    sent = [
+        sum(
+            counted["tokens"]
+            for counted, _ in on_ranks(2, tmp_path / name, sent_in_a_step, c, layout)
+        )
+        for name, c in (("limited", limited), ("free", free))
+    ]
+    # One rank for each token, of two ranks that two experts often lie on.
+    assert sent[0] < 0.75 * sent[1]
