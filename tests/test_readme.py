@@ -158,7 +158,7 @@ def test_every_command_succeeds(
         assert len(files) > 15
         kept = [path for path in files if Path(path).stem == "relu"]
         assert run([module, *kept, *arguments[1:], *TINY]) == 0
-        assert "compare runs/routers" in capsys.readouterr().out
+        assert "compare runs/every_router" in capsys.readouterr().out
         return
     if module == "experiments.compare":
         named = ["--run.output_dir", arguments[0], "--run.name", "top_k"]

@@ -1,7 +1,7 @@
 """Train the runs of a study: a grid over any options, arms that differ in several, and seeds.
 
     moe-ffn sweep --config configs/studies/gating.yaml
-    moe-ffn sweep configs/routers/*.yaml --name routers --seeds 0 1 2
+    moe-ffn sweep configs/routers/*.yaml --name every_router --seeds 0 1 2
 
 Further options are those of moe-ffn train, for all runs. The runs are in runs/NAME/; given the same command
 again, finished runs are not repeated, those that were interrupted are resumed and those that failed are
