@@ -32,6 +32,10 @@ def _require_folders_of_torch() -> None:
 _require_folders_of_torch()
 
 
+class LaunchError(ConfigError):
+    """What a launcher is to say is missing or wrong, so that this process may be the only one."""
+
+
 @dataclass(frozen=True)
 class Launcher:
     """A program that starts several processes, and the variables that it sets for each of them."""
@@ -180,8 +184,8 @@ def _stray(launcher: Launcher, why: str) -> ConfigError:
     return _refusal(why, *launcher.variables, *_RANKS, *of_elastic)
 
 
-def _refusal(why: str, *names: str) -> ConfigError:
-    """A ConfigError that shows those of the variables `names` that are set."""
+def _refusal(why: str, *names: str) -> LaunchError:
+    """An error that shows those of the variables `names` that are set."""
     given = [name for name in dict.fromkeys(names) if name in os.environ]
     values = ", ".join(f"{name} is '{os.environ[name]}'" for name in given)
-    return ConfigError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")
+    return LaunchError(f"{values} in the environment, but {why}, or unset {' '.join(given)}")

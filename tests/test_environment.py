@@ -39,3 +39,28 @@ def test_a_sentence_comes_before_torch(tmp_path: Path, script: str, said: str) -
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_first"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "0", "RANK": "4"}, True),  # of the second machine
+        ({"LOCAL_RANK": "1", "RANK": "1"}, False),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1"}, False),
+    ],
+)
+def test_a_mistake_is_said_once_on_each_machine(
+    variables: dict[str, str],
+    is_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def mistaken(argv: object) -> int:
+        raise ConfigError("model.ffn: unknown")
+
+    assert exit_on_bad_input(mistaken) == 2
+    assert capsys.readouterr().err == ("error: model.ffn: unknown\n" if is_first else "")

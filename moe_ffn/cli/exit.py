@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
-from moe_ffn.environment import is_first_here, is_first_rank
+from moe_ffn.environment import LaunchError, is_first_here, is_first_rank
 from moe_ffn.errors import ConfigError, printable, reason, shorten
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
             rest = len(lines) - (MAX_LINES - 1)
             lines[MAX_LINES - 1 :] = [f"and {rest} more mistakes; fix these first"]
         # Once for each machine, whose processes find the same: another may lack a file that this one has.
-        for line in lines if is_first_here() else ():
-            print(f"error: {printable(line)}", file=sys.stderr)
+        if is_first_here() or isinstance(error, LaunchError):
+            for line in lines:
+                print(f"error: {printable(line)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (MemoryError, OSError, RuntimeError) as error:
         if not (sentence := out_of_memory(error)):

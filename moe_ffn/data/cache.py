@@ -20,8 +20,11 @@ _META = "meta.json"
 _DIGEST = "sha256"
 """The key of the digest of all other keys."""
 
-_STATE = "state"
-"""The key of the size and the time of each file when it was written."""
+_SIZES = "sizes"
+"""The key of the size of each file in bytes."""
+
+_SEALED_NS = 946_684_800 * 10**9
+"""The time that `seal` gives to files, 2000-01-01: one that was written to since has another."""
 
 _ABANDONED_SECONDS = 86_400
 """A folder being built in which nothing was written for so long is that of a process that died."""
@@ -68,15 +71,17 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     values = {
         **meta,
         "files": {path.name: _sha256(path) for path in paths},
-        _STATE: {path.name: _state(path) for path in paths},
+        _SIZES: {path.name: path.stat().st_size for path in paths},
     }
+    for path in paths:
+        os.utime(path, ns=(_SEALED_NS, _SEALED_NS))
     write_json(folder / _META, {**values, _DIGEST: _digest(values)})
 
 
 def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
     """The values that `seal` wrote; None where the folder is missing or anything in it has changed since.
 
-    A file is read against its digest where its size or time is not what it was.
+    A file is read against its digest where its size or time is not what `seal` left it with.
 
     Args:
         only: the one file whose content is looked at; None for all.
@@ -86,9 +91,9 @@ def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
         if meta is None or meta.pop(_DIGEST) != _digest(meta):
             return None
         digests = meta["files"] if only is None else {only: meta["files"][only]}
-        states = meta.get(_STATE, {})
+        sizes = meta.get(_SIZES, {})
         intact = all(
-            _state(folder / name) == states.get(name) or _sha256(folder / name) == digest
+            _is_as_sealed(folder / name, sizes.get(name)) or _sha256(folder / name) == digest
             for name, digest in digests.items()
         )
     except (OSError, KeyError):
@@ -133,8 +138,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore
 
 
-def _state(path: Path) -> list[int]:
-    """Size, and time of the last change in nanoseconds."""
+def _is_as_sealed(path: Path, size: int | None) -> bool:
     with open_file(path) as file:
         found = os.fstat(file.fileno())
-    return [found.st_size, found.st_mtime_ns]
+    return found.st_size == size and found.st_mtime_ns == _SEALED_NS

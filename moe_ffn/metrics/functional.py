@@ -189,7 +189,7 @@ WORSE_THAN_UNIGRAM = "worse than the unigram model, which only counts tokens: to
 """A remark on a run with a validation loss above `unigram_loss`."""
 
 
-class Tokens(Protocol):
+class _Tokens(Protocol):
     """Ids in one row, of which slices are arrays: an array, or files that are read when asked."""
 
     def __len__(self) -> int: ...
@@ -197,7 +197,7 @@ class Tokens(Protocol):
     def __getitem__(self, places: slice, /) -> Any: ...
 
 
-def unigram_loss(train_tokens: Tokens, validation_targets: Tokens, vocab_size: int) -> float:
+def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size: int) -> float:
     """Cross-entropy, in nats per token, of a model that knows only how often each token occurs.
 
     Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_train_tokens +
@@ -216,7 +216,7 @@ def unigram_loss(train_tokens: Tokens, validation_targets: Tokens, vocab_size: i
 _CHUNK = 1 << 20
 
 
-def _counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
+def _counts(tokens: _Tokens, vocab_size: int) -> np.ndarray:
     """(vocab_size,), how often each id occurs; in chunks, since bincount copies to int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):

@@ -350,7 +350,7 @@ class SampleLog(Checkpointed, Callback):
             # By every rank, each of which may hold a part of the model alone. Of every length there is
             # once: nothing that a compiled model should be compiled for.
             with torch.compiler.set_stance("force_eager"):
-                self.last = sample_text(
+                text = sample_text(
                     pl_module.decoder, self.tokenizer, self.prompt, self.options, self.seed
                 )
         except RuntimeError as error:  # a temperature, or logits, that make no probabilities
@@ -362,6 +362,7 @@ class SampleLog(Checkpointed, Callback):
             return
         if not trainer.is_global_zero:
             return
+        self.last = text
         line = {STEP_KEY: trainer.global_step, "prompt": self.prompt, "text": self.last}
         self.file.add([line])
 
