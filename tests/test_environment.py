@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.errors import ConfigError
+
 ROOT = Path(__file__).parents[1]
 
 
