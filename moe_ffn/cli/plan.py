@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -57,8 +58,9 @@ def _add_flags(parser: Parser) -> None:
     parser.add_argument(
         "--gpu", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (h100)"
     )
-    for name, what in _OVERRIDES.items():
+    for name, (_, _, what) in _OVERRIDES.items():
         parser.add_argument(f"--{name}", metavar="NUMBER", help=what)
+    parser.add_argument("--per-machine", metavar="NUMBER", help="GPUs of a machine")
     parser.add_argument(
         "--efficiency",
         default=str(EFFICIENCY),
@@ -68,12 +70,12 @@ def _add_flags(parser: Parser) -> None:
 
 
 _OVERRIDES = {
-    "memory-gb": "memory of a GPU, 1e9 bytes, in place of the published",
-    "tflops": "its dense bfloat16 products, 1e12 FLOPs a second",
-    "link-gb-s": "what it sends to GPUs of its machine, 1e9 bytes a second",
-    "network-gb-s": "what it sends to other machines, 1e9 bytes a second",
-    "per-machine": "GPUs of a machine",
+    "memory-gb": ("memory_bytes", 1e9, "memory of a GPU, 1e9 bytes, in place of the published"),
+    "tflops": ("flops", 1e12, "its dense bfloat16 products, 1e12 FLOPs a second"),
+    "link-gb-s": ("link", 1e9, "what it sends to GPUs of its machine, 1e9 bytes a second"),
+    "network-gb-s": ("network", 1e9, "what it sends to other machines, 1e9 bytes a second"),
 }
+"""Flag -> the figure of a device that it replaces, its unit, and help."""
 
 
 def device_of(flags: Namespace) -> Device:
@@ -81,16 +83,10 @@ def device_of(flags: Namespace) -> Device:
     if flags.gpu not in DEVICES:
         raise ConfigError(f"--gpu: unknown '{flags.gpu}'{nearest_or_all(flags.gpu, DEVICES)}")
     device = DEVICES[flags.gpu]
-    fields = {
-        "memory_gb": ("memory_bytes", 1e9),
-        "tflops": ("flops", 1e12),
-        "link_gb_s": ("link", 1e9),
-        "network_gb_s": ("network", 1e9),
-    }
     changes: dict[str, float] = {
-        field: _number(flags, flag) * unit
-        for flag, (field, unit) in fields.items()
-        if getattr(flags, flag) is not None
+        field: _number(flags, name) * unit
+        for name, (field, unit, _) in _OVERRIDES.items()
+        if _given(flags, name) is not None
     }
     if flags.per_machine is not None:
         count = whole_number(flags.per_machine, least=1)
@@ -101,15 +97,18 @@ def device_of(flags: Namespace) -> Device:
 
 
 def _number(flags: Namespace, name: str, most: float = 1e9) -> float:
-    text = getattr(flags, name)
+    text = _given(flags, name)
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number <= most:
-        flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag}: must be a number above 0 and up to {most:g}, got '{text}'")
+        raise ConfigError(f"--{name}: must be a number above 0 and up to {most:g}, got '{text}'")
     return number
+
+
+def _given(flags: Namespace, name: str) -> Any:
+    return getattr(flags, name.replace("-", "_"))
 
 
 def plan_table(plans: Sequence[Plan]) -> Table:
@@ -129,19 +128,11 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     fitting = [plan for plan in plans if plan.fits]
     for plan in [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]:
-        memory, layout = plan.memory, plan.layout
-        parts = (
-            memory.weights,
-            memory.gradients,
-            memory.optimizer,
-            memory.gathered,
-            memory.activations,
-        )
         time = (f"{plan.seconds:.3g}", f"{plan.tokens_per_second:,.0f}")
         table.add_row(
-            *map(str, (layout.data, layout.shard, layout.expert)),
-            *(f"{part / 1e9:.1f}" for part in parts),
-            f"{memory.total / 1e9:.1f}",
+            *map(str, astuple(plan.layout)),
+            *(f"{part / 1e9:.1f}" for part in astuple(plan.memory)),
+            f"{plan.memory.total / 1e9:.1f}",
             f"{plan.traffic.total / 1e9:.1f}",
             *(time if plan.fits else ("", "too large")),
             style="" if plan.fits else "dim",
@@ -163,8 +154,8 @@ def verdict(plans: Sequence[Plan]) -> str:
     if best.beside_seconds > best.compute_seconds:
         waits = (
             f"the traffic of weights and gradients ({best.beside_seconds:.3g} s, the products take "
+            f"{best.compute_seconds:.3g})"
         )
-        waits += f"{best.compute_seconds:.3g})"
     tokens = f", {best.between_seconds:.3g} s for tokens to travel" if best.between_seconds else ""
     plain = next((p for p in plans if not p.layout.is_sharded), None)
     lacks = ""

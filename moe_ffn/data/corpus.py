@@ -99,14 +99,23 @@ class StdlibConfig(CorpusConfig, frozen=True):
         return sorted((path.relative_to(root).as_posix(), path) for path in paths)
 
 
-def listed(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
+def _none_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
     if "" in paths:
         raise ValueError("holds an empty path; leave it out (the current folder is '.')")
     return paths
+
+
+Paths = Annotated[
+    tuple[str, ...],
+    Field(strict=False, min_length=1),
+    AfterValidator(_none_empty),
+    BeforeValidator(_listed, json_schema_input_type=str | tuple[str, ...]),
+]
+"""Files, folders and globs; one alone need not be a list."""
 
 
 class TextConfig(CorpusConfig, frozen=True):
@@ -114,12 +123,7 @@ class TextConfig(CorpusConfig, frozen=True):
 
     type: Literal["text"] = "text"
 
-    paths: Annotated[
-        tuple[str, ...],
-        Field(strict=False, min_length=1),
-        AfterValidator(none_empty),
-        BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
-    ]
+    paths: Paths
     """Files, folders (searched recursively) or globs (`books/**/*.txt`), as seen from the current folder.
     Hidden and binary files found in a folder or by a glob are skipped. Records (.jsonl, .csv, .parquet) are
     read by type hf_dataset."""

@@ -198,23 +198,23 @@ def _of_token_files(config: DataConfig, files: TokenFiles) -> PreparedData:
     tokenizer = config.tokenizer.build(())
     dtype = files.dtype or tokenizer.dtype
     train = TokenRow.of(files.train, dtype)
+    seen = train.seen()
     if files.validation is None:
         cut = len(train) * (100 - config.validation_percent) // 100
         train, validation = train.part(0, cut), train.part(cut, len(train))
-        digests = train.digests
     else:
         validation = TokenRow.of(files.validation, dtype)
-        digests = (*train.digests, *validation.digests)
+        seen += validation.seen()
     for split, row in (("train", train), ("validation", validation)):
         require_window(config.seq_len, len(row), f"the {split} split")
-    for row in (train, validation):
-        largest, path = row.largest_seen()
-        if largest >= tokenizer.vocab_size:
+    for file in seen:
+        if file.largest >= tokenizer.vocab_size:
             raise ConfigError(
-                f"data.corpus: '{path}' holds the token {largest}, but data.tokenizer has a vocabulary of "
-                f"{tokenizer.vocab_size}; give the one that made the file: data.tokenizer "
+                f"data.corpus: '{file.path}' holds the token {file.largest}, but data.tokenizer has a "
+                f"vocabulary of {tokenizer.vocab_size}; give the one that made the file: data.tokenizer "
                 "{type: file, path: tokenizer.json}"
             )
+    digests = tuple((file.path.name, file.sha256) for file in seen)
     known = json.dumps([digests, len(train), files.validation is None])
     return PreparedData(
         train=train,

@@ -6,32 +6,22 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field
 
 from moe_ffn.data.corpus import (
     CorpusConfig,
     Document,
+    Paths,
     TokenFiles,
     files_of,
-    listed,
-    none_empty,
     unreadable,
 )
 from moe_ffn.errors import ConfigError
 
 SUFFIXES = (".bin", ".npy")
-
-Paths = Annotated[
-    tuple[str, ...],
-    Field(strict=False, min_length=1),
-    AfterValidator(none_empty),
-    BeforeValidator(listed, json_schema_input_type=str | tuple[str, ...]),
-]
 
 
 class TokensConfig(CorpusConfig, frozen=True):
@@ -138,24 +128,23 @@ class TokenRow:
             start, number = end, number + 1
         return parts[-1] if len(parts) == 2 else np.concatenate(parts)
 
-    @cached_property
-    def digests(self) -> tuple[tuple[str, str], ...]:
-        """Name and SHA-256 of each file: of its size, and of blocks that are spread over it.
+    def seen(self) -> list[SeenFile]:
+        """What blocks that are spread over each file say of it.
 
         To read billions of tokens takes minutes, at every start; a file that was replaced, cut or extended
         differs in these, one in which a single token was changed may not.
         """
-        return tuple((file.path.name, _digest(file)) for file in self.files)
+        return [_seen(file) for file in self.files]
 
-    def largest_seen(self) -> tuple[int, Path]:
-        """The largest id in these blocks, and its file."""
-        seen = (
-            (int(block.max()), file.path)
-            for file in self.files
-            for block in _spread_blocks(file)
-            if len(block)
-        )
-        return max(seen, key=lambda found: found[0])
+
+@dataclass(frozen=True)
+class SeenFile:
+    """A file of tokens, by its size and blocks that are spread over it."""
+
+    path: Path
+    sha256: str
+    largest: int
+    """The largest id in them; -1 of an empty file."""
 
 
 def _look_at(path: Path, dtype: np.dtype[Any]) -> _File:
@@ -208,8 +197,10 @@ def _spread_blocks(file: _File) -> Iterator[np.ndarray]:
         yield _tokens(file, first, min(_BLOCK, file.num_tokens - first))
 
 
-def _digest(file: _File) -> str:
-    digest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode())
+def _seen(file: _File) -> SeenFile:
+    digest, largest = hashlib.sha256(f"{file.dtype.str} {file.num_tokens} ".encode()), -1
     for block in _spread_blocks(file):
         digest.update(block.tobytes())
-    return digest.hexdigest()
+        if len(block):
+            largest = max(largest, int(block.max()))
+    return SeenFile(file.path, digest.hexdigest(), largest)

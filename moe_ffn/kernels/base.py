@@ -102,6 +102,8 @@ class ExpertWeights:
 
     def on_this_rank(self) -> ExpertWeights:
         """The experts of this rank, where weights are distributed tensors."""
+        if on_this_rank(self.up_EHD) is self.up_EHD:
+            return self
         up_EHD, down_EDF, up_bias_EH, down_bias_ED = (
             None if weight is None else on_this_rank(weight) for weight in self.parameters
         )

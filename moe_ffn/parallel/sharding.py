@@ -77,11 +77,7 @@ def _divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of gradients on any meshes, the same on every rank."""
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(gradient)
-    norms = [whole(torch.nn.utils.get_total_norm(found)) for found in by_mesh.values()]
+    norms = [whole(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
     if len(norms) == 1:  # whose square might overflow
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -89,12 +85,17 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale gradients whose norm together is `norm` down to `max_norm`, as `clip_grad_norm_` does."""
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
-    for found in by_mesh.values():
+    for found in _by_mesh(parameters):
         torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Those of each mesh together, as torch's functions take them; those of none are one group."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return groups.values()
 
 
 def whole(tensor: Tensor) -> Tensor:

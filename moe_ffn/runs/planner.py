@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.model.decoder import Block, Decoder
+from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import cross_entropy_of
@@ -94,7 +94,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Sizes:
-        decoder = empty_decoder(config)
+        decoder = empty_decoder(config, config.model)
         state = _state_bytes(config, decoder)
         experts = _expert_parameters(decoder)
 
@@ -110,10 +110,10 @@ class Sizes:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
 
 
-def empty_decoder(config: TrainConfig) -> Decoder:
-    """The run's decoder on torch's meta device: shapes, and no memory."""
+def empty_decoder(config: TrainConfig, model: DecoderConfig) -> Decoder:
+    """A decoder for the run's data on torch's meta device: shapes, and no memory."""
     with torch.device("meta"):
-        return config.model.build(
+        return model.build(
             vocab_size=config.data.tokenizer.max_vocab_size, max_seq_len=config.data.seq_len
         )
 
@@ -189,12 +189,11 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
     return Activations(outside, tuple(of_kind[f.model_dump_json()] for f in ffns), recomputed)
 
 
-def _kept_bytes(config: TrainConfig, model: Any, num_sequences: int, precision: str) -> float:
+def _kept_bytes(
+    config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
+) -> float:
     """At the peak up to where the gradient of the logits is there, beside the weights."""
-    with torch.device("meta"):
-        decoder = model.build(
-            vocab_size=config.data.tokenizer.max_vocab_size, max_seq_len=config.data.seq_len
-        )
+    decoder = empty_decoder(config, model)
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
@@ -355,11 +354,8 @@ def _plan(
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
         return device.link if num_neighbours <= device.per_machine else device.network
 
-    seconds = (
-        (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
-        + traffic.copies / pace(num_ranks),
-        traffic.tokens / pace(layout.expert),
-    )
+    beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
+    beside += traffic.copies / pace(num_ranks)
     vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
     flops = tokens * config.model.flops_per_token(vocab_size, seq_len)
     # Backward is twice forward, and once more forward where activations are not kept.
@@ -370,8 +366,8 @@ def _plan(
         Memory(local, local, state, gathered, activations),
         traffic,
         compute_seconds=flops / device.flops / efficiency,
-        beside_seconds=seconds[0] / efficiency,
-        between_seconds=seconds[1] / efficiency,
+        beside_seconds=beside / efficiency,
+        between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
         tokens=tokens * num_ranks,
     )
 
