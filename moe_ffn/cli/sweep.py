@@ -47,6 +47,8 @@ from moe_ffn.studies.timing import time_arms, timing_file
 from moe_ffn.trust import FLAG, HELP, accepting_code
 
 _SECONDS_BETWEEN_POLLS = 0.2
+_SECONDS_BETWEEN_LINES = 60.0
+"""Longest silence where the output is not a terminal, in which nothing stays in place."""
 
 MINUTES_OF_A_JOB = 240
 """For one job of SLURM; submitit's own 5 minutes are too few."""
@@ -386,6 +388,7 @@ def train(sweep: Sweep) -> int:
             while not sweep.is_done:
                 for line in sweep.advance():
                     display.say(line)
+                display.break_silence()
                 if not sweep.is_done:
                     time.sleep(_SECONDS_BETWEEN_POLLS)
     except BaseException:
@@ -416,6 +419,7 @@ class Display:
             transient=True,
             auto_refresh=console.is_terminal,
         )
+        self._said_at = time.monotonic()
 
     def __enter__(self) -> Display:
         if self._live.console.is_terminal:
@@ -429,6 +433,19 @@ class Display:
     def say(self, line: str) -> None:
         self._live.console.print(Text(printable(line)), soft_wrap=True)
         self._live.console.file.flush()
+        self._said_at = time.monotonic()
+
+    def break_silence(self) -> None:
+        """Say where the runs are, if a log was told nothing for a while."""
+        silence = time.monotonic() - self._said_at
+        training = self._sweep.of("training")
+        if self._live.console.is_terminal or not training or silence < _SECONDS_BETWEEN_LINES:
+            return
+        left = self._sweep.seconds_left
+        self.say(
+            ", ".join(f"{job.name}: step {job.step} of {job.max_steps}" for job in training)
+            + ("" if left is None else f"; about {in_words(left)} left")
+        )
 
     def _frame(self) -> Group:
         sweep = self._sweep

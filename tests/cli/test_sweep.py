@@ -460,6 +460,17 @@ def test_a_run_that_is_named_is_trained_alone(program: Program, tmp_path: Path) 
     assert err == "error: --only: there is no run 'moe-sed1'; did you mean 'moe-seed1'?\n"
 
 
+def test_a_log_is_told_where_the_runs_are(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_SECONDS_BETWEEN_LINES", 0.0)
+    code, out, err = program("--config", "gating.yaml", "--only", "dense-seed0")
+    assert (code, err) == (0, "")
+    found = re.findall(r"^dense-seed0: step (\d) of 6(?:; about \d+ s left)?$", out, re.MULTILINE)
+    assert found == sorted(found)
+    assert found[0] == "0"
+
+
 def test_a_wandb_sweep_has_a_command_for_each_run(program: Program, tmp_path: Path) -> None:
     argv = ("--config", "gating.yaml", "--seeds", "0", "--trainer.max_steps", "2")
     code, out, err = program(*argv, "--wandb-sweep")
