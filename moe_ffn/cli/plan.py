@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_config
-from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
+from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, Plan, plan_layouts
+from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, Plan, RecordedLoads, plan_layouts
+from moe_ffn.runs.reader import load_run
 
 MAX_RANKS = 2**16
 MAX_REFUSED = 3
@@ -36,7 +40,13 @@ def main(argv: Sequence[str]) -> int:
             f"--gpus: must be a whole number from 1 to {MAX_RANKS}, got '{flags.gpus}'"
         )
     device = device_of(flags)
+    if flags.plot is not None:
+        check_output("--plot", flags.plot, SVG_OPENING)
+    recorded = None if flags.routing is None else RecordedLoads.of(load_run(flags.routing))
     plans = plan_layouts(config, num_ranks, device, _number(flags, "efficiency", most=1.0))
+    balances = [] if recorded is None else balances_of(plans, recorded)
+    if flags.plot is not None:
+        write_output("--plot", flags.plot, _figure(plans, balances))
     say = Console().print
     vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
     params, active = (
@@ -50,6 +60,11 @@ def main(argv: Sequence[str]) -> int:
     )
     say(plan_table(plans))
     say(verdict(plans), highlight=False, soft_wrap=True)
+    if recorded is not None:
+        say()
+        say(balance_table(balances, recorded))
+    if flags.plot is not None:
+        say(f"written: {flags.plot}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -66,6 +81,15 @@ def _add_flags(parser: Parser) -> None:
         default=str(EFFICIENCY),
         metavar="SHARE",
         help=f"share of the published FLOPs and bandwidths that is reached ({EFFICIENCY})",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="RUN",
+        help="what the balance of this run, step by step, would make of the time of a step",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the memory of the layouts as bars too, SVG"
     )
 
 
@@ -111,6 +135,12 @@ def _given(flags: Namespace, name: str) -> Any:
     return getattr(flags, name.replace("-", "_"))
 
 
+def shown(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that fit, and the first of the others."""
+    fitting = [plan for plan in plans if plan.fits]
+    return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]
+
+
 def plan_table(plans: Sequence[Plan]) -> Table:
     """The layouts that fit, and the first of those that do not."""
     table = Table(
@@ -126,8 +156,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
         *("GB", "sent", "s/step", "tokens/s"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    fitting = [plan for plan in plans if plan.fits]
-    for plan in [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]:
+    for plan in shown(plans):
         time = (f"{plan.seconds:.3g}", f"{plan.tokens_per_second:,.0f}")
         table.add_row(
             *map(str, astuple(plan.layout)),
@@ -165,3 +194,83 @@ def verdict(plans: Sequence[Plan]) -> str:
         f"{option}: {best.seconds:.3g} s a step, bound by {waits}{tokens}; "
         f"{best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB{lacks}"
     )
+
+
+# -- balance
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A layout whose ranks share the experts, and how unevenly a recorded run would have used them."""
+
+    plan: Plan
+    violations: Sequence[float]
+    """MaxVio of the ranks at each step that was recorded."""
+
+    def seconds(self, steps: slice = slice(None)) -> float:
+        """Mean time of a step."""
+        return fmean(map(self.plan.seconds_at, self.violations[steps]))
+
+
+def balances_of(plans: Sequence[Plan], recorded: RecordedLoads) -> list[Balance]:
+    """Of the fastest layout that fits for each number of ranks that share the experts.
+
+    Raises:
+        ConfigError: there is none, or the recorded experts cannot be divided so.
+    """
+    fastest: dict[int, Plan] = {}
+    for plan in plans:
+        if plan.fits and plan.layout.expert > 1:
+            fastest.setdefault(plan.layout.expert, plan)
+    if not fastest:
+        raise ConfigError("--routing: no layout that fits divides experts among ranks")
+    return [
+        Balance(fastest[degree], recorded.rank_violations(degree)) for degree in sorted(fastest)
+    ]
+
+
+def balance_table(balances: Sequence[Balance], recorded: RecordedLoads) -> Table:
+    """What waiting for the busiest rank costs, in the first and in the last tenth of the recorded steps."""
+    num_layers, num_experts, num_steps = recorded.loads_LET.shape
+    tenth = max(1, num_steps // 10)
+    parts = {"first": slice(0, tenth), "last": slice(-tenth, None)}
+    table = Table(
+        title=f"If {recorded.run} were routed so ({num_layers} layers, {num_experts} experts, "
+        f"{num_steps} rows)",
+        title_justify="left",
+        caption="first, last: a tenth of the rows; MaxVio of ranks: pairs of the busiest over their mean, "
+        "less one; all wait for it, layer by layer, with its products and its tokens",
+        caption_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    names = [f"{part}\n{what}" for part in parts for what in ("MaxVio", "s/step", "longer")]
+    for name in ("data", "shard", "expert", "balanced\ns/step", *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    for balance in balances:
+        plan = balance.plan
+        cells = [*map(str, astuple(plan.layout)), f"{plan.seconds:.3g}"]
+        for steps in parts.values():
+            seconds = balance.seconds(steps)
+            cells += [f"{fmean(balance.violations[steps]):.2f}", f"{seconds:.3g}"]
+            cells.append(f"{seconds / plan.seconds - 1:.0%}")
+        table.add_row(*cells)
+    return table
+
+
+def _figure(plans: Sequence[Plan], balances: Sequence[Balance]) -> str:
+    """Memory of the layouts by part; time of a step against balance, where ranks share experts."""
+    bars = {
+        " x ".join(map(str, astuple(plan.layout))): {
+            part.name: getattr(plan.memory, part.name) / 1e9 for part in fields(plan.memory)
+        }
+        for plan in shown(plans)
+    }
+    lines = {
+        f"expert {balance.plan.layout.expert}": [
+            (violation, balance.plan.seconds_at(violation) / balance.plan.seconds)
+            for violation in balance.violations
+        ]
+        for balance in balances
+    }
+    return memory_and_balance(bars, plans[0].device.memory_bytes / 1e9, lines)

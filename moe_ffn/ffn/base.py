@@ -131,6 +131,10 @@ class FFNConfig(TaggedConfig, frozen=True):
         Training costs three times that.
         """
 
+    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        """Those of `flops_per_token` that are an expert's, and done where that expert is."""
+        return 0
+
     def describe(self) -> str:
         """A few words for tables."""
         return self.type

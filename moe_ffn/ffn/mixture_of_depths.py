@@ -95,9 +95,17 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         router = self.router.flops_per_token(d_model, 1)
-        share = self.router.pairs_per_token(1, seq_len)
-        inner_length = max(round(share * seq_len), 1)
+        share, inner_length = self._inner(seq_len)
         return router + round(share * self.ffn.flops_per_token(d_model, inner_length))
+
+    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        share, inner_length = self._inner(seq_len)
+        return round(share * self.ffn.routed_flops_per_token(d_model, inner_length))
+
+    def _inner(self, seq_len: int) -> tuple[float, int]:
+        """The share of tokens that the inner block sees, and how many that are of a sequence."""
+        share = self.router.pairs_per_token(1, seq_len)
+        return share, max(round(share * seq_len), 1)
 
     def describe(self) -> str:
         return f"{self.router.describe()} of ({self.ffn.describe()})"

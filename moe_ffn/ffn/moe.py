@@ -127,15 +127,18 @@ class MoEConfig(FFNConfig, frozen=True):
         )
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
-        pairs = self.router.pairs_per_token(self.num_routable, seq_len)
-        pairs *= self.num_experts / self.num_routable
-        routed = round(pairs * self.experts.flops_per_pair(d_model, self.experts_per_token))
         shared = 0
         if self.shared_expert is not None:
             shared = self.shared_expert.flops_per_token(d_model, seq_len)
             shared += self.combine.flops_per_token(d_model)
         router = self.router.flops_per_token(d_model, self.num_routable)
+        routed = self.routed_flops_per_token(d_model, seq_len)
         return routed + shared + router + self.zero_computation.flops_per_token(d_model)
+
+    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        pairs = self.router.pairs_per_token(self.num_routable, seq_len)
+        pairs *= self.num_experts / self.num_routable
+        return round(pairs * self.experts.flops_per_pair(d_model, self.experts_per_token))
 
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"

@@ -1,4 +1,4 @@
-"""Static figures of a study as SVG, which code hosts show inside Markdown: of equal results, equal bytes."""
+"""Static figures as SVG, which code hosts show inside Markdown: of equal results, equal bytes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WIDTH = 7.6
 """Inches."""
 ROW_HEIGHT = 0.34
 """Inches for an arm in `forest`."""
+SVG_OPENING = "<?xml"
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 START = 0.25
@@ -147,6 +148,44 @@ def panels(groups: Mapping[str, Sequence[Line]], x_label: str) -> str:
     return _svg(figure)
 
 
+def memory_and_balance(
+    bars: Mapping[str, Mapping[str, float]],
+    limit: float,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+) -> str:
+    """Memory of layouts as bars, and, where there are lines, what balance makes of their times.
+
+    Args:
+        bars: layout -> part -> GB of a rank.
+        limit: GB that a rank has.
+        lines: name -> (MaxVio of ranks, time of a step over that in perfect balance) of each step.
+    """
+    height = 1.2 + ROW_HEIGHT * max(len(bars), 6)
+    figure, found = _figure(2 if lines else 1, height)
+    axes, parts = found[0], list(next(iter(bars.values())))
+    left = [0.0] * len(bars)
+    for number, part in enumerate(parts):
+        widths = [bar[part] for bar in bars.values()]
+        axes.barh(range(len(bars)), widths, left=left, color=SERIES[number], label=part, height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(limit, color="#a3123f", linestyle="--", linewidth=1)
+    axes.text(limit, -0.6, f" {limit:g} GB", fontsize=7, color="#a3123f", va="bottom")
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_ylim(len(bars) - 0.5, -1.2)
+    axes.set_xlabel("GB of a GPU at the peak of a step")
+    axes.set_ylabel("data x shard x expert")
+    _legend(figure, axes)
+    for number, (name, points) in enumerate(lines.items()):
+        style = _style(number)
+        x, y = zip(*sorted(points), strict=True)
+        found[1].plot(x, y, **style, label=name, linestyle="", markersize=3, alpha=0.5)
+    if lines:
+        found[1].set_xlabel("MaxVio of the ranks that share the experts")
+        found[1].set_ylabel("time of a step over that in balance")
+        found[1].legend(fontsize=7, frameon=False)
+    return _svg(figure)
+
+
 def _points(axes: Any, line: Line) -> None:
     style = _style(line.number)
     x = sorted(line.points)
@@ -207,7 +246,7 @@ def _figure(num_panels: int, height: float, **options: Any) -> tuple[Any, Sequen
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            f"the figures of a study need matplotlib; install with: {install('studies')}"
+            f"figures need matplotlib; install with: {install('studies')}"
         ) from None
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")

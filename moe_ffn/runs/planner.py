@@ -3,14 +3,14 @@
 Nothing is run. The model is built without numbers, and torch's own tracker follows a step of it; what a
 layout divides is divided by arithmetic.
 
-B sequences, S sequence, D model width, E experts
+B sequences, S sequence, D model width, L layers, E experts, T steps
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_ffn.data.batches import require_equal_shares
+from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.reader import Run
 from moe_ffn.training.objective import cross_entropy_of
 
 # -- devices
@@ -262,6 +264,8 @@ class Plan:
     traffic: Traffic
     compute_seconds: float
     """Of the products of a step."""
+    expert_seconds: float
+    """Those of them that are of routed experts."""
     beside_seconds: float
     """Of weights and gradients, which travel beside them."""
     between_seconds: float
@@ -275,8 +279,17 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return max(self.compute_seconds, self.beside_seconds) + self.between_seconds
+        """Of a step in perfect balance."""
+        return self.seconds_at(0.0)
+
+    def seconds_at(self, max_violation: float) -> float:
+        """Of a step in which the others wait for the busiest rank, with so much more than its share of pairs.
+
+        Args:
+            max_violation: load of the busiest of the ranks that share the experts over their mean, less one.
+        """
+        compute = self.compute_seconds + max_violation * self.expert_seconds
+        return max(compute, self.beside_seconds) + (1 + max_violation) * self.between_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -359,13 +372,19 @@ def _plan(
     vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
     flops = tokens * config.model.flops_per_token(vocab_size, seq_len)
     # Backward is twice forward, and once more forward where activations are not kept.
-    flops *= 4 if config.model.activation_checkpointing else 3
+    passes = 4 if config.model.activation_checkpointing else 3
+    routed = sum(
+        ffn.routed_flops_per_token(config.model.d_model, seq_len)
+        for ffn in config.model.layer_ffns()
+    )
+    per_flop = passes / device.flops / efficiency
     return Plan(
         layout,
         device,
         Memory(local, local, state, gathered, activations),
         traffic,
-        compute_seconds=flops / device.flops / efficiency,
+        compute_seconds=flops * per_flop,
+        expert_seconds=tokens * routed * per_flop,
         beside_seconds=beside / efficiency,
         between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
         tokens=tokens * num_ranks,
@@ -397,3 +416,52 @@ def _rows_sent(config: TrainConfig, layout: Layout, tokens: int) -> float:
         none = math.comb(num - num // ranks, round(chosen)) / math.comb(num, round(chosen))
         rows += tokens * (ranks - 1) * (1 - none)
     return rows
+
+
+# -- balance
+
+
+@dataclass(frozen=True)
+class RecordedLoads:
+    """Where the tokens of a run went, at each of its rows."""
+
+    run: str
+    """Its name."""
+    steps: Sequence[int]
+    loads_LET: Tensor
+    """Share of the pairs of each layer that each of its experts took."""
+
+    @classmethod
+    def of(cls, run: Run) -> RecordedLoads:
+        """
+        Raises:
+            ConfigError: it has none, or layers that cannot be put together.
+        """
+        layers = list(run.loads.values())
+        if not layers:
+            raise ConfigError(
+                f"'{run.folder}' has no loads of experts in its rows; give a run of an MoE that has begun"
+            )
+        sizes = {(len(experts), *map(len, experts)) for experts in layers}
+        if len(sizes) > 1 or len({*next(iter(sizes))[1:]}) > 1:
+            raise ConfigError(
+                f"'{run.folder}' has layers with different numbers of experts or of rows; give another run"
+            )
+        loads_LET = torch.tensor([[list(e.values) for e in experts] for experts in layers])
+        return cls(run.name, list(layers[0][0].steps), loads_LET)
+
+    def rank_violations(self, num_ranks: int) -> list[float]:
+        """MaxVio of ranks that have equally many experts each, the next ones in order: at each step.
+
+        The mean over layers: in each of them all wait for its busiest rank, which is not always the same.
+
+        Raises:
+            ConfigError: the experts cannot be divided evenly.
+        """
+        num_layers, num_experts, num_steps = self.loads_LET.shape
+        if num_experts % num_ranks:
+            raise ConfigError(
+                f"the {num_experts} experts of '{self.run}' cannot be divided evenly among {num_ranks} ranks"
+            )
+        of_ranks = self.loads_LET.reshape(num_layers, num_ranks, -1, num_steps).sum(2)
+        return (of_ranks.amax(1) / of_ranks.mean(1) - 1).mean(0).tolist()

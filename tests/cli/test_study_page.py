@@ -137,6 +137,6 @@ def test_without_matplotlib_it_says_what_to_install(
     make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}}).write(folder)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert refusal(page("which.yaml")) == (
-        "the figures of a study need matplotlib; install with: pip install '.[studies]'"
+        "figures need matplotlib; install with: pip install '.[studies]'"
     )
     assert not (tmp_path / "docs" / "studies" / "which.md").exists()

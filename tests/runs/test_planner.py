@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import parallelize
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.planner import DEVICES, Sizes, activations_of, layouts, plan_layouts
+from moe_ffn.runs.planner import (
+    DEVICES,
+    RecordedLoads,
+    Sizes,
+    activations_of,
+    layouts,
+    plan_layouts,
+)
 from moe_ffn.training.objective import cross_entropy_of
 from tests.helpers.ranks import on_ranks
 
@@ -146,6 +154,50 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
         ConfigError, match=r"data\.batch_size \(4\) must be divisible by the number of ranks"
     ):
         plan_layouts(config_of(), 3, DEVICES["h100"])
+
+
+def recorded(*loads: list[float]) -> RecordedLoads:
+    """One layer, an expert each."""
+    return RecordedLoads("a-run", range(len(loads[0])), torch.tensor([loads]))
+
+
+def test_the_busiest_rank_of_each_layer_is_waited_for() -> None:
+    # By hand. Of two ranks the first has 0.6 and 0.5 of the pairs, in the first and in the second row.
+    found = recorded([0.5, 0.25], [0.1, 0.25], [0.2, 0.25], [0.2, 0.25])
+    assert found.rank_violations(2) == pytest.approx([0.2, 0.0])
+    assert found.rank_violations(4) == pytest.approx([1.0, 0.0])
+    # A second layer, of which another rank is the busiest: neither makes up for the other.
+    turned = RecordedLoads("", (0, 1), torch.cat((found.loads_LET, found.loads_LET.flip(1))))
+    assert turned.rank_violations(2) == pytest.approx([0.2, 0.0])
+    with pytest.raises(
+        ConfigError, match="the 4 experts of 'a-run' cannot be divided evenly among 3"
+    ):
+        found.rank_violations(3)
+
+
+def test_only_routed_experts_and_their_tokens_wait_for_balance() -> None:
+    moe = {**MOE, "experts": {"type": "swiglu", "d_ff": 24}}
+    config = config_of(model={"ffn": moe}, data={"batch_size": 8})
+    plans = {p.layout: p for p in plan_layouts(config, 2, DEVICES["h100"])}
+    plan = plans[Layout(expert=2)]
+    # By hand: two experts for a token, three matrices each; backward is twice forward.
+    flops = 3 * (4 * 64) * 3 * 2 * (2 * 3 * 32 * 24)
+    assert plan.expert_seconds == pytest.approx(flops / DEVICES["h100"].flops / 0.4)
+    assert plan.expert_seconds < plan.compute_seconds
+    quick = replace(plan, beside_seconds=0.0)
+    assert quick.seconds_at(0.0) == quick.seconds
+    assert quick.seconds_at(0.5) - quick.seconds == pytest.approx(
+        0.5 * (plan.expert_seconds + plan.between_seconds)
+    )
+    # A mixture of depths sends half of the tokens through its block; a dense one has no experts.
+    inside = {"type": "mixture_of_depths", "ffn": moe}
+    whole, half, none = (
+        config_of(model={"ffn": ffn, "causal": False})
+        .model.layer_ffns()[0]
+        .routed_flops_per_token(32, 64)
+        for ffn in (moe, inside, "swiglu")
+    )
+    assert (half, none) == (whole // 2, 0)
 
 
 class Sent(TorchDispatchMode):
