@@ -70,7 +70,7 @@ clean:  ## remove the environment and caches, not the runs
 $(TRAIN): requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=/path/to/python)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, got " + sys.version.split()[0])'
-	@echo "setting up $(VENV), once; this takes a minute or two"
+	@echo "setting up $(VENV), once; this takes two to five minutes, without a word"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable ".[train]" $(EDITABLE)

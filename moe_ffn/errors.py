@@ -173,7 +173,7 @@ _RULES = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
-    "too_short": "must have at least {min_length} entries",
+    "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
 

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "too_short": (
         {"options": {"required": 1, "sizes": []}},
-        "options.sizes: must have at least 1 entries, got []",
+        "options.sizes: must not be empty, got []",
     ),
     "empty_text": (
         {"shape": {"type": f"{OWN}:Named", "name": ""}},

@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ EXIT_DIVERGED = 3
 EXIT_SIGNAL = 128
 """To which the number of the signal is added, as shells do: 130 for Ctrl-C, 143 for SIGTERM."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + 2
+
+SECONDS_TO_SPEAK = 20.0
+"""That a process waits which says nothing itself."""
 
 MAX_LINES = 3
 """Mistakes that are printed: the first are often the cause of the others."""
@@ -67,6 +71,9 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         if is_first_here() or isinstance(error, LaunchError):
             for line in lines:
                 print(f"error: {printable(line)}", file=sys.stderr)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            # torchrun ends all others with the first that ends: it might be before that one has spoken.
+            time.sleep(SECONDS_TO_SPEAK)
         return EXIT_BAD_INPUT
     except (MemoryError, OSError, RuntimeError) as error:
         if not (sentence := out_of_memory(error)):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.exit import EXIT_FAILED
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         say(balance_table(balances, recorded))
     if flags.plot is not None:
         say(f"written: {flags.plot}", highlight=False, soft_wrap=True)
-    return 0
+    return 0 if plans[0].fits else EXIT_FAILED
 
 
 def _add_flags(parser: Parser) -> None:

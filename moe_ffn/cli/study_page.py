@@ -5,12 +5,14 @@
 
 The results of the runs, one small JSON each, are put into docs/studies/NAME/. The page, docs/studies/NAME.md,
 is made of all that lie there and of the words in the study's file; it can be made again without the runs.
+docs/studies/README.md, the table of all studies, gets its row. With --output all of this is elsewhere.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moe_ffn.cli.parser import Parser
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         study = StudyConfig.read(file)
         folder = options.output / study.name
         if options.runs is not None:
-            keep(options.runs, folder)
+            keep(options.runs, study, file, folder)
         if not folder.is_dir():
             raise ConfigError(
                 f"'{folder}' does not exist: there are no results of '{study.name}' yet; train its runs, "
@@ -56,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         here, path = Path.cwd().resolve(), file.resolve()
         seen = path.relative_to(here) if path.is_relative_to(here) else file
         page = study_page(study, found.results, found.step_seconds, seen.as_posix())
-        print(page.write(options.output))
+        for path in page.write(options.output):
+            print(f"written: {path}")
     return 0
 
 
@@ -80,9 +83,23 @@ def require_planned(study: StudyConfig, file: Path, found: Gathered) -> None:
                 )
 
 
-def keep(runs: Path, folder: Path) -> None:
-    """Put the results of the finished runs of a study into `folder`, in the place of older ones."""
+def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
+    """Put the results of the finished runs of a study into `folder`, in the place of older ones.
+
+    Raises:
+        ConfigError: none is of the study, or one has other options than it plans; nothing is written then.
+    """
     found = gather([runs])
-    for why in found.left_out.values():
+    ours = [result for result in found.results if result.main_arm in study.arm_names]
+    others = [result.name for result in found.results if result not in ours]
+    if not ours:
+        raise ConfigError(
+            f"--runs: '{runs}' holds no run of '{file}': {others[0]} is of none of its arms, "
+            f"{', '.join(study.arm_names)}"
+        )
+    found = replace(found, results=ours)
+    require_planned(study, file, found)
+    left_out = [*found.left_out.values(), *(f"{name} is of no arm of '{file}'" for name in others)]
+    for why in left_out:
         print(printable(f"left out: {why}"), file=sys.stderr)
     found.write(folder)

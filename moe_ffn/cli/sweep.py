@@ -169,7 +169,9 @@ def chosen(
     by_name = {run.name: run for run in runs}
     for name in names or ():
         if name not in by_name:
-            known = did_you_mean(name, by_name) or f"; {command('sweep')} --dry-run lists the runs"
+            of_arm = [run.name for run in runs if run.arm == name]
+            known = f"; the runs of that arm are {', '.join(of_arm)}" if of_arm else ""
+            known = known or did_you_mean(name, by_name) or "; --dry-run lists the runs"
             raise ConfigError(f"--only: there is no run {show(name)}{known}")
     return [run for run in runs if names is None or run.name in names]
 

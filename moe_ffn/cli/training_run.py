@@ -149,7 +149,7 @@ def go_on(
     start.require_steps_left(resume.config.trainer.max_steps)
     say(start.describe(resume.folder))
     for key, (before, now) in resume.changes.items():
-        say(f"{key} is {now} now (was {before})")
+        say(f"{key} is {json.dumps(now)} now (was {json.dumps(before)})")
     return start
 
 

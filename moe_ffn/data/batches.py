@@ -31,9 +31,10 @@ def require_window(seq_len: int, num_tokens: int, of: str) -> None:
 def require_equal_shares(batch_size: int, world_size: int) -> None:
     """ConfigError where the ranks cannot each take an equal part of every batch."""
     if batch_size % world_size:
+        more = (batch_size // world_size + 1) * world_size
         raise ConfigError(
             f"data.batch_size ({batch_size}) must be divisible by the number of ranks "
-            f"({world_size}): it counts the sequences of all ranks together"
+            f"({world_size}): it counts the sequences of all ranks together; give {more}, or other ranks"
         )
 
 

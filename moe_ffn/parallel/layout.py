@@ -55,10 +55,11 @@ class ParallelConfig(Config, frozen=True):
         layout = Layout(**{name: rest if size == REST else size for name, size in sizes.items()})
         if remainder or layout.num_ranks != num_ranks:
             shown = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size != REST)
-            multiple = " or a multiple of it" if REST in sizes.values() else ""
+            multiple = "a multiple of " if REST in sizes.values() else ""
             raise ConfigError(
-                f"parallel: {shown} is {known}{multiple}, but this run has {num_ranks} processes; give "
-                "--trainer.devices, or change one of them"
+                f"parallel: {shown} needs {multiple}{known} processes, and this run has {num_ranks}; give "
+                f"--trainer.devices {known}, start it by torchrun --nproc-per-node {known}, or change one of "
+                "them"
             )
         return layout
 

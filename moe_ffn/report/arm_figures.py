@@ -308,7 +308,8 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
     layout = _layout(x_axis, _LOSS_AXIS)
     over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
-    note += " On the dotted line no other arm has a lower loss at no more cost."
+    if len(best) > 1:
+        note += " On the dotted line no other arm has a lower loss at no more cost."
     return figure(traces, layout, "Final loss against cost", note.strip())
 
 

@@ -62,8 +62,8 @@ class StudyPage:
         self.figures[f"{name}.svg"] = svg
         return f"![{alt}]({self.name}/{name}.svg)"
 
-    def write(self, folder: Path) -> Path:
-        """Write `NAME.md` and `NAME/*.svg`, and its row of the table of all studies; returns the page.
+    def write(self, folder: Path) -> list[Path]:
+        """Write `NAME.md` and `NAME/*.svg`, and its row of the table of all studies; returns page and table.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -80,7 +80,7 @@ class StudyPage:
             write_whole(page, self.markdown)
             before = read_text(table) if table.is_file() else ""
             write_whole(table, with_row(before, self.summary))
-        return page
+        return [page, table]
 
 
 def study_page(
@@ -323,7 +323,7 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
             rows.append([name, ", ".join(sorted(str(value)[:60] for value in values))])
     seconds = [run.outcome.wall_seconds for run in runs]
     if all(value is not None for value in seconds):
-        rows.append(["training", f"{sum(filter(None, seconds)) / 3600:.1f} hours of all runs"])
+        rows.append(["training", f"{_hours(sum(filter(None, seconds)))} of all runs"])
     commands = (
         f"```bash\npython -m experiments.sweep --config {file}\n"
         f"python -m experiments.study_page {file} --runs runs/{study.name}\n```"
@@ -332,6 +332,10 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
         f"The result of each run is in [{study.name}/]({study.name}/): config, budget, curves."
     )
     return f"{commands}\n\n{markdown_table(['', ''], rows)}\n\n{results}"
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
 
 
 def _range(values: Iterable[int]) -> str:

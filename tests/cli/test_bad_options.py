@@ -354,7 +354,7 @@ REFUSED = {
     "ranks that do not divide the batch": (
         "--trainer.devices 3",
         "data.batch_size (4) must be divisible by the number of ranks (3): it counts the sequences of "
-        "all ranks together",
+        "all ranks together; give 6, or other ranks",
     ),
     "machines that nobody has started": (
         "--trainer.num_nodes 2",

@@ -31,7 +31,7 @@ def test_every_layout_that_fits_has_a_row_and_the_fastest_is_said() -> None:
 
 def test_figures_may_be_given_and_a_model_that_is_too_large_is_said() -> None:
     code, said = plan("--gpus", "2", "--memory-gb", "0.001")
-    assert code == 0
+    assert code == 1
     assert (
         "none fits: the smallest takes 0.0 of 0 GB; give more --gpus, a smaller data.batch_size"
         in said
@@ -80,7 +80,7 @@ def test_a_run_without_experts_has_no_balance(tmp_path: Path) -> None:
         (
             ["--gpus", "3"],
             "data.batch_size (8) must be divisible by the number of ranks (3): it counts the sequences of "
-            "all ranks together",
+            "all ranks together; give 9, or other ranks",
         ),
     ],
 )

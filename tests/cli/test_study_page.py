@@ -52,7 +52,8 @@ def test_a_trained_sweep_has_a_page_that_can_be_made_again_without_its_runs(
 
     done = page("which.yaml", "--runs", "runs/which")
 
-    assert (done.code, done.stdout) == (0, "docs/studies/which.md\n"), done.stderr
+    written = "written: docs/studies/which.md\nwritten: docs/studies/README.md\n"
+    assert (done.code, done.stdout) == (0, written), done.stderr
     studies = tmp_path / "docs" / "studies"
     text = (studies / "which.md").read_text(encoding="utf-8")
     assert text.startswith("# Which?\n")
@@ -100,6 +101,32 @@ def test_a_seed_that_somebody_adds_is_on_the_page(
         "'which.yaml' plans model.ffn.d_ff: 32, and the result of dense-seed1 is of 33; train it again, or "
         "put back what the file or its base was"
     )
+
+
+def test_runs_of_another_study_are_not_put_beside_the_page(
+    page: Callable[..., Finished], tmp_path: Path
+) -> None:
+    folder, runs = tmp_path / "docs/studies/which", tmp_path / "runs"
+    runs.mkdir()
+    foreign = make_result("swiglu", 0)
+    foreign.write(runs)
+    assert refusal(page("which.yaml", "--runs", "runs")) == (
+        "--runs: 'runs' holds no run of 'which.yaml': swiglu-seed0 is of none of its arms, dense, moe"
+    )
+    assert not folder.exists()
+
+    changed = make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 33}})
+    changed.write(runs)
+    assert "'which.yaml' plans model.ffn.d_ff: 32, and" in refusal(
+        page("which.yaml", "--runs", "runs")
+    )
+    assert not folder.exists()
+
+    make_result("dense", 0, options={"model.ffn": {"type": "dense", "d_ff": 32}}).write(runs)
+    done = page("which.yaml", "--runs", "runs")
+    assert done.code == 0
+    assert done.stderr == "left out: swiglu-seed0 is of no arm of 'which.yaml'\n"
+    assert [path.name for path in folder.glob("*.json")] == ["dense-seed0.json"]
 
 
 def refusal(done: Finished) -> str:

@@ -461,6 +461,9 @@ def test_a_run_that_is_named_is_trained_alone(program: Program, tmp_path: Path) 
     code, _, err = program("--config", "gating.yaml", "--only", "moe-sed1")
     assert code == 2
     assert err == "error: --only: there is no run 'moe-sed1'; did you mean 'moe-seed1'?\n"
+    code, _, err = program("--config", "gating.yaml", "--only", "moe")
+    assert code == 2
+    assert err.endswith("no run 'moe'; the runs of that arm are moe-seed0, moe-seed1\n")
 
 
 def test_a_log_is_told_where_the_runs_are(

@@ -43,7 +43,7 @@ def test_paths_are_a_list_or_one_path(given: object) -> None:
         ({"corpus": "text"}, "corpus.paths: missing; this option has no default"),
         (
             {"corpus": {"type": "text", "paths": []}},
-            "corpus.paths: must have at least 1 entries, got []",
+            "corpus.paths: must not be empty, got []",
         ),
         (
             {"corpus": {"type": "text", "paths": 3}},

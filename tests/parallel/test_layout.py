@@ -28,14 +28,14 @@ def test_a_product_that_is_not_the_number_of_processes_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         ParallelConfig(data=2, expert=2).layout(2)
     assert str(raised.value) == (
-        "parallel: data (2) x shard (1) x expert (2) is 4, but this run has 2 processes; give "
-        "--trainer.devices, or change one of them"
+        "parallel: data (2) x shard (1) x expert (2) needs 4 processes, and this run has 2; give "
+        "--trainer.devices 4, start it by torchrun --nproc-per-node 4, or change one of them"
     )
     with pytest.raises(ConfigError) as raised:
         ParallelConfig(expert=2).layout(3)
     assert str(raised.value) == (
-        "parallel: shard (1) x expert (2) is 2 or a multiple of it, but this run has 3 processes; give "
-        "--trainer.devices, or change one of them"
+        "parallel: shard (1) x expert (2) needs a multiple of 2 processes, and this run has 3; give "
+        "--trainer.devices 2, start it by torchrun --nproc-per-node 2, or change one of them"
     )
 
 

@@ -115,7 +115,7 @@ TRAINING: list[Case] = [
     ("pytorch-lightning_version", "x", "must be a version from 2.6 on, got 'x'"),
     ("pytorch-lightning_version", "1.0.0", "must be a version from 2.6 on, got '1.0.0'"),
     ("pytorch-lightning_version", "9" * 5000, "must be a version from 2.6 on"),
-    ("optimizer_states", [], "optimizer_states: must have at least 1 entries"),
+    ("optimizer_states", [], "optimizer_states: must not be empty"),
     ("optimizer_states", [1], "optimizer_states.0: must be a mapping, got 1"),
     ("optimizer_states/0", {}, "optimizer_states.0: lacks 'state'"),
     ("optimizer_states/0/state", [], "optimizer_states.0.state: must be a mapping"),

@@ -358,7 +358,7 @@ def test_figures_that_are_no_longer_drawn_are_removed(tmp_path: Path) -> None:
     page.write(tmp_path)
     (tmp_path / "gating" / "old.svg").write_text("<svg/>")
     (tmp_path / "gating" / "gelu-seed0.json").write_text("{}")
-    assert page.write(tmp_path) == tmp_path / "gating.md"
+    assert page.write(tmp_path) == [tmp_path / "gating.md", tmp_path / "README.md"]
     assert {path.name for path in (tmp_path / "gating").iterdir()} == {
         "losses.svg",
         "curves.svg",

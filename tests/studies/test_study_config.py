@@ -141,8 +141,8 @@ def test_a_class_in_a_file_is_found_from_the_copy_too(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("seeds: [0]", "an empty study: give arms, a grid, or both"),
-        ("{arms: {a: {}}, seeds: []}", "seeds: must have at least 1 entries, got []"),
-        ("{grid: {model.d_model: []}}", "grid.model.d_model: must have at least 1 entries, got []"),
+        ("{arms: {a: {}}, seeds: []}", "seeds: must not be empty, got []"),
+        ("{grid: {model.d_model: []}}", "grid.model.d_model: must not be empty, got []"),
         ("{arms: {a: {}}, seeds: [0, 1, 0]}", "seeds: 0 is given twice"),
         ("{arms: {a: {}}, seeds: [-1]}", "seeds.0: must be at least 0, got -1"),
         (

@@ -111,8 +111,8 @@ class PageParts:
         for kind, shares in sorted(by_kind.items(), key=lambda found: -sum(found[1])):
             chance = max(units.chance[kind] for units in judged)
             lines.append(
-                f"Of the units {_by_layer(shares, layers)} answer to {_WORDS[kind]}; by chance at most "
-                f"{_percent(chance)}."
+                f"Of the units {_by_layer(shares, layers)} answer to {_WORDS[kind]}; by chance "
+                + (f"at most {_percent(chance)}." if chance >= 0.005 else "below 0.5%.")
             )
         return lines
 
