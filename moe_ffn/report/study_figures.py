@@ -245,9 +245,7 @@ def _figure(num_panels: int, height: float, **options: Any) -> tuple[Any, Sequen
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(
-            f"figures need matplotlib; install with: {install('studies')}"
-        ) from None
+        raise ConfigError(f"figures need matplotlib; install with: {install('studies')}") from None
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
