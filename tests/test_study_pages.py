@@ -30,6 +30,23 @@ IDS = re.compile(r'(?:id|xlink:href|clip-path)="[^"]*"')
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?")
 
 
+SAID = re.compile(r"(?<![\w.:])(\d+\.(\d+)|\d+(?= %))(?![\w.]*\d)")
+"""A number that a sentence gives to some digits, or in percent; not that of a paper, 2402.07871."""
+
+
+def unfounded(text: str, computed: str) -> list[str]:
+    """The numbers of a text that no computed one rounds to."""
+    known = [
+        abs(float(number.replace(",", ""))) for number in re.findall(r"\d[\d,]*\.?\d*", computed)
+    ]
+    found = [(match[1], len(match[2] or "")) for match in SAID.finditer(text)]
+    return [
+        said
+        for said, digits in found
+        if not any(abs(value - float(said)) <= 0.5001 * 10**-digits for value in known)
+    ]
+
+
 def with_table(readme: str, table: str) -> str:
     """The README with the rows of all studies between its two comments, if it has them."""
     before, begin, rest = readme.partition(BEGIN)
@@ -65,6 +82,40 @@ def test_a_page_is_what_the_program_makes_of_its_results(file: Path) -> None:
         assert numbers(svg) == pytest.approx(
             numbers((PAGES / study.name / name).read_text(encoding="utf-8")), rel=1e-3, abs=0.05
         ), (name, write_anew)
+
+
+def computed(file: Path) -> str:
+    """What the program says of a study, without what its author does."""
+    study, page = StudyConfig.read(file), (PAGES / f"{file.stem}.md").read_text(encoding="utf-8")
+    for text in (study.answer, study.published, study.question, study.would_change_our_mind):
+        page = page.replace(text.strip(), "") if text.strip() else page
+    return page
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
+def test_an_answer_gives_no_number_that_was_not_computed(file: Path) -> None:
+    assert unfounded(StudyConfig.read(file).answer, computed(file)) == []
+
+
+def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:
+    answers = README.read_text(encoding="utf-8").partition("**Which block?**")[2]
+    lines = answers.partition("\n\n")[2].partition("\n\n")[0].split("\n- ")
+    assert len(lines) == 5
+    by_name = {file.stem: computed(file) for file in STUDIES}
+    for line in lines:
+        linked = re.findall(r"\(docs/studies/(\w+)\.md\)", line)
+        assert linked, line
+        assert unfounded(line, "\n".join(by_name[name] for name in linked)) == [], line
+
+
+def test_a_number_that_nothing_rounds_to_is_seen() -> None:
+    page = "| a | 3.4567 ±0.0123 | 1,254 (0.544) | 12.5% |"
+    assert unfounded("ends at 3.46, in 0.54 of 1254.0 steps; 12.5 %, 12 %", page) == []
+    assert unfounded("0.45 of it (arXiv:2402.07871), 13.5 %, 12.6 %", page) == [
+        "0.45",
+        "13.5",
+        "12.6",
+    ]
 
 
 @pytest.mark.skipif(not STUDIES, reason="no study has been run")

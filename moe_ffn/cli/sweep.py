@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.slurm is not None:
             submit(sweep, again, dict(flags.slurm), flags.jobs)
             return 0
+        share_plotly(runs[0].folder.parent)
         return train(sweep)
 
 
@@ -357,12 +358,14 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
         raise ConfigError("--time: runs of tuning are not timed; name others")
     baseline = times.get(study.baseline or "") or next(iter(times.values()))
     table = Table(box=None, pad_edge=False)
-    for name in ("arm", "ms/step", "tokens/s", "speed"):
+    for name in ("arm", "ms/step", "quartiles", "tokens/s", "speed"):
         table.add_column(name, justify="left" if name == "arm" else "right", overflow="fold")
     for arm, time_of_arm in times.items():
         speed = time_of_arm.tokens_per_second
         ratio = speed / baseline.tokens_per_second
-        cells = [f"{time_of_arm.seconds_per_step * 1000:,.1f}", f"{speed:,.0f}", f"{ratio:.2f}"]
+        low, high = (f"{seconds * 1000:,.1f}" for seconds in time_of_arm.quartiles)
+        cells = [f"{time_of_arm.seconds_per_step * 1000:,.1f}", f"{low} to {high}"]
+        cells += [f"{speed:,.0f}", f"{ratio:.2f}"]
         table.add_row(*map(Text, [arm, *cells]))
     console = Console(highlight=False)
     console.print(table)
@@ -370,11 +373,25 @@ def time_study(study: StudyConfig, runs: Sequence[PlannedRun]) -> int:
     path = runs[0].folder.parent / TIMING_FILE
     with run_folder.explaining(f"'{path}' cannot be written"):
         write_whole(path, json.dumps(timing_file(times), indent=2) + "\n")
-    console.print(Text(f"speed: tokens/s over those of '{name}'; medians, in {path}"))
+    console.print(
+        Text(
+            "ms/step: median of rounds in turns, and between what half of them lie; speed: tokens/s over "
+            f"those of '{name}'; in {path}"
+        )
+    )
     return 0
 
 
 # -- training
+
+
+def share_plotly(folder: Path) -> None:
+    """Put plotly's script beside the runs, which each of them would put into its page."""
+    if find_spec("plotly"):
+        from moe_ffn.report.plots import share_script
+
+        with run_folder.explaining(f"'{folder}' cannot be written"):
+            share_script(folder)
 
 
 def train(sweep: Sweep) -> int:

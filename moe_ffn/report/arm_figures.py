@@ -47,6 +47,9 @@ WHOLE = 0.25
 MAX_LABELS = 16
 """More arms than this are named in the legend of the frontier alone."""
 
+_LEAST_SPAN = 0.1
+"""Of an axis of costs, as a share of the largest."""
+
 _LOSS_AXIS: Mapping[str, Any] = {"title": axis_title("loss (nats per token)"), "automargin": True}
 _AT = "%{y:.4f} at %{x:,.4~s}"
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
@@ -289,7 +292,8 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
             )
         )
     is_wide = min(known) > 0 and max(known) / min(known) > 4
-    span = max(known) - min(known) or max(known)
+    # Costs that are nearly equal are drawn near one another.
+    span = max(max(known) - min(known), _LEAST_SPAN * max(known))
     x_axis: dict[str, Any] = {
         "title": axis_title(f"{cost} of training" if cost != "parameters" else cost),
         "exponentformat": "SI",
@@ -299,11 +303,12 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         low, high = math.log10(min(known)), math.log10(max(known))
         x_axis |= {"type": "log", "range": [low - 0.05 * (high - low), high + 0.25 * (high - low)]}
     else:
-        x_axis["range"] = [min(known) - 0.08 * span, max(known) + 0.3 * span]
+        middle = (min(known) + max(known)) / 2
+        x_axis["range"] = [middle - 0.58 * span, middle + 0.8 * span]
     layout = _layout(x_axis, _LOSS_AXIS)
     over = {arm.interval_over for arm in comparison.arms if arm.interval is not None}
     note = f"Bars are 95% intervals over {' or '.join(sorted(over))}." if over else ""
-    note += " On the dotted line no other arm has both a lower loss and a lower cost."
+    note += " On the dotted line no other arm has a lower loss at no more cost."
     return figure(traces, layout, "Final loss against cost", note.strip())
 
 

@@ -13,6 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from moe_ffn.errors import printable
+from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.report.html import NONE, compact, number
 from moe_ffn.report.markdown import markdown_table, plain
 from moe_ffn.studies.comparison import COSTS, Arm, Comparison, p_text
@@ -36,7 +37,7 @@ class Table:
 def tables(comparison: Comparison) -> list[Table]:
     """What there is to show of the compared runs, the most important first."""
     arms = comparison.arms
-    found = [_losses(comparison), _costs(arms)]
+    found = [_losses(comparison), _costs(comparison)]
     if any(arm.mean("max_violation") is not None or arm.alarms for arm in arms):
         found.append(_routing(arms))
     if len(arms) > 1:
@@ -60,10 +61,11 @@ def _losses(comparison: Comparison) -> Table:
         else "loss: final validation loss, nats per token"
     )
     if len(comparison.arms) > 1:
-        headers += ["difference", "p"]
+        headers += ["difference", "p", "detectable"]
         legend += (
             f"; difference: from {comparison.baseline}, paired, ± its 95 % interval; p: two-sided, "
-            "paired t, after Holm's correction"
+            "paired t, after Holm's correction; detectable: a true difference that these seeds find four "
+            "times in five"
         )
     rows = []
     for arm in comparison.arms:
@@ -78,6 +80,7 @@ def _losses(comparison: Comparison) -> Table:
             row += [
                 _with_margin(found.interval.value, found.interval, "+.4f") if found else NONE,
                 p_text(found.p_value) if found else NONE,
+                number(found.detectable) if found else NONE,
             ]
         rows.append(row)
     return Table("Loss", headers, rows, legend)
@@ -89,14 +92,15 @@ def _with_margin(value: float, interval: Interval | None, form: str = ".4f") -> 
     return f"{value:{form}} ±{(interval.high - interval.low) / 2:.4f}"
 
 
-def _costs(arms: Sequence[Arm]) -> Table:
+def _costs(comparison: Comparison) -> Table:
+    arms = comparison.arms
     rows = [
         [
             arm.name,
             compact(arm.budget.model.params),
             compact(arm.budget.model.active_params),
             compact(arm.budget.model.flops_per_token),
-            number(arm.tokens_per_second, ",.0f"),
+            _speed(arm, comparison.base_of(arm)),
             _megabytes(arm.mean("peak_memory_bytes")),
         ]
         for arm in arms
@@ -110,9 +114,15 @@ def _costs(arms: Sequence[Arm]) -> Table:
         "Cost",
         ["arm", "params", "active", "FLOPs", "tokens/s", "memory"],
         rows,
-        f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}; memory: the "
-        "peak of the process, on a GPU of its tensors",
+        f"active: parameters that a token uses; FLOPs: forward, per token; tokens/s: {speed}, in brackets "
+        f"over those of {comparison.baseline}; memory: the peak of the process, on a GPU of its tensors",
     )
+
+
+def _speed(arm: Arm, base: Arm) -> str:
+    ours, theirs = arm.tokens_per_second, base.tokens_per_second
+    share = f" ({ours / theirs:.2f})" if ours and theirs and arm is not base else ""
+    return f"{number(ours, ',.0f')}{share}"
 
 
 def _megabytes(count: float | None) -> str:
@@ -144,9 +154,9 @@ def _reached(comparison: Comparison) -> Table:
     rows = [
         [
             arm.name,
-            *_share(arm, base, "steps", lambda value: f"{value:,.0f}"),
+            *_share(arm, base, "steps", "{:,.0f}".format, _margin(arm)),
             *_share(arm, base, "flops", compact),
-            *_share(arm, base, "seconds", lambda value: f"{value:,.0f}"),
+            *_share(arm, base, "seconds", "{:,.0f}".format),
             " ".join(kind for kind, is_on in arm.on_frontier.items() if is_on) or NONE,
         ]
         for arm in comparison.arms
@@ -156,13 +166,21 @@ def _reached(comparison: Comparison) -> Table:
         f"To the final loss of {comparison.baseline}",
         ["arm", "steps", "FLOPs", "seconds", "frontier of"],
         rows,
-        f"in brackets over what {comparison.baseline} takes for all; FLOPs: forward and backward; "
-        "seconds: of those steps at the median step; frontier: no other arm has both a lower loss and less "
-        "of that cost",
+        f"in brackets over what {comparison.baseline} takes for all; steps: ± the 95 % interval of their "
+        "mean over seeds; FLOPs: forward and backward; seconds: of those steps at the median step; frontier: "
+        f"no other arm has a lower loss at no more of that cost, up to {MAX_MISMATCH:.0%}",
     )
 
 
-def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> list[str]:
+def _margin(arm: Arm) -> str:
+    """` ±12`: of the steps in which it came there."""
+    interval = arm.reached and arm.reached.interval
+    return f" ±{(interval.high - interval.low) / 2:,.0f}" if interval and arm.base else ""
+
+
+def _share(
+    arm: Arm, base: Arm, key: str, text: Callable[[Any], str], margin: str = ""
+) -> list[str]:
     reached, whole = arm.reached, base.reached
     if reached is None:
         return [NONE]
@@ -177,7 +195,8 @@ def _share(arm: Arm, base: Arm, key: str, text: Callable[[Any], str]) -> list[st
     }[key]
     if value is None or whole is None:
         return [NONE]
-    return [f"{text(value)} ({value / all_of_it:.2f})" if all_of_it else text(value)]
+    share = f" ({value / all_of_it:.2f})" if all_of_it else ""
+    return [f"{text(value)}{margin}{share}"]
 
 
 def tuning_tables(comparison: Comparison) -> Iterator[Table]:

@@ -122,12 +122,7 @@ def against(lines: Sequence[Line], x_label: str, y_label: str = LOSS) -> str:
     figure, (axes,) = _figure(1, 3.6)
     for line in lines:
         _points(axes, line)
-    axes.set_xscale("log", base=2)
-    x = sorted({value for line in lines for value in line.points})
-    if len(x) <= 8 and min(b / a for a, b in pairwise([*x, 2 * x[-1]])) > 1.1:
-        axes.set_xticks(x)  # the sizes that were tried
-    axes.xaxis.set_major_formatter(_count)
-    axes.minorticks_off()
+    _scale_sizes(axes, lines)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _legend(figure, axes)
@@ -140,7 +135,7 @@ def panels(groups: Mapping[str, Sequence[Line]], x_label: str) -> str:
     for axes, (title, lines) in zip(found, groups.items(), strict=True):
         for line in lines:
             _points(axes, line)
-        axes.set_xscale("log")
+        _scale_sizes(axes, lines)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(x_label)
         axes.legend(fontsize=7, frameon=False)
@@ -184,6 +179,16 @@ def memory_and_balance(
         found[1].set_ylabel("time of a step over that in balance")
         found[1].legend(fontsize=7, frameon=False)
     return _svg(figure)
+
+
+def _scale_sizes(axes: Any, lines: Sequence[Line]) -> None:
+    """A logarithmic axis with the sizes that were tried, where they are few."""
+    axes.set_xscale("log", base=2)
+    x = sorted({value for line in lines for value in line.points})
+    if len(x) <= 8 and min(b / a for a, b in pairwise([*x, 2 * x[-1]])) > 1.1:
+        axes.set_xticks(x)
+    axes.xaxis.set_major_formatter(_count)
+    axes.minorticks_off()
 
 
 def _points(axes: Any, line: Line) -> None:

@@ -40,6 +40,12 @@ SUMMARY_FILE = "README.md"
 """The table of all studies, beside their pages."""
 
 
+_CENTRED = (
+    "Final losses are taken here less what their seed does to all arms alike, which moves no minimum and no "
+    "slope: they lie nearer together than those that were measured, and so do the points of a figure."
+)
+
+
 @dataclass
 class StudyPage:
     """The files of a study's page."""
@@ -110,7 +116,7 @@ def study_page(
         "Result": _result(page, study, comparison),
         "Tuning": _tuning(page, comparison),
         **{
-            title: show(page.image, study, fitted)
+            title: show(page.image, study, fitted) + ("" if fitted is arms else f"\n\n{_CENTRED}")
             for title, show in map(FITS.__getitem__, study.fit)
         },
         "What would change our mind": study.would_change_our_mind.strip(),

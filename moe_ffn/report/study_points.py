@@ -70,14 +70,14 @@ def size_of(run: RunResult, axis: str) -> float:
     return float(number) if number is not None and number > 0 else math.nan
 
 
-def without_seeds(arms: Sequence[Arm]) -> list[Arm]:
+def without_seeds(arms: Sequence[Arm]) -> Sequence[Arm]:
     """The arms with losses less what their seed does to all alike, which moves no minimum and no slope.
 
-    As they are where not all arms have the same seeds, or there is one arm.
+    `arms` itself where not all have the same seeds, or there is one.
     """
     seeds = arms[0].seeds
     if len(arms) == 1 or any(arm.seeds != seeds for arm in arms):
-        return list(arms)
+        return arms
     means = {seed: fmean(arm.losses[seed] for arm in arms) for seed in seeds}
     whole = fmean(means.values())
     # The means that are taken off took their share of the scatter, of A arms 1 / A of the variance.

@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import fmean, stdev
 
 from moe_ffn.errors import ConfigError, nearest_or_all, show
+from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.differences import require_comparable, require_same_options, what_differs
 from moe_ffn.studies.result import RunResult, first_at
@@ -31,6 +32,8 @@ class Reached:
     """Seeds in which it did; the rest of the fields are None where that is not all of them."""
     num_seeds: int
     steps: float | None = None
+    interval: Interval | None = None
+    """Of those steps, over seeds; None of one."""
     flops: float | None = None
     seconds: float | None = None
 
@@ -368,7 +371,7 @@ def _verdict(arm: Arm, base: Arm) -> str:
     seen = f"{found.num_pairs} seeds, p {p_text(found.p_value)}"
     if found.is_claimed:
         return f"{arm.name} is {better} than {baseline} {size} ({seen})."
-    small = f"differences below {found.detectable:.4f} are too small for these seeds"
+    small = f"a true difference of {found.detectable:.4f} would be found four times in five"
     if not low <= 0 <= high:  # its own interval would claim it, all of them together do not
         return (
             f"{arm.name} may be {better} than {baseline}, {signed} ({seen} after Holm's correction); "
@@ -411,6 +414,7 @@ def _reached(arm: Arm, base: Arm) -> Reached:
         len(steps),
         len(found),
         steps=mean,
+        interval=mean_interval(steps),
         flops=mean / arm.steps * arm.training_flops if arm.steps else None,
         seconds=None if arm.step_seconds is None else mean * arm.step_seconds,
     )
@@ -427,6 +431,7 @@ def first_step_at(result: RunResult, loss: float) -> float | None:
 
 
 def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
+    """Costs as near as `MAX_MISMATCH` are one: so far apart are widths that were solved to cost the same."""
     cost = COSTS[kind](arm)
     if cost is None:
         return False
@@ -434,8 +439,9 @@ def _is_on_frontier(arm: Arm, arms: Sequence[Arm], kind: str) -> bool:
         theirs = COSTS[kind](other)
         if theirs is None or other is arm or other.task != arm.task:
             continue
-        is_beaten = other.loss <= arm.loss and theirs <= cost
-        if is_beaten and (other.loss < arm.loss or theirs < cost):
+        is_cheaper = theirs < cost / (1 + MAX_MISMATCH)
+        is_no_dearer = theirs <= cost * (1 + MAX_MISMATCH)
+        if (other.loss < arm.loss and is_no_dearer) or (other.loss == arm.loss and is_cheaper):
             return False
     return True
 

@@ -107,9 +107,10 @@ class IsoFlop:
     def limits(self) -> str:
         """What the fit may not be used for, as one sentence."""
         low, high = min(self.parabolas, default=0), max(self.parabolas, default=0)
+        budgets = f"outside of {low:.3g} to {high:.3g}" if low < high else f"other than {low:.3g}"
         text = (
-            f"Not for budgets outside of {low:.3g} to {high:.3g} FLOPs, nor for other data, tokenizers or "
-            "schedules; a parabola is an approximation near its minimum"
+            f"Not for budgets {budgets} FLOPs, nor for other data, tokenizers or schedules; a parabola is an "
+            "approximation near its minimum"
         )
         if self.exponent is None:
             text += "; with fewer than two minima there is no power law"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_ffn.errors import ConfigError, install, show
+from moe_ffn.ffn.match import MAX_MISMATCH
 from moe_ffn.studies.statistics import (
     Array,
     Interval,
@@ -297,7 +298,8 @@ def fit(
     for name in settings.exchangeable(estimate, x):
         intervals[name] = Interval(intervals[name].value, -math.inf, math.inf)
     sizes = np.sum([x[name] for name in law.size], axis=0)
-    largest = sizes >= sizes.max() - 1e-9
+    # Widths that were solved to cost the same are of one size.
+    largest = sizes >= sizes.max() - math.log1p(MAX_MISMATCH)
     held_out_error = None
     kept = {name: values[~largest] for name, values in x.items()}
     try:

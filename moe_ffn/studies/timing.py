@@ -131,6 +131,8 @@ class StepTime:
     tokens_per_second: float
     num_steps: int
     """Steps that were timed."""
+    quartiles: tuple[float, float]
+    """Of the rounds' seconds of a step: half of them lie between."""
 
 
 class _Arm:
@@ -152,7 +154,7 @@ _MAX_CALLS = 20
 
 def time_arms(
     runs: Iterable[PlannedRun],
-    rounds: int = 9,
+    rounds: int = 15,
     on_round: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = timer,
 ) -> dict[str, StepTime]:
@@ -214,7 +216,8 @@ def _training(config: TrainConfig, data: PreparedData) -> Training:
 def _step_time(config: TrainConfig, calls: int, seconds: Sequence[float]) -> StepTime:
     median = statistics.median(seconds)
     tokens = config.data.batch_size * config.data.seq_len * config.trainer.accumulate_grad_batches
-    return StepTime(median, tokens / median, calls * len(seconds))
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return StepTime(median, tokens / median, calls * len(seconds), (low, high))
 
 
 def timing_file(times: dict[str, StepTime]) -> dict[str, Any]:

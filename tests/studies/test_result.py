@@ -16,8 +16,9 @@ from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.comparison import Comparison
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import ROW_KEYS, RunResult, interpolate, thinned
+from moe_ffn.training.monitoring.json_lines import STEP_SECONDS
 from tests.helpers.arms import change, write_arm
-from tests.helpers.synthetic_run import raise_alarms, write_run
+from tests.helpers.synthetic_run import raise_alarms, write_metrics, write_run
 from tests.helpers.tiny_runs import finished_copy
 
 
@@ -63,6 +64,25 @@ def test_a_trained_run_says_everything(folder: Path, result: RunResult) -> None:
     assert all(len(sha or "") == 64 for sha in result.fingerprints.values())
     assert "run" not in result.config, "places are of one machine"
     assert "cache_dir" not in result.config["data"]
+
+
+def test_a_step_takes_the_median_of_its_rows_and_inner_layers_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", layers=2, experts=4, rows=11)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = iter([5, 1, 9, 2, 3, 7, 4, 8, 6, 10, 11])
+    rows = [r | {STEP_SECONDS: next(seconds)} if "train/loss" in r else r for r in rows]
+    write_metrics(folder / "metrics.jsonl", rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    routing = summary["routing"]
+    for number, name in enumerate(("layer_00", "layer_01")):
+        routing[name]["max_violation"] = 1.0 + number
+    routing["layer_01/inner"] = routing["layer_01"] | {"max_violation": 100.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+    outcome = RunResult.of_run(read_run(folder)).outcome
+
+    assert outcome.step_seconds == 6
+    assert outcome.max_violation == 1.5
 
 
 def test_its_curves_have_steps_tokens_and_seconds(folder: Path, result: RunResult) -> None:
