@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -77,6 +78,12 @@ def read_bytes(path: Path) -> bytes:
     """The content of a regular file; see `open_file`."""
     with open_file(path) as file:
         return file.read()
+
+
+def sha256_of(path: Path) -> str:
+    """Of the content of a regular file, in hexadecimal; see `open_file`."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore
 
 
 def read_text(path: Path, errors: str = "strict") -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_ffn.errors import ConfigError, reason
-from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, require_folder
+from moe_ffn.files import UNFINISHED, kind_of, open_file, read_object, require_folder, sha256_of
 
 _META = "meta.json"
 _DIGEST = "sha256"
@@ -70,7 +70,7 @@ def seal(folder: Path, meta: dict[str, Any]) -> None:
     paths = list(folder.iterdir())
     values = {
         **meta,
-        "files": {path.name: _sha256(path) for path in paths},
+        "files": {path.name: sha256_of(path) for path in paths},
         _SIZES: {path.name: path.stat().st_size for path in paths},
     }
     for path in paths:
@@ -93,7 +93,7 @@ def read_meta(folder: Path, only: str | None = None) -> dict[str, Any] | None:
         digests = meta["files"] if only is None else {only: meta["files"][only]}
         sizes = meta.get(_SIZES, {})
         intact = all(
-            _is_as_sealed(folder / name, sizes.get(name)) or _sha256(folder / name) == digest
+            _is_as_sealed(folder / name, sizes.get(name)) or sha256_of(folder / name) == digest
             for name, digest in digests.items()
         )
     except (OSError, KeyError):
@@ -131,11 +131,6 @@ def _publish(built: Path, folder: Path) -> None:
 
 def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with open_file(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore
 
 
 def _is_as_sealed(path: Path, size: int | None) -> bool:

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import divided_like, whole
+from moe_ffn.parallel.sharding import divided_like
 
 DIVIDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 """The precisions in which a divided model is trained."""
 
 
 class DividedStrategy(ModelParallelStrategy):
-    """Divides the model as a layout says; its checkpoints are those of a run of one process.
+    """Divides the model as a layout says; each rank writes its part of a checkpoint.
 
-    The first rank gathers them tensor by tensor, so that a run goes on with any number of processes.
+    They are read as those of a run of one process are, so that a run goes on with any number of processes.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -37,19 +33,10 @@ class DividedStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return self._gathered(self.lightning_module.state_dict())
+        return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._gathered(super(ModelParallelStrategy, self).optimizer_state(optimizer))
-
-    def _gathered(self, values: Any) -> Any:
-        """The same with whole tensors on the first rank, and with none on the others."""
-
-        def gather(part: DTensor) -> Tensor:
-            tensor = whole(part)
-            return tensor.cpu() if self.is_global_zero else torch.empty(0)
-
-        return tree_map_only(DTensor, gather, values)
+        return super(ModelParallelStrategy, self).optimizer_state(optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -70,7 +57,7 @@ class DividedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        super(ModelParallelStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -2,7 +2,8 @@
 
 The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the optimizer
 step and the SHA-256 of all that stands before, so that one rename puts everything in its place, the step is
-known without reading the weights, and `torch.load` and `unzip` read it still.
+known without reading the weights, and `torch.load` and `unzip` read it still. Tensors that are divided over
+ranks are in a folder beside it; see `checkpoint_shards`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ import re
 import struct
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import reason
 from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
+from moe_ffn.training.recovery.checkpoint_shards import (
+    SHARDS,
+    CheckpointError,
+    is_divided,
+    read_shards,
+    remove_unused,
+    verify_shards,
+    write_shards,
+)
 
 IDENTITY = "identity"
 """The key of what a run has to agree with to go on from a checkpoint."""
@@ -34,21 +46,25 @@ _ARCHIVE = b"PK\3\4"
 
 _STEP = re.compile(rb"step:( *[0-9]+)(?<=step:.{10}) ")
 _STEP_BYTES = len(b"step:0123456789 ")
+_SHARDS = re.compile(rb"shards:([0-9a-f]{16}\.shards) ")
+_SHARDS_BYTES = len(b"shards:0123456789abcdef.shards ")
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
 
 
-class CheckpointError(Exception):
-    """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
-
-
 def write_checkpoint(values: dict[str, Any], path: Path) -> None:
     """Put `values` in the place of `path`, and return when they are on the disk.
+
+    Where they hold tensors that are divided over ranks, every rank has to call this.
 
     Raises:
         OSError: they cannot be written; `path` is what it was before.
     """
+    if is_divided(values):
+        values = write_shards(values, path.parent)
+        if dist.get_rank() != 0:
+            return
     make_folder(path.parent)
     with replacing(path) as file:
         try:
@@ -57,7 +73,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        _seal(file, values.get("global_step"))
+        _seal(file, values.get("global_step"), values.get(SHARDS))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -75,6 +91,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 raise ValueError("no archive of torch.save")
             file.seek(0)
             values = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(values, dict) and SHARDS in values:
+            values = read_shards(values, path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot be read ({reason(error)})") from error
     except (CheckpointError, MemoryError):
@@ -92,14 +110,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Read a file against its checksum.
+    """Read a file, and its shards, against their checksums.
 
     Raises:
-        CheckpointError: it does not match.
+        CheckpointError: one does not match.
         OSError: it cannot be read.
     """
     with _open(path) as file:
         _require_seal(file)
+        if _shards_inside(file):
+            file.seek(0)
+            verify_shards(torch.load(file, map_location="cpu", weights_only=True), path.parent)
 
 
 def step_inside(path: Path) -> int | None:
@@ -116,6 +137,25 @@ def step_inside(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
+def remove_unused_shards(folder: Path) -> None:
+    """Remove the shards that no checkpoint in `folder` names, whatever that is called."""
+    with suppress(OSError):
+        files = [path for path in folder.iterdir() if kind_of(path) == "a file"]
+        used: list[str | None] = []
+        for path in files:
+            with _open(path) as file:
+                used.append(_shards_inside(file))
+        remove_unused(folder, used)
+
+
+def _shards_inside(file: BinaryIO) -> str | None:
+    """The name of the folder with the shards of a checkpoint; None where it has none."""
+    size = file.seek(0, 2)
+    file.seek(max(size - _SHARDS_BYTES - _STEP_BYTES - _SEAL_BYTES, 0))
+    found = _SHARDS.match(file.read())
+    return found[1].decode() if found else None
+
+
 def _why(error: Exception) -> str:
     """What torch found wrong with a file, without its advice to load it all the same."""
     lines = [line.strip() for line in str(error).splitlines() if not _ADVICE.search(line)]
@@ -129,10 +169,12 @@ def _open(path: Path) -> BinaryIO:
     return open_file(path)
 
 
-def _seal(file: BinaryIO, step: Any) -> None:
-    """Write the step and the digest of all there is into the comment of the archive."""
+def _seal(file: BinaryIO, step: Any, shards: Any) -> None:
+    """Write the step, the shards and the digest of all there is into the comment of the archive."""
     has_step = type(step) is int and 0 <= step <= MAX_COUNT
     label = b"step:%10d " % step if has_step else b""
+    if shards:
+        label = b"shards:%s " % shards["folder"].encode() + label
     file.seek(-len(_NO_COMMENT), 2)
     if file.read() != _NO_COMMENT:
         raise RuntimeError("torch.save wrote an archive that does not end in an empty comment")

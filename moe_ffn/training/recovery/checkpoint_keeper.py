@@ -29,6 +29,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     likely_step,
     newest_first,
     read_checkpoint,
+    remove_unused_shards,
     step_name,
     verify,
     write_checkpoint,
@@ -128,6 +129,7 @@ class CheckpointKeeper(Callback):
             with suppress(OSError):
                 require_folder(self.folder)
                 remove_unfinished(self.folder)
+                remove_unused_shards(self.folder)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -168,6 +170,7 @@ class CheckpointKeeper(Callback):
         if trainer.is_global_zero:
             self.on_saved(step)
             self._remove_old(step)
+            remove_unused_shards(self.folder)
         return True
 
     def state_dict(self) -> dict[str, Any]:

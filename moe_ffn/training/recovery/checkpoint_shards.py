@@ -1,0 +1,203 @@
+"""Tensors of a checkpoint that are divided over ranks: in a folder beside its file, which names it.
+
+Every rank writes its own parts, as safetensors, and none gathers them. The file of the checkpoint is written
+after them and holds their SHA-256: a folder that no file names is nothing, and is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+
+from moe_ffn.files import kind_of, make_folder, sha256_of, sync_folder
+
+SHARDS = "shards"
+"""The key of the folder and the digests of its files, in the values of a checkpoint."""
+
+_FOLDER = re.compile(r"[0-9a-f]{16}\.shards")
+_FILE = re.compile(r"shard-[0-9]{5}-model-00001-of-00001\.safetensors")
+
+
+class CheckpointError(Exception):
+    """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
+
+
+def is_divided(values: Any) -> bool:
+    """Whether some tensor in `values` is on several ranks."""
+    return any(isinstance(value, DTensor) for _, value in tree_flatten_with_path(values)[0])
+
+
+def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
+    """Write the parts of this rank into a folder in `parent`, together with all other ranks.
+
+    Args:
+        parent: that of the first rank counts, which alone knows the folder of the run.
+
+    Returns:
+        `values` with shapes in place of the tensors that were written, and `SHARDS`.
+
+    Raises:
+        OSError: on every rank, where one could not write, or wrote on another disk.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    is_first = dist.get_rank() == 0
+    folder = _of_first(parent.absolute() / f"{secrets.token_hex(8)}.shards")
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[Any, Tensor] = {}
+    for path, value in tree_flatten_with_path(values)[0]:
+        if isinstance(value, DTensor) and _memory(value) not in shapes:
+            # One object for a tensor that has several names, which `torch.save` keeps as one.
+            shapes[_memory(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            tensors[_name(path)] = value
+    mine: dict[str, str] | OSError
+    try:
+        make_folder(folder)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(tensors, storage_writer=writer)
+        own = f"shard-{dist.get_rank() + 1:05d}-"
+        mine = {p.name: sha256_of(p) for p in folder.iterdir() if p.name.startswith(own)}
+    except OSError as error:
+        mine = error
+    except CheckpointException as error:
+        mine = _disk_error(error)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    problems = [found for found in of_ranks if isinstance(found, OSError)]
+    digests = {} if problems else {k: v for found in of_ranks for k, v in found.items()}
+    if not problems and not _of_first(all((folder / name).exists() for name in digests)):
+        problems = [OSError(errno.ENOENT, "a rank wrote on a disk of its own", str(folder))]
+    if problems:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise problems[0]
+    if is_first:
+        sync_folder(folder)
+        sync_folder(parent)
+    described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
+    return {**described, SHARDS: {"folder": folder.name, "sha256": digests}}
+
+
+def _of_first(value: Any) -> Any:
+    """What the first rank gave."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _disk_error(error: Any) -> OSError:
+    """The error of a disk behind one of torch's; any other is raised again."""
+    for failure, _ in error.failures.values():
+        if isinstance(failure, OSError):
+            return failure
+    raise error
+
+
+def read_shards(values: Mapping[str, Any], parent: Path) -> dict[str, Any]:
+    """What `write_shards` was given, each tensor whole and on this rank.
+
+    Raises:
+        CheckpointError: the folder is not what was written.
+        OSError: a file cannot be read.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    folder = verify_shards(values, parent)
+    described = {k: v for k, v in values.items() if k != SHARDS}
+    reader = HuggingFaceStorageReader(str(folder))
+    written = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {}
+    whole: dict[int, Tensor] = {}
+    for path, value in tree_flatten_with_path(described)[0]:
+        if isinstance(value, Tensor) and value.is_meta and id(value) not in whole:
+            name = _name(path)
+            # Before memory is taken: the sizes that a file claims cost nothing.
+            _require_parts(name, value, written.get(name))
+            whole[id(value)] = tensors[name] = torch.empty(value.shape, dtype=value.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
+    return tree_map_only(Tensor, lambda value: whole.get(id(value), value), described)
+
+
+def _require_parts(name: str, shape: Tensor, written: Any) -> None:
+    """CheckpointError unless the parts in the files make a whole tensor."""
+    if written is None:
+        raise CheckpointError(f"lacks the parts of '{name}'")
+    filled = sum(math.prod(chunk.sizes) for chunk in written.chunks)
+    if (
+        written.size != shape.shape
+        or filled != shape.numel()
+        or written.properties.dtype != shape.dtype
+    ):
+        raise CheckpointError(
+            f"has parts of '{name}' that do not make a {tuple(shape.shape)} of it"
+        )
+
+
+def verify_shards(values: Mapping[str, Any], parent: Path) -> Path:
+    """The folder with the parts, each file of which matches its checksum.
+
+    Raises:
+        CheckpointError: one does not.
+        OSError: it cannot be read.
+    """
+    found = values[SHARDS]
+    name, digests = (
+        (found.get("folder"), found.get("sha256")) if isinstance(found, Mapping) else (None, None)
+    )
+    if not (isinstance(name, str) and _FOLDER.fullmatch(name) and isinstance(digests, Mapping)):
+        raise CheckpointError(f"is malformed: {SHARDS}: must name a folder and its files")
+    folder = parent / name
+    if (kind := kind_of(folder)) != "a folder":
+        raise CheckpointError(f"lacks its tensors: '{name}' is {kind or 'missing'}")
+    there = sorted(path.name for path in folder.iterdir())
+    if there != sorted(digests) or not all(map(_FILE.fullmatch, there)):
+        raise CheckpointError(f"has other files in '{name}' than were written")
+    for file, digest in digests.items():
+        if (kind := kind_of(folder / file)) != "a file":
+            raise CheckpointError(f"has no file '{name}/{file}', but {kind}")
+        if sha256_of(folder / file) != digest:
+            raise CheckpointError(f"does not match the checksum of '{name}/{file}': it was damaged")
+    return folder
+
+
+def remove_unused(folder: Path, used: Iterable[str | None]) -> None:
+    """Remove the folders of shards in `folder` but for those that are `used`, and nothing else in them."""
+    kept = set(used)
+    with suppress(OSError):
+        for place in folder.iterdir():
+            is_shards = _FOLDER.fullmatch(place.name) and kind_of(place) == "a folder"
+            if is_shards and place.name not in kept:
+                for file in place.iterdir():
+                    if _FILE.fullmatch(file.name) or file.name.endswith(".tmp"):
+                        file.unlink()
+                place.rmdir()
+
+
+def _memory(tensor: DTensor) -> tuple[Any, ...]:
+    """Where the part on this rank lies: equal for names of one tensor."""
+    local = tensor.to_local()
+    return local.untyped_storage()._cdata, local.storage_offset(), local.shape, tensor.shape
+
+
+def _name(path: Any) -> str:
+    """`state_dict.decoder.norm.weight` of a path through nested values."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)

@@ -1,0 +1,253 @@
+"""A checkpoint of ranks that share a model: written by each, read whole by any, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import parallelize, whole
+from moe_ffn.training.recovery import checkpoint_shards
+from moe_ffn.training.recovery.checkpoint_file import (
+    CheckpointError,
+    _seal,
+    read_checkpoint,
+    remove_unused_shards,
+    step_inside,
+    verify,
+    write_checkpoint,
+)
+from tests.helpers.ranks import on_ranks
+
+MODEL = DecoderConfig.model_validate(
+    {
+        "d_model": 16,
+        "num_layers": 2,
+        "attention": {"num_heads": 2},
+        "ffn": {"type": "moe", "num_experts": 4, "router": {"type": "top_k", "k": 2}},
+    }
+)
+
+
+def write_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
+    """Write a model and AdamW's moments after a step; returns the weights, whole."""
+    torch.manual_seed(0)
+    decoder = MODEL.build(vocab_size=33, max_seq_len=8)
+    parallelize(decoder, layout, "cpu")
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.1)
+    ids_BS = torch.arange(16).view(2, 8)
+    decoder(ids_BS).logits.square().mean().backward()
+    optimizer.step()
+    values = {
+        "state_dict": decoder.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "global_step": 1,
+        "note": {"path": [1, 2.5, None]},
+    }
+    write_checkpoint(values, path)
+    parameters = dict(decoder.named_parameters())
+    moments = {
+        f"{name} moment": whole(optimizer.state[parameter]["exp_avg"])
+        for name, parameter in parameters.items()
+    }
+    return {name: whole(p.detach()) for name, p in parameters.items()} | moments
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A good checkpoint of two ranks."""
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    on_ranks(2, tmp_path / "ranks", write_on_a_rank, Layout(shard=2), path)
+    return path
+
+
+def shards_of(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("*.shards/*.safetensors"))
+
+
+def numbers_in(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(shard=2), Layout(expert=2), Layout(data=2, expert=2), Layout(shard=2, expert=2)],
+    ids=str,
+)
+def test_what_ranks_wrote_is_read_whole(layout: Layout, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    expected, *_ = on_ranks(layout.num_ranks, tmp_path / "ranks", write_on_a_rank, layout, path)
+
+    verify(path)
+    values = read_checkpoint(path)
+
+    assert (step_inside(path), values["note"]) == (1, {"path": [1, 2.5, None]})
+    assert values.keys() == {"state_dict", "optimizer_states", "global_step", "note"}
+    (optimizer,) = values["optimizer_states"]
+    found = dict(values["state_dict"])
+    for number, name in enumerate(list(expected)[: len(expected) // 2]):
+        moments = optimizer["state"][number]
+        assert moments["step"] == 1
+        found[f"{name} moment"] = moments["exp_avg"]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    # Every rank that has another part wrote it, and each number is there once: weights, two moments.
+    written = [numbers_in(shard) for shard in shards_of(path)]
+    assert len(written) == layout.num_ranks
+    assert sum(written) == 3 * sum(v.numel() for k, v in expected.items() if " " not in k)
+    assert max(written) < 0.6 * sum(written)
+
+
+def write_sealed(values: dict[str, Any], path: Path) -> None:
+    """As anybody could who knows how checkpoints are sealed."""
+    torch.save(values, path)
+    with path.open("r+b") as file:
+        _seal(file, 1, None)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def to_link(path: Path) -> None:
+    folder, there = path.parent, path.parent.with_name("elsewhere")
+    folder.rename(there)
+    folder.symlink_to(there)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit": (flip, "does not match the checksum of "),
+    "an empty file": (lambda p: p.write_bytes(b""), "does not match the checksum of "),
+    "a missing file": (lambda p: p.unlink(), "has other files in "),
+    "a file more": (
+        lambda p: p.with_name("shard-00009.safetensors").touch(),
+        "has other files in ",
+    ),
+    "a missing folder": (lambda p: p.parent.rename(p.parent.with_suffix(".gone")), "is missing"),
+    "a link to a folder": (to_link, "is a symbolic link"),
+    "a link to a file": (
+        lambda p: (p.rename(p.parents[2] / "kept"), p.symlink_to(p.parents[2] / "kept")),
+        "but a symbolic link",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES)
+def test_what_was_damaged_is_not_read(
+    damage: Callable[[Path], Any], problem: str, path: Path
+) -> None:
+    damage(shards_of(path)[0])
+    for read in (read_checkpoint, verify):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shards", "problem"),
+    [
+        ("a", "is malformed: shards: must name a folder and its files"),
+        ({"folder": "..", "sha256": {}}, "is malformed: shards"),
+        ({"folder": "0" * 16 + ".shards", "sha256": {}}, "lacks its tensors"),
+    ],
+)
+def test_a_folder_outside_is_not_looked_at(shards: Any, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "step_00000001.ckpt"
+    write_sealed({"global_step": 1, "shards": shards}, path)
+    with pytest.raises(CheckpointError, match=problem):
+        read_checkpoint(path)
+
+
+def test_shapes_that_the_parts_do_not_fill_take_no_memory(path: Path) -> None:
+    """Of a file that was sealed again by somebody."""
+    with path.open("rb") as file:
+        values = torch.load(file, weights_only=True)
+    name, large = "decoder.weight", torch.empty(2**40, 2**20, device="meta")
+    write_sealed({**values, "state_dict": {name: large}}, path)
+    with pytest.raises(CheckpointError, match=f"lacks the parts of 'state_dict.{name}'"):
+        read_checkpoint(path)
+    name = next(key for key in values["state_dict"] if "embedding" in key)
+    write_sealed({**values, "state_dict": {name: large}}, path)
+    with pytest.raises(CheckpointError, match=f"has parts of 'state_dict.{name}' that do not make"):
+        read_checkpoint(path)
+
+
+def test_only_shards_that_no_checkpoint_names_are_removed(path: Path) -> None:
+    folder = path.parent
+    unused, other = folder / ("f" * 16 + ".shards"), folder / ("e" * 16 + ".shards")
+    for place, file in ((unused, "shard-00001-model-00001-of-00001.safetensors"), (other, "mine")):
+        place.mkdir()
+        (place / file).touch()
+    path.rename(folder / "step_00000001.ckpt.passed-over")
+
+    remove_unused_shards(folder)
+
+    assert not unused.exists()
+    assert (other / "mine").exists()
+    read_checkpoint(folder / "step_00000001.ckpt.passed-over")
+
+
+def write_on_its_own_disk(rank: int, path: Path) -> str:
+    digest = checkpoint_shards.sha256_of
+
+    def gone(file: Path) -> str:
+        found = digest(file)
+        if rank == 1:  # then the first rank does not see it
+            file.unlink()
+        return found
+
+    checkpoint_shards.sha256_of = gone
+    try:
+        write_on_a_rank(rank, Layout(shard=2), path)
+    except OSError as error:
+        return str(error.strerror)
+    finally:
+        checkpoint_shards.sha256_of = digest
+    return "nothing"
+
+
+def test_where_one_rank_writes_elsewhere_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    said = on_ranks(2, tmp_path / "ranks", write_on_its_own_disk, path)
+    assert said == ["a rank wrote on a disk of its own"] * 2
+    assert list(path.parent.iterdir()) == []
+
+
+def fail_on_a_rank(rank: int, path: Path) -> str:
+    writer: Any = HuggingFaceStorageWriter
+    write = writer.write_data
+
+    def write_data(*args: Any) -> Any:
+        if rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    writer.write_data = write_data
+    try:
+        write_on_a_rank(rank, Layout(shard=2), path)
+    except OSError as error:
+        return str(error.strerror)
+    finally:
+        writer.write_data = write
+    return "nothing"
+
+
+def test_where_one_rank_cannot_write_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, path)
+    assert said == ["No space left on device"] * 2
+    assert list(path.parent.iterdir()) == []
