@@ -9,7 +9,7 @@ import hashlib
 import io
 import keyword
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -92,16 +92,26 @@ class Text:
     def token(self, token_id: int) -> str:
         return visible(self.tokenizer.token_bytes[token_id])
 
-    def context(self, place: int, before: int = 24, after: int = 8) -> tuple[str, str, str]:
-        """The tokens before one, itself, and those behind it, as far as its window goes."""
+    def context(self, place: int, before: int = 36, after: int = 12) -> tuple[str, str, str]:
+        """The tokens before one, itself, and those behind it, as far as its window goes.
+
+        Args:
+            before, after: the most characters that are shown of those.
+        """
         start = place - place % self.seq_len
-        parts = (
-            range(max(start, place - before), place),
-            range(place, place + 1),
-            range(place + 1, min(start + self.seq_len, place + 1 + after)),
-        )
-        left, here, right = ("".join(self._shown(p) for p in part) for part in parts)
-        return left.replace("␣", " "), here, right.replace("␣", " ")
+        left = self._fitting(range(place - 1, start - 1, -1), before)
+        right = self._fitting(range(place + 1, start + self.seq_len), after)
+        return "".join(reversed(left)), self._shown(place), "".join(right)
+
+    def _fitting(self, places: Iterable[int], width: int) -> list[str]:
+        """The first of these tokens, as many as fit, with plain spaces."""
+        shown: list[str] = []
+        for place in places:
+            shown.append(self._shown(place).replace("␣", " "))
+            width -= len(shown[-1])
+            if width < 0:
+                return shown[:-1]
+        return shown
 
     def _shown(self, place: int) -> str:
         return self.token(int(self.ids_T[place]))
