@@ -22,7 +22,14 @@ from moe_ffn.errors import ConfigError, command, nearest_or_all
 from moe_ffn.report.html import compact
 from moe_ffn.report.study_figures import SVG_OPENING, memory_and_balance
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.runs.planner import DEVICES, EFFICIENCY, Device, Plan, RecordedLoads, plan_layouts
+from moe_ffn.runs.planner import (
+    DEVICES,
+    EFFICIENCY,
+    Device,
+    LayoutPlan,
+    RecordedLoads,
+    plan_layouts,
+)
 from moe_ffn.runs.reader import load_run
 
 MAX_RANKS = 2**16
@@ -136,13 +143,13 @@ def _given(flags: Namespace, name: str) -> Any:
     return getattr(flags, name.replace("-", "_"))
 
 
-def shown(plans: Sequence[Plan]) -> list[Plan]:
+def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     """Those that fit, and the first of the others."""
     fitting = [plan for plan in plans if plan.fits]
     return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]
 
 
-def plan_table(plans: Sequence[Plan]) -> Table:
+def plan_table(plans: Sequence[LayoutPlan]) -> Table:
     """The layouts that fit, and the first of those that do not."""
     table = Table(
         caption="GB (1e9 bytes) of a GPU at the peak of a step (whole: weights and gradients that are "
@@ -170,7 +177,7 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def verdict(plans: Sequence[Plan]) -> str:
+def verdict(plans: Sequence[LayoutPlan]) -> str:
     """Which layout is the fastest that fits, what it waits for, and how much the plain ones lack."""
     best, limit = plans[0], plans[0].device.memory_bytes
     if not best.fits:
@@ -204,7 +211,7 @@ def verdict(plans: Sequence[Plan]) -> str:
 class Balance:
     """A layout whose ranks share the experts, and how unevenly a recorded run would have used them."""
 
-    plan: Plan
+    plan: LayoutPlan
     violations: Sequence[float]
     """MaxVio of the ranks at each step that was recorded."""
 
@@ -213,13 +220,13 @@ class Balance:
         return fmean(map(self.plan.seconds_at, self.violations[steps]))
 
 
-def balances_of(plans: Sequence[Plan], recorded: RecordedLoads) -> list[Balance]:
+def balances_of(plans: Sequence[LayoutPlan], recorded: RecordedLoads) -> list[Balance]:
     """Of the fastest layout that fits for each number of ranks that share the experts.
 
     Raises:
         ConfigError: there is none, or the recorded experts cannot be divided so.
     """
-    fastest: dict[int, Plan] = {}
+    fastest: dict[int, LayoutPlan] = {}
     for plan in plans:
         if plan.fits and plan.layout.expert > 1:
             fastest.setdefault(plan.layout.expert, plan)
@@ -259,7 +266,7 @@ def balance_table(balances: Sequence[Balance], recorded: RecordedLoads) -> Table
     return table
 
 
-def _figure(plans: Sequence[Plan], balances: Sequence[Balance]) -> str:
+def _figure(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
     """Memory of the layouts by part; time of a step against balance, where ranks share experts."""
     bars = {
         " x ".join(map(str, astuple(plan.layout))): {

@@ -64,6 +64,10 @@ class ParallelConfig(Config, frozen=True):
         return layout
 
 
+SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+"""The precisions in which a divided model is trained."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Processes along each dimension of the mesh."""
@@ -77,8 +81,11 @@ class Layout:
         return math.prod(astuple(self))
 
     def divides_within(self, num_experts: int) -> bool:
-        """Whether the experts of a rank are fewer than the ranks that share them: then each is divided."""
-        return num_experts // self.expert < self.shard
+        """Whether the experts of a rank are fewer than the ranks that share them: then each is divided.
+
+        Only where experts are placed; without that FSDP divides between them, and leaves ranks without any.
+        """
+        return self.expert > 1 and num_experts // self.expert < self.shard
 
     @property
     def is_sharded(self) -> bool:

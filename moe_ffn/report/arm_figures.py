@@ -410,7 +410,7 @@ def tuning(comparison: Comparison, found: Tuning) -> go.Figure:
         traces,
         layout,
         f"Final loss by {found.option}",
-        f"{found.verdict} The large point is an arm's best.",
+        f"{found.verdict}. The large point is an arm's best.",
     )
 
 

@@ -20,7 +20,7 @@ from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes, processes_here
 from moe_ffn.errors import ConfigError, first_line
-from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts
 from moe_ffn.runs.folder import (
@@ -55,7 +55,7 @@ from moe_ffn.training.recovery.stopping import (
     StopRequest,
 )
 from moe_ffn.training.sampling import first_words
-from moe_ffn.training.strategy import DIVIDED_PRECISIONS, DividedStrategy
+from moe_ffn.training.strategy import DividedStrategy
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             f"trainer.strategy ({config.trainer.strategy}) holds the whole model on each rank, but parallel "
             "divides it; leave one of them out"
         )
-    if layout.is_sharded and precision not in DIVIDED_PRECISIONS:
+    if layout.is_sharded and precision not in SHARDED_PRECISIONS:
         raise ConfigError(
             f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one "
-            f"of {', '.join(DIVIDED_PRECISIONS)}"
+            f"of {', '.join(SHARDED_PRECISIONS)}"
         )
     return layout
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -23,7 +23,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.errors import ConfigError
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
-from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import Run
 from moe_ffn.training.objective import cross_entropy_of
@@ -184,10 +184,11 @@ def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> A
     for name, ffn in kinds.items():
         one = followed(ffn)
         of_kind[name] = followed(ffn, ffn) - one
-        outside = one - of_kind[name]
+        outside = max(outside, one - of_kind[name])
         if kept:
             whole = followed(ffn, ffn, checkpointing=False) - followed(ffn, checkpointing=False)
-            recomputed = max(recomputed, whole)
+            # Beside a block that is computed again attention has kept its own.
+            recomputed = max(recomputed, whole - of_kind[name] if kept == "ffn" else whole)
     return Activations(outside, tuple(of_kind[f.model_dump_json()] for f in ffns), recomputed)
 
 
@@ -255,7 +256,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """A run on a layout of its ranks."""
 
     layout: Layout
@@ -297,7 +298,10 @@ class Plan:
 
 
 def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
-    """Every layout of so many ranks that the model and the batch allow."""
+    """Every layout of so many ranks that the model and its precision allow."""
+    if _precision(config) not in SHARDED_PRECISIONS:
+        yield Layout(num_ranks)
+        return
     for expert in _divisors(num_ranks):
         if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
             continue
@@ -311,15 +315,14 @@ def _divisors(number: int) -> list[int]:
 
 def plan_layouts(
     config: TrainConfig, num_ranks: int, device: Device, efficiency: float = EFFICIENCY
-) -> list[Plan]:
+) -> list[LayoutPlan]:
     """A plan for every layout, the fastest that fits first, then those that do not, the smallest first.
 
     Raises:
         ConfigError: the batch cannot be divided among the ranks.
     """
     require_equal_shares(config.data.batch_size, num_ranks)
-    precision = config.trainer.precision
-    precision = "bf16-mixed" if precision == "auto" else precision
+    precision = _precision(config)
     sizes = Sizes.of(config)
     num_sequences = config.data.batch_size // num_ranks
     activations = activations_of(config, num_sequences, precision).total
@@ -332,6 +335,11 @@ def plan_layouts(
     )
 
 
+def _precision(config: TrainConfig) -> str:
+    precision = config.trainer.precision
+    return "bf16-mixed" if precision == "auto" else precision
+
+
 def _plan(
     config: TrainConfig,
     sizes: Sizes,
@@ -340,54 +348,65 @@ def _plan(
     activations: float,
     precision: str,
     efficiency: float,
-) -> Plan:
-    num_ranks = layout.num_ranks
-    item = 2 if precision == "bf16-true" else 4
-    tokens = config.data.batch_size // num_ranks * config.data.seq_len
-    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
-    state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
-    outside = item * _gathered(sizes.outside, layout)
-    layers = [item * _gathered(layer, layout) for layer in sizes.layers]
-    if layout.is_sharded:
-        # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
-        gathered = 2 * outside + 3 * max(layers)
-    else:  # the buckets in which DistributedDataParallel adds gradients up
-        gathered = local if num_ranks > 1 else 0.0
-
-    divided = item * sum(_moved_once(w, layout) for w in sizes.all)
-    again = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
-    traffic = Traffic(
-        weights=divided + again,
-        gradients=divided,
-        copies=2 * local * (1 - 1 / layout.data),
-        tokens=4 * item * _rows_sent(config, layout, tokens) * config.model.d_model,
-    )
+) -> LayoutPlan:
+    item = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
+    data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
+    tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
+    traffic = _traffic(config, sizes, layout, item, tokens)
 
     def pace(num_neighbours: int) -> float:
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
         return device.link if num_neighbours <= device.per_machine else device.network
 
     beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
-    beside += traffic.copies / pace(num_ranks)
-    vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
-    flops = tokens * config.model.flops_per_token(vocab_size, seq_len)
-    # Backward is twice forward, and once more forward where activations are not kept.
-    passes = 4 if config.model.activation_checkpointing else 3
-    routed = sum(
-        ffn.routed_flops_per_token(config.model.d_model, seq_len)
-        for ffn in config.model.layer_ffns()
-    )
-    per_flop = passes / device.flops / efficiency
-    return Plan(
+    beside += traffic.copies / pace(layout.num_ranks)
+    ffns = model.layer_ffns()
+    forward = model.flops_per_token(data.tokenizer.max_vocab_size, data.seq_len)
+    of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
+    routed = sum(ffn.routed_flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
+    # Backward is twice forward, and what is not kept is computed once more.
+    again = {"ffn": of_ffns, False: 0}.get(model.activation_checkpointing, forward)
+    per_flop = tokens / device.flops / efficiency
+    return LayoutPlan(
         layout,
         device,
-        Memory(local, local, state, gathered, activations),
+        _memory(sizes, layout, item, activations, num_batches),
         traffic,
-        compute_seconds=flops * per_flop,
-        expert_seconds=tokens * routed * per_flop,
+        compute_seconds=per_flop * (3 * forward + again),
+        expert_seconds=per_flop * (4 if again else 3) * routed,
         beside_seconds=beside / efficiency,
         between_seconds=traffic.tokens / pace(layout.expert) / efficiency,
-        tokens=tokens * num_ranks,
+        tokens=tokens * layout.num_ranks,
+    )
+
+
+def _memory(
+    sizes: Sizes, layout: Layout, item: int, activations: float, num_batches: int
+) -> Memory:
+    """Of numbers of `item` bytes."""
+    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
+    state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
+    outside = item * _gathered(sizes.outside, layout)
+    layers = [item * _gathered(layer, layout) for layer in sizes.layers]
+    if not layout.is_sharded:  # the buckets in which DistributedDataParallel adds gradients up
+        return Memory(local, local, state, local if layout.num_ranks > 1 else 0.0, activations)
+    # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
+    gathered = 2 * outside + 3 * max(layers)
+    # Of several batches they are added up whole, until the last one.
+    gradients = local if num_batches == 1 else outside + sum(layers)
+    return Memory(local, gradients, state, gathered, activations)
+
+
+def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, tokens: int) -> Traffic:
+    """Of numbers of `item` bytes, in a step of so many tokens of a rank."""
+    divided = item * sum(_moved_once(w, layout) for w in sizes.all)
+    of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
+    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
+    return Traffic(
+        weights=config.trainer.accumulate_grad_batches * (divided + of_layers),
+        gradients=divided,
+        copies=2 * local * (1 - 1 / layout.data),
+        tokens=4 * item * _rows_sent(config, layout, tokens) * config.model.d_model,
     )
 
 
@@ -427,7 +446,6 @@ class RecordedLoads:
 
     run: str
     """Its name."""
-    steps: Sequence[int]
     loads_LET: Tensor
     """Share of the pairs of each layer that each of its experts took."""
 
@@ -448,7 +466,7 @@ class RecordedLoads:
                 f"'{run.folder}' has layers with different numbers of experts or of rows; give another run"
             )
         loads_LET = torch.tensor([[list(e.values) for e in experts] for experts in layers])
-        return cls(run.name, list(layers[0][0].steps), loads_LET)
+        return cls(run.name, loads_LET)
 
     def rank_violations(self, num_ranks: int) -> list[float]:
         """MaxVio of ranks that have equally many experts each, the next ones in order: at each step.

@@ -181,7 +181,8 @@ class Tuning:
             first = f"the lowest means are at other values: {each}"
         gains = [self._gain(arm) for arm, value in best.items() if value != self.own[arm]]
         if not gains:
-            return f"{self.option}: {first}, the value of the compared runs"
+            each = "the value" if len(set(best.values())) == 1 else "each the value"
+            return f"{self.option}: {first}, {each} of the compared runs"
         return "; ".join([f"{self.option}: {first}", *gains])
 
     def _gain(self, arm: str) -> str:

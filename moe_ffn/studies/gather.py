@@ -161,6 +161,13 @@ def gather(
         more = f"; {len(others)} more cannot be compared either" if others else ""
         raise ConfigError(f"{first}{more}")
     named = _named(found)
+    times = {folder: read_timing(folder) for folder in studies}
+    # By the names that the arms have now.
+    step_seconds = {
+        now.arm: seconds
+        for (before, source), (now, _) in zip(found, named, strict=True)
+        if (seconds := times.get(source.folder, {}).get(before.arm))
+    }
     return Gathered(
         results=_each_once(named),
         left_out=left_out,
@@ -168,7 +175,7 @@ def gather(
         folders={result.name: source.path for result, source in named},
         study=_one_study([*studies.values()]),
         baselines=[*dict.fromkeys(s.baseline for s in studies.values() if s.baseline)],
-        step_seconds={k: v for folder in studies for k, v in read_timing(folder).items()},
+        step_seconds=step_seconds,
         timing_files=[path for f in studies if (path := f / TIMING_FILE).is_file()],
     )
 

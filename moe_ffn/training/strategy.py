@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import divided_like
 
-DIVIDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-"""The precisions in which a divided model is trained."""
-
 
 class DividedStrategy(ModelParallelStrategy):
     """Divides the model as a layout says; each rank writes its part of a checkpoint.

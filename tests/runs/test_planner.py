@@ -69,7 +69,10 @@ def local_numbers(rank: int, config: TrainConfig, layout: Layout) -> int:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)],
+    [
+        *(Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)),
+        Layout(shard=4),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("num_experts", [4, 2])
@@ -149,6 +152,45 @@ def test_dividing_takes_memory_off_a_rank_and_adds_traffic() -> None:
     assert plans[Layout(data=2, expert=2)].traffic.tokens == pytest.approx(sent)
 
 
+def test_batches_that_are_added_up_travel_once() -> None:
+    one, three = (
+        {
+            p.layout: p
+            for p in plan_layouts(
+                config_of(trainer={"accumulate_grad_batches": number}), 2, DEVICES["h100"]
+            )
+        }[Layout(shard=2)]
+        for number in (1, 3)
+    )
+    assert three.traffic.weights == 3 * one.traffic.weights
+    assert three.traffic.gradients == one.traffic.gradients
+    assert three.compute_seconds == pytest.approx(3 * one.compute_seconds)
+    assert three.tokens == 3 * one.tokens
+    assert three.memory.activations == one.memory.activations
+    assert three.memory.gradients == pytest.approx(2 * one.memory.gradients, rel=0.05), "whole"
+
+
+def test_what_is_computed_again_is_counted() -> None:
+    none, ffn, block = (
+        plan_layouts(config_of(model={"activation_checkpointing": kept}), 1, DEVICES["h100"])[
+            0
+        ].compute_seconds
+        for kept in (False, "ffn", "block")
+    )
+    assert block == pytest.approx(none * 4 / 3)
+    assert none < ffn < block
+
+
+def test_float64_is_twice_as_large_and_divides_no_model() -> None:
+    plans = [
+        plan_layouts(config_of(trainer={"precision": name}), 2, DEVICES["h100"])
+        for name in ("32-true", "64-true")
+    ]
+    assert [plan.layout for plan in plans[1]] == [Layout(data=2)]
+    whole = next(plan for plan in plans[0] if plan.layout == Layout(data=2))
+    assert plans[1][0].memory.weights == 2 * whole.memory.weights
+
+
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.batch_size \(4\) must be divisible by the number of ranks"
@@ -158,7 +200,7 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
 
 def recorded(*loads: list[float]) -> RecordedLoads:
     """One layer, an expert each."""
-    return RecordedLoads("a-run", range(len(loads[0])), torch.tensor([loads]))
+    return RecordedLoads("a-run", torch.tensor([loads]))
 
 
 def test_the_busiest_rank_of_each_layer_is_waited_for() -> None:
@@ -167,7 +209,7 @@ def test_the_busiest_rank_of_each_layer_is_waited_for() -> None:
     assert found.rank_violations(2) == pytest.approx([0.2, 0.0])
     assert found.rank_violations(4) == pytest.approx([1.0, 0.0])
     # A second layer, of which another rank is the busiest: neither makes up for the other.
-    turned = RecordedLoads("", (0, 1), torch.cat((found.loads_LET, found.loads_LET.flip(1))))
+    turned = RecordedLoads("", torch.cat((found.loads_LET, found.loads_LET.flip(1))))
     assert turned.rank_violations(2) == pytest.approx([0.2, 0.0])
     with pytest.raises(
         ConfigError, match="the 4 experts of 'a-run' cannot be divided evenly among 3"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from moe_ffn.errors import ConfigError
 from moe_ffn.report.comparison_tables import tables
 from moe_ffn.studies.comparison import Comparison, first_step_at
 from moe_ffn.studies.differences import block_of, what_differs
+from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
 
@@ -541,3 +543,18 @@ def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:
         f"model.ffn: dense -> {code}:Block"
     ]
     assert not (tmp_path / "was_run").exists()
+
+
+def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:
+    for number, name in enumerate(("few", "many"), 1):
+        folder = tmp_path / name
+        folder.mkdir()
+        make_result("moe", 0, options={"model.ffn.num_experts": 4 * number}).write(folder)
+        timing = {"arms": {"moe": {"seconds_per_step": 0.1 * number}}}
+        (folder / "timing.json").write_text(json.dumps(timing))
+        (folder / "study.yaml").write_text("arms: {moe: {}}\nseeds: [0]\n")
+
+    found = gather([tmp_path / "few", tmp_path / "many"])
+
+    assert found.step_seconds == {"few/moe": 0.1, "many/moe": 0.2}
+    assert [arm.step_seconds for arm in found.compare().arms] == [0.1, 0.2]

@@ -13,8 +13,8 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +26,12 @@ from moe_ffn.config import MAX_COUNT
 from moe_ffn.errors import reason
 from moe_ffn.files import kind_of, make_folder, open_file, replacing, require_folder
 from moe_ffn.training.recovery.checkpoint_shards import (
+    FOLDER,
     SHARDS,
     CheckpointError,
     is_divided,
     read_shards,
-    remove_unused,
+    remove_shards_except,
     verify_shards,
     write_shards,
 )
@@ -44,10 +45,11 @@ _ADVICE = re.compile(r"^Weights only load failed|weights_only")
 _ARCHIVE = b"PK\3\4"
 """The first bytes of every file that `torch.save` writes, and the sign by which `torch.load` knows it."""
 
-_STEP = re.compile(rb"step:( *[0-9]+)(?<=step:.{10}) ")
-_STEP_BYTES = len(b"step:0123456789 ")
-_SHARDS = re.compile(rb"shards:([0-9a-f]{16}\.shards) ")
-_SHARDS_BYTES = len(b"shards:0123456789abcdef.shards ")
+_COMMENT = re.compile(
+    rb"(?:shards:(?P<shards>%s) )?(?:step:(?=.{10} )(?P<step> *[0-9]+) )?sha256:[0-9a-f]{64}\Z"
+    % FOLDER.pattern.encode()
+)
+_MOST_COMMENT_BYTES = 200
 _LABEL = b"sha256:"
 _SEAL_BYTES = len(_LABEL) + hashlib.sha256().digest_size * 2
 _NO_COMMENT = struct.pack("<H", 0)
@@ -82,45 +84,23 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is not what was written.
     """
-    try:
-        with _open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
-            _require_seal(file)
-            # Of anything else `torch.load` would guess what it is, and it has advice on loading each.
-            if file.read(len(_ARCHIVE)) != _ARCHIVE:
-                raise ValueError("no archive of torch.save")
-            file.seek(0)
-            values = torch.load(file, map_location="cpu", weights_only=True)
-        if isinstance(values, dict) and SHARDS in values:
-            values = read_shards(values, path.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({reason(error)})") from error
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # of many kinds: pickle's, zip's, torch's
-        raise CheckpointError(
-            f"is no checkpoint of tensors and plain values ({_why(error)})"
-        ) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
-    step = step_inside(path)
-    if step is not None and step != values.get("global_step"):
-        raise CheckpointError(f"says that it is of step {step}, and holds another")
-    return values
+    with _explaining():
+        values = _in_file(path)
+        return read_shards(values, path.parent) if SHARDS in values else values
 
 
 def verify(path: Path) -> None:
     """Read a file, and its shards, against their checksums.
 
     Raises:
-        CheckpointError: one does not match.
-        OSError: it cannot be read.
+        CheckpointError: one does not match, or cannot be read.
     """
-    with _open(path) as file:
-        _require_seal(file)
-        if _shards_inside(file):
-            file.seek(0)
-            verify_shards(torch.load(file, map_location="cpu", weights_only=True), path.parent)
+    with _explaining():
+        with _open(path) as file:
+            _require_seal(file)
+            shards, _ = _labels(file)
+        if shards:
+            verify_shards(_in_file(path), path.parent)
 
 
 def step_inside(path: Path) -> int | None:
@@ -130,30 +110,68 @@ def step_inside(path: Path) -> int | None:
     """
     try:
         with _open(path) as file:
-            file.seek(-_STEP_BYTES - _SEAL_BYTES, 2)
-            found = _STEP.match(file.read())
+            return _labels(file)[1]
     except (CheckpointError, OSError):
         return None
-    return int(found[1]) if found else None
 
 
 def remove_unused_shards(folder: Path) -> None:
     """Remove the shards that no checkpoint in `folder` names, whatever that is called."""
     with suppress(OSError):
-        files = [path for path in folder.iterdir() if kind_of(path) == "a file"]
         used: list[str | None] = []
-        for path in files:
-            with _open(path) as file:
-                used.append(_shards_inside(file))
-        remove_unused(folder, used)
+        for path in folder.iterdir():
+            if kind_of(path) == "a file":
+                with _open(path) as file:
+                    used.append(_labels(file)[0])
+        remove_shards_except(folder, used)
 
 
-def _shards_inside(file: BinaryIO) -> str | None:
-    """The name of the folder with the shards of a checkpoint; None where it has none."""
+@contextmanager
+def _explaining() -> Iterator[None]:
+    """Whatever is wrong with a checkpoint is a CheckpointError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is refused in the next moment
+            yield
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({reason(error)})") from error
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds: pickle's, zip's, torch's
+        raise CheckpointError(
+            f"is no checkpoint of tensors and plain values ({_why(error)})"
+        ) from error
+
+
+def _in_file(path: Path) -> dict[str, Any]:
+    """The values in a file that matches its checksum; of tensors that are in shards the shapes."""
+    with _open(path) as file:
+        _require_seal(file)
+        shards, step = _labels(file)
+        file.seek(0)
+        # Of anything else `torch.load` would guess what it is, and it has advice on loading each.
+        if file.read(len(_ARCHIVE)) != _ARCHIVE:
+            raise ValueError("no archive of torch.save")
+        file.seek(0)
+        values = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"holds a {type(values).__name__}, not the state of a run")
+    if step is not None and step != values.get("global_step"):
+        raise CheckpointError(f"says that it is of step {step}, and holds another")
+    if shards is not None and SHARDS not in values:
+        raise CheckpointError(f"says that its tensors are in '{shards}', and does not know them")
+    return values
+
+
+def _labels(file: BinaryIO) -> tuple[str | None, int | None]:
+    """The folder with the shards of a checkpoint, and its optimizer step, as its comment says."""
     size = file.seek(0, 2)
-    file.seek(max(size - _SHARDS_BYTES - _STEP_BYTES - _SEAL_BYTES, 0))
-    found = _SHARDS.match(file.read())
-    return found[1].decode() if found else None
+    file.seek(max(size - _MOST_COMMENT_BYTES, 0))
+    found = _COMMENT.search(file.read())
+    if found is None:
+        return None, None
+    shards, step = found["shards"], found["step"]
+    return shards and shards.decode(), None if step is None else int(step)
 
 
 def _why(error: Exception) -> str:

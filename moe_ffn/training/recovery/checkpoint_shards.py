@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from moe_ffn.files import kind_of, make_folder, sha256_of, sync_folder
+from moe_ffn.files import kind_of, sha256_of, sync_folder
 
 SHARDS = "shards"
 """The key of the folder and the digests of its files, in the values of a checkpoint."""
 
-_FOLDER = re.compile(r"[0-9a-f]{16}\.shards")
+FOLDER = re.compile(r"[0-9a-f]{16}\.shards")
 _FILE = re.compile(r"shard-[0-9]{5}-model-00001-of-00001\.safetensors")
 
 
@@ -68,7 +68,7 @@ def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
             tensors[_name(path)] = value
     mine: dict[str, str] | OSError
     try:
-        make_folder(folder)
+        # It makes the folder too, where an error of one rank is one of all.
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(tensors, storage_writer=writer)
         own = f"shard-{dist.get_rank() + 1:05d}-"
@@ -163,7 +163,7 @@ def verify_shards(values: Mapping[str, Any], parent: Path) -> Path:
     name, digests = (
         (found.get("folder"), found.get("sha256")) if isinstance(found, Mapping) else (None, None)
     )
-    if not (isinstance(name, str) and _FOLDER.fullmatch(name) and isinstance(digests, Mapping)):
+    if not (isinstance(name, str) and FOLDER.fullmatch(name) and isinstance(digests, Mapping)):
         raise CheckpointError(f"is malformed: {SHARDS}: must name a folder and its files")
     folder = parent / name
     if (kind := kind_of(folder)) != "a folder":
@@ -179,15 +179,16 @@ def verify_shards(values: Mapping[str, Any], parent: Path) -> Path:
     return folder
 
 
-def remove_unused(folder: Path, used: Iterable[str | None]) -> None:
-    """Remove the folders of shards in `folder` but for those that are `used`, and nothing else in them."""
-    kept = set(used)
-    with suppress(OSError):
-        for place in folder.iterdir():
-            is_shards = _FOLDER.fullmatch(place.name) and kind_of(place) == "a folder"
-            if is_shards and place.name not in kept:
+def remove_shards_except(folder: Path, kept: Iterable[str | None]) -> None:
+    """Remove the folders of shards in `folder` but for these, and no file in them that is no shard."""
+    kept = set(kept)
+    for place in list(folder.iterdir()):
+        if not FOLDER.fullmatch(place.name) or place.name in kept:
+            continue
+        with suppress(OSError):  # of one that holds something else
+            if kind_of(place) == "a folder":
                 for file in place.iterdir():
-                    if _FILE.fullmatch(file.name) or file.name.endswith(".tmp"):
+                    if _FILE.fullmatch(file.name):
                         file.unlink()
                 place.rmdir()
 

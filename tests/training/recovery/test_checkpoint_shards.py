@@ -172,6 +172,23 @@ def test_a_folder_outside_is_not_looked_at(shards: Any, problem: str, tmp_path: 
         read_checkpoint(path)
 
 
+def test_what_a_file_says_of_its_shards_has_to_be_in_it(path: Path) -> None:
+    with path.open("rb") as file:
+        values = torch.load(file, weights_only=True)
+    shards = values.pop("shards")
+    del values["global_step"]
+    torch.save(values, path)
+    with path.open("r+b") as file:
+        _seal(file, None, shards)
+    for read in (read_checkpoint, verify):
+        with pytest.raises(
+            CheckpointError, match=r"says that its tensors are in '.{16}\.shards', and"
+        ):
+            read(path)
+    remove_unused_shards(path.parent)
+    assert shards_of(path), "which a file names, though without a step"
+
+
 def test_shapes_that_the_parts_do_not_fill_take_no_memory(path: Path) -> None:
     """Of a file that was sealed again by somebody."""
     with path.open("rb") as file:
@@ -188,16 +205,18 @@ def test_shapes_that_the_parts_do_not_fill_take_no_memory(path: Path) -> None:
 
 def test_only_shards_that_no_checkpoint_names_are_removed(path: Path) -> None:
     folder = path.parent
-    unused, other = folder / ("f" * 16 + ".shards"), folder / ("e" * 16 + ".shards")
-    for place, file in ((unused, "shard-00001-model-00001-of-00001.safetensors"), (other, "mine")):
+    unused = [folder / (digit * 16 + ".shards") for digit in "0f"]
+    other = folder / ("e" * 16 + ".shards")
+    for place in (*unused, other):
         place.mkdir()
-        (place / file).touch()
+        (place / "shard-00001-model-00001-of-00001.safetensors").touch()
+    (other / "mine").touch()
     path.rename(folder / "step_00000001.ckpt.passed-over")
 
     remove_unused_shards(folder)
 
-    assert not unused.exists()
-    assert (other / "mine").exists()
+    assert not any(place.exists() for place in unused)
+    assert [file.name for file in other.iterdir()] == ["mine"]
     read_checkpoint(folder / "step_00000001.ckpt.passed-over")
 
 
@@ -227,27 +246,28 @@ def test_where_one_rank_writes_elsewhere_there_is_none(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
-def fail_on_a_rank(rank: int, path: Path) -> str:
+def fail_on_a_rank(rank: int, method: str, path: Path) -> str:
     writer: Any = HuggingFaceStorageWriter
-    write = writer.write_data
+    write = getattr(writer, method)
 
-    def write_data(*args: Any) -> Any:
+    def failing(*args: Any) -> Any:
         if rank == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args)
 
-    writer.write_data = write_data
+    setattr(writer, method, failing)
     try:
         write_on_a_rank(rank, Layout(shard=2), path)
     except OSError as error:
         return str(error.strerror)
     finally:
-        writer.write_data = write
+        setattr(writer, method, write)
     return "nothing"
 
 
-def test_where_one_rank_cannot_write_there_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["prepare_local_plan", "write_data"])
+def test_where_one_rank_cannot_write_there_is_none(method: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints/step_00000001.ckpt"
-    said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, path)
+    said = on_ranks(2, tmp_path / "ranks", fail_on_a_rank, method, path)
     assert said == ["No space left on device"] * 2
     assert list(path.parent.iterdir()) == []
