@@ -171,7 +171,7 @@ def _labels(file: BinaryIO) -> tuple[str | None, int | None]:
     if found is None:
         return None, None
     shards, step = found["shards"], found["step"]
-    return shards and shards.decode(), None if step is None else int(step)
+    return None if shards is None else shards.decode(), None if step is None else int(step)
 
 
 def _why(error: Exception) -> str:
