@@ -176,7 +176,9 @@ def test_steps_flops_and_seconds_to_the_loss_of_the_baseline() -> None:
     assert reached.flops == pytest.approx(65.625 * 10 * 3 * 2000)
     # Two seeds 18.75 apart: t(0.975, 1) is 12.706.
     assert reached.interval is not None
-    assert reached.interval.high - reached.interval.value == pytest.approx(12.706 * 18.75 / 2, rel=1e-3)
+    assert reached.interval.high - reached.interval.value == pytest.approx(
+        12.706 * 18.75 / 2, rel=1e-3
+    )
     assert not_reached is not None
     assert (not_reached.num_reached, not_reached.steps) == (1, None)
 
