@@ -136,7 +136,9 @@ def kill_until_done(scene: Path, name: str, moments: random.Random, at_most: int
     assert sorted(now) == RUNS
     assert {name: now[name] for name in done} == done
     folders = sorted(path.name for path in study.iterdir() if path.name[0] != ".")
-    assert folders == [*RUNS[:2], "logs", *RUNS[2:], "study.yaml"], "nothing was set aside"
+    assert folders == [*RUNS[:2], "logs", *RUNS[2:], "plotly.min.js", "study.yaml"], (
+        "nothing was set aside"
+    )
     for run in RUNS:
         require_same(Path("runs/whole", run), study / run)
     return met

@@ -36,9 +36,10 @@ class CheckpointError(Exception):
     """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
 
 
-def is_divided(values: Any) -> bool:
-    """Whether some tensor in `values` is on several ranks."""
-    return any(isinstance(value, DTensor) for _, value in tree_flatten_with_path(values)[0])
+def is_divided(values: Mapping[str, Any]) -> bool:
+    """Whether the weights in the values of a checkpoint are on several ranks."""
+    weights = values.get("state_dict")
+    return isinstance(weights, Mapping) and any(isinstance(w, DTensor) for w in weights.values())
 
 
 def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
