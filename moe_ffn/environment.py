@@ -80,6 +80,10 @@ def is_first_here() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in names)
 
 
+def is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def check_environment(num_nodes: int) -> None:
     """Call it before lightning is imported, which takes a stray variable for a launcher's.
 
@@ -140,7 +144,7 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
 
 def _launcher() -> Launcher | None:
     """The program that started this process among others, as Lightning judges; None where none did."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_under_torchrun():
         return TORCHRUN
     is_interactive = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     if "SLURM_NTASKS" in os.environ and not is_interactive:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moe_ffn.cli.memory import out_of_memory
-from moe_ffn.environment import LaunchError, is_first_here, is_first_rank
+from moe_ffn.environment import LaunchError, is_first_here, is_first_rank, is_under_torchrun
 from moe_ffn.errors import ConfigError, printable, reason, shorten
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _exit_code(main: Callable[[Sequence[str]], int]) -> int:
         if is_first_here() or isinstance(error, LaunchError):
             for line in lines:
                 print(f"error: {printable(line)}", file=sys.stderr)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
+        elif is_under_torchrun():
             # torchrun ends all others with the first that ends: it might be before that one has spoken.
             time.sleep(SECONDS_TO_SPEAK)
         return EXIT_BAD_INPUT

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -215,8 +215,8 @@ class Balance:
     violations: Sequence[float]
     """MaxVio of the ranks at each step that was recorded."""
 
-    def seconds(self, steps: slice = slice(None)) -> float:
-        """Mean time of a step."""
+    def seconds(self, steps: slice) -> float:
+        """Mean time of those steps."""
         return fmean(map(self.plan.seconds_at, self.violations[steps]))
 
 
@@ -270,7 +270,7 @@ def _figure(plans: Sequence[LayoutPlan], balances: Sequence[Balance]) -> str:
     """Memory of the layouts by part; time of a step against balance, where ranks share experts."""
     bars = {
         " x ".join(map(str, astuple(plan.layout))): {
-            part.name: getattr(plan.memory, part.name) / 1e9 for part in fields(plan.memory)
+            part: size / 1e9 for part, size in asdict(plan.memory).items()
         }
         for plan in shown(plans)
     }

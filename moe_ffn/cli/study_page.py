@@ -90,12 +90,13 @@ def keep(runs: Path, study: StudyConfig, file: Path, folder: Path) -> None:
         ConfigError: none is of the study, or one has other options than it plans; nothing is written then.
     """
     found = gather([runs])
-    ours = [result for result in found.results if result.main_arm in study.arm_names]
-    others = [result.name for result in found.results if result not in ours]
+    arms = study.arm_names
+    ours = [result for result in found.results if result.main_arm in arms]
+    others = [result.name for result in found.results if result.main_arm not in arms]
     if not ours:
         raise ConfigError(
             f"--runs: '{runs}' holds no run of '{file}': {others[0]} is of none of its arms, "
-            f"{', '.join(study.arm_names)}"
+            f"{', '.join(arms)}"
         )
     found = replace(found, results=ours)
     require_planned(study, file, found)

@@ -111,6 +111,10 @@ class Sizes:
     def all(self) -> tuple[Weight, ...]:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
 
+    def local(self, layout: Layout) -> float:
+        """Numbers of all weights that one rank has, at the most."""
+        return sum(weight.numel * weight.share(layout) for weight in self.all)
+
 
 def empty_decoder(config: TrainConfig, model: DecoderConfig) -> Decoder:
     """A decoder for the run's data on torch's meta device: shapes, and no memory."""
@@ -384,7 +388,7 @@ def _memory(
     sizes: Sizes, layout: Layout, item: int, activations: float, num_batches: int
 ) -> Memory:
     """Of numbers of `item` bytes."""
-    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
+    local = item * sizes.local(layout)
     state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
     outside = item * _gathered(sizes.outside, layout)
     layers = [item * _gathered(layer, layout) for layer in sizes.layers]
@@ -401,11 +405,10 @@ def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, token
     """Of numbers of `item` bytes, in a step of so many tokens of a rank."""
     divided = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
-    local = item * sum(w.numel * w.share(layout) for w in sizes.all)
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (divided + of_layers),
         gradients=divided,
-        copies=2 * local * (1 - 1 / layout.data),
+        copies=2 * item * sizes.local(layout) * (1 - 1 / layout.data),
         tokens=4 * item * _rows_sent(config, layout, tokens) * config.model.d_model,
     )
 

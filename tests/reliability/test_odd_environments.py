@@ -62,24 +62,6 @@ def _of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- variables of launchers
 
 
-@pytest.mark.parametrize(("rank", "said", "waits"), [("0", "error: no\n", 0), ("1", "", 1)])
-def test_under_torchrun_a_process_that_says_nothing_does_not_end_first(
-    rank: str, said: str, waits: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    def main(argv: object) -> int:
-        raise ConfigError("no")
-
-    slept: list[float] = []
-    monkeypatch.setattr("moe_ffn.cli.exit.time.sleep", slept.append)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("LOCAL_RANK", rank)
-
-    assert exit_on_bad_input(main) == 2
-
-    assert capfd.readouterr().err == said
-    assert len(slept) == waits
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

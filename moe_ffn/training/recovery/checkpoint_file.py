@@ -118,8 +118,11 @@ def step_inside(path: Path) -> int | None:
 def remove_unused_shards(folder: Path) -> None:
     """Remove the shards that no checkpoint in `folder` names, whatever that is called."""
     with suppress(OSError):
+        entries = list(folder.iterdir())
+        if not any(FOLDER.fullmatch(path.name) for path in entries):
+            return
         used: list[str | None] = []
-        for path in folder.iterdir():
+        for path in entries:
             if kind_of(path) == "a file":
                 with _open(path) as file:
                     used.append(_labels(file)[0])
