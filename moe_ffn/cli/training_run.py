@@ -70,7 +70,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
         torch.manual_seed(config.seed)
-        module = assemble.build_module(config, data)
+        module = assemble.build_module(config, data, layout)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
         for note in config.notes():
             say(note)
@@ -106,8 +106,6 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         callbacks = assemble.make_callbacks(config, data, folder, files, whose)
         trainer = assemble.build_trainer(config, folder, precision, loggers, callbacks, layout)
         token_data = assemble.make_token_data(config, data)
-        if config.trainer.compile:
-            module.decoder.compile()
         status = "failed"
         try:
             with ending_as_documented(config, trainer, callbacks, say):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, cast
 
@@ -142,9 +143,15 @@ class DecoderConfig(Config, frozen=True):
             {option: ffn.refusal_over(num_ranks) for option, ffn in self._layers()}
         )
 
-    def build(self, vocab_size: int, max_seq_len: int) -> Decoder:
-        """The module, freshly initialised, for sequences of up to `max_seq_len` tokens."""
-        return Decoder(self, vocab_size, max_seq_len)
+    def build(
+        self, vocab_size: int, max_seq_len: int, on_layer: Callable[[Block], None] | None = None
+    ) -> Decoder:
+        """The module, freshly initialised, for sequences of up to `max_seq_len` tokens.
+
+        Args:
+            on_layer: called with each block before the next one is built.
+        """
+        return Decoder(self, vocab_size, max_seq_len, on_layer)
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
         ffn = sum(ffn.num_params(self.d_model) for ffn in self.layer_ffns())
@@ -294,7 +301,13 @@ torch.export.register_dataclass(DecoderOutput)
 class Decoder(nn.Module):
     """Embeddings, `num_layers` blocks, and an output matrix."""
 
-    def __init__(self, config: DecoderConfig, vocab_size: int, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        vocab_size: int,
+        max_seq_len: int,
+        on_layer: Callable[[Block], None] | None = None,
+    ) -> None:
         super().__init__()
         require_count(vocab_size, "vocab_size")
         require_count(max_seq_len, "max_seq_len")
@@ -310,7 +323,12 @@ class Decoder(nn.Module):
         self.embedding_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
         self.positions = config.positions.build(config.d_model, config.head_dim, max_seq_len)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(Block(config, ffn) for ffn in config.layer_ffns())
+        self.layers = nn.ModuleList()
+        for ffn in config.layer_ffns():
+            block = Block(config, ffn)
+            if on_layer is not None:
+                on_layer(block)
+            self.layers.append(block)
         # A post-norm stream leaves its last block normalised.
         pre_norm = config.norm_placement == "pre"
         self.final_norm = config.norm.build(config.d_model) if pre_norm else nn.Identity()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,50 +19,67 @@ from moe_ffn.parallel.dispatcher import AllToAllDispatcher
 from moe_ffn.parallel.layout import Layout
 
 
-def parallelize(decoder: Decoder, layout: Layout, device: str) -> None:
-    """Divide the weights of a decoder, in place, which every rank has built whole and alike.
+class Sharder:
+    """Divides the weights of a decoder over a mesh of ranks, layer by layer and then the rest, in place.
+
+    Every rank builds them alike, and keeps its part. A layer may be divided before the next one is built, so
+    that no rank ever has more than one of them whole.
 
     A backward pass adds gradients up over ranks and divides them by nothing: experts are on fewer ranks
     than the rest, so that no mean is right for both. Give each rank its part of the loss, the sum over its
     tokens divided by the tokens of all ranks.
-
-    Args:
-        device: kind of device of the ranks, `cpu` or `cuda`.
     """
-    # Routings hold views, and nobody changes those in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    num_shards = layout.shard * layout.expert
-    names = ("data", "shard", "expert")
-    mesh = init_device_mesh(
-        device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names
-    )
-    dense_mesh = init_device_mesh(device, (layout.data, num_shards), mesh_dim_names=names[:2])
-    expert_mesh = mesh["data", "shard"]
-    if layout.data == 1:  # or gradients would be added up over groups of one
-        dense_mesh, expert_mesh = dense_mesh["shard"], mesh["shard"]
-    divided: set[nn.Parameter] = set()
 
-    def place(experts: Experts, num_experts: int) -> Dispatcher:
-        _divide_experts(experts, mesh["expert"])
+    def __init__(self, layout: Layout, device: str) -> None:
+        """Of the ranks of the process group that is there.
+
+        Args:
+            device: kind of device of the ranks, `cpu` or `cuda`.
+        """
+        # Routings hold views, and nobody changes those in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        num_shards = layout.shard * layout.expert
+        names = ("data", "shard", "expert")
+        mesh = init_device_mesh(
+            device, (layout.data, layout.shard, layout.expert), mesh_dim_names=names
+        )
+        self._dense_mesh = init_device_mesh(
+            device, (layout.data, num_shards), mesh_dim_names=names[:2]
+        )
+        self._expert_mesh = mesh["data", "shard"]
+        if layout.data == 1:  # or gradients would be added up over groups of one
+            self._dense_mesh, self._expert_mesh = self._dense_mesh["shard"], mesh["shard"]
+        self.layout, self._mesh = layout, mesh
+        self._divided: set[nn.Parameter] = set()
+
+    def shard_layer(self, layer: nn.Module) -> None:
+        """Divide a block of a decoder."""
+        if self.layout.expert > 1:
+            cast("Block", layer).ffn.place_experts(self._place_experts)
+        self._shard(layer)
+
+    def shard_rest(self, decoder: Decoder) -> None:
+        """Divide what is in no block, once every block is divided."""
+        self._shard(decoder)
+        for module in decoder.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                # Else gloo refuses any factor, and NCCL multiplies by it before it adds up.
+                module.set_force_sum_reduction_for_comms(True)
+
+    def _shard(self, module: nn.Module) -> None:
+        fully_shard(module, mesh=self._dense_mesh, ignored_params=self._divided)
+
+    def _place_experts(self, experts: Experts, num_experts: int) -> Dispatcher:
+        layout = self.layout
+        _divide_experts(experts, self._mesh["expert"])
         if layout.data * layout.shard > 1:
             # More ranks than experts divide each expert.
             axis = Shard(1 if layout.divides_within(num_experts) else 0)
-            fully_shard(experts, mesh=expert_mesh, shard_placement_fn=lambda _: axis)
+            fully_shard(experts, mesh=self._expert_mesh, shard_placement_fn=lambda _: axis)
         else:
-            divided.update(experts.parameters())  # whole on this rank, and on no other
-        return AllToAllDispatcher(num_experts, mesh.get_group("expert"))
-
-    shard = partial(fully_shard, mesh=dense_mesh, ignored_params=divided)
-    for layer in decoder.layers:
-        if layout.expert > 1:
-            cast("Block", layer).ffn.place_experts(place)
-        shard(layer)
-    shard(decoder)
-    for module in decoder.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Else gloo refuses any factor, and NCCL multiplies by it before it adds up.
-            module.set_force_sum_reduction_for_comms(True)
+            self._divided.update(experts.parameters())  # whole on this rank, and on no other
+        return AllToAllDispatcher(num_experts, self._mesh.get_group("expert"))
 
 
 def _divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
@@ -120,6 +136,15 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
             src_data_rank=None,
         )
     return value
+
+
+def room_like(value: Any, parameter: Tensor) -> Any:
+    """Room for a moment of a parameter, divided as that is; for one of another shape, whole."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype)
+    return torch.empty_like(value, device=parameter.device)
 
 
 def on_whole_matrices(

@@ -153,8 +153,14 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
     return layout
 
 
-def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
-    """The model with fresh weights; seed torch before."""
+def build_module(
+    config: TrainConfig, data: PreparedData, layout: Layout | None = None
+) -> LanguageModel:
+    """The model with fresh weights; seed torch before.
+
+    Args:
+        layout: of the ranks; None where each holds the whole model.
+    """
     return LanguageModel(
         config.model,
         config.optimizer,
@@ -164,6 +170,8 @@ def build_module(config: TrainConfig, data: PreparedData) -> LanguageModel:
         max_seq_len=config.data.seq_len,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
+        layout=layout,
+        compiles=config.trainer.compile,
     )
 
 
@@ -255,7 +263,7 @@ def build_trainer(
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
     if layout is not None and layout.is_sharded:
-        given["strategy"] = DividedStrategy(layout)
+        given["strategy"] = DividedStrategy(layout.num_ranks)
     # Last, so that what is saved is what all the others have made of the step.
     callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {

@@ -37,6 +37,7 @@ from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import ROWS_OF_MEDIAN, AlarmKind
 from moe_ffn.training.optimizer import build_schedule
 from moe_ffn.training.recovery.checkpoint_file import CheckpointError
+from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.training.recovery.guard import STEPS_OF_MEDIAN
 from moe_ffn.training.recovery.stopping import EarlyStoppingByOptions, StepTimer
 
@@ -250,7 +251,9 @@ def _require_optimizer(
     path = "optimizer_states.0"
     require_keys(found, ("state", "param_groups"), path)
     state, groups = found["state"], found["param_groups"]
-    require_same_kind(state, _FILLED_LATER[f"{path}.state"], f"{path}.state")
+    is_in_shards = isinstance(state, SavedTensors)
+    shapes_of_state = state.shapes if is_in_shards else state
+    require_same_kind(shapes_of_state, _FILLED_LATER[f"{path}.state"], f"{path}.state")
     if not is_own:  # whose options may be of several kinds
         require_same_kind(groups, fresh.state_dict()["param_groups"], f"{path}.param_groups")
         for group, options in zip(fresh.param_groups, groups, strict=True):
@@ -277,12 +280,13 @@ def _require_optimizer(
             require_finite(value, f"{where}.{name}")
             # Optimizers write in place: two tensors in one would write each other's numbers.
             storage = value.untyped_storage().data_ptr()
-            if storage in storages and value.numel() and not is_own:
+            if storage in storages and value.numel() and not (is_own or is_in_shards):
                 raise malformed(f"{where}.{name}", "shares its place with another tensor")
             storages.add(storage)
     if is_own or taken is None:
         return
-    counts = [s["step"].item() for s in state.values() if isinstance(s.get("step"), Tensor)]
+    steps = [of_parameter.get("step") for of_parameter in shapes_of_state.values()]
+    counts = [step.item() for step in steps if isinstance(step, Tensor)]
     if taken and after_one_step and not state:
         raise malformed(f"{path}.state", f"is empty after {taken} steps")
     if counts and (max(counts) != taken or any(n < 0 or n % 1 for n in counts)):

@@ -114,12 +114,16 @@ def _require_weights(found: Mapping[str, Any], model: nn.Module) -> None:
         if name in parameters:
             require_finite(mine.to(value.dtype), name)
             tied = first_names.setdefault(id(parameters[name]), name)
-            if found[tied].dtype != mine.dtype or not torch.equal(found[tied], mine):
+            if tied != name and not _same(found[tied], mine):
                 raise CheckpointError(
                     f"has other numbers in '{name}' than in '{tied}', the same weight"
                 )
     if unknown := [name for name in found if name not in expected]:
         raise CheckpointError(f"has the weight {show(unknown[0])}, which this model lacks")
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def _short(value: Any) -> str:

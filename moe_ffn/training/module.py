@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.metrics.modular import LanguageMetrics
-from moe_ffn.model.decoder import DecoderConfig, DecoderOutput
+from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing, on_this_rank
-from moe_ffn.parallel.sharding import clip_by_norm_, parallelize, total_norm
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
     BalanceUpdater,
@@ -42,7 +43,6 @@ from moe_ffn.training.optimizer import (
     restate_options,
 )
 from moe_ffn.training.recovery.guard import GuardConfig, SkippedStep, StepGuard, find_nan_source
-from moe_ffn.training.strategy import DividedStrategy
 
 
 class LoadedBatch(TypedDict):
@@ -92,16 +92,27 @@ class LanguageModel(LightningModule):
         max_seq_len: int,
         max_steps: int,
         seed: int,
+        layout: Layout | None = None,
+        compiles: bool = False,
     ) -> None:
-        """A decoder with fresh weights.
+        """A decoder with fresh weights, of torch's generator as it is.
 
         Args:
             byte_lengths: (V,), bytes of text per token; its length is the size of the vocabulary.
             max_steps: optimizer steps the schedule spans.
             seed: of everything random inside a step, such as dropout.
+            layout: of the ranks; None where each has all weights. Where they are divided, they are without
+                numbers until the ranks have met, in `configure_model`.
+            compiles: whether the decoder is compiled by torch.compile.
         """
         super().__init__()
-        self.decoder = model.build(vocab_size=len(byte_lengths), max_seq_len=max_seq_len)
+        self._build = partial(model.build, vocab_size=len(byte_lengths), max_seq_len=max_seq_len)
+        self._layout = layout or Layout()
+        self._compiles = compiles
+        self._is_configured = False
+        self._generator_state = torch.get_rng_state()
+        with torch.device("meta") if self._is_divided else nullcontext():
+            self.decoder: Decoder = self._build()
         self.optimizer_config = optimizer
         self.objective_config = objective
         self.max_steps = max_steps
@@ -136,10 +147,27 @@ class LanguageModel(LightningModule):
         self.trainer.precision_plugin.convert_module(self)
 
     def configure_model(self) -> None:
-        # Called again before each validation of its own.
-        strategy = self.trainer.strategy
-        if isinstance(strategy, DividedStrategy) and not isinstance(self.decoder, FSDPModule):
-            parallelize(self.decoder, strategy.layout, self.device.type)
+        if self._is_configured:  # it is called again before each validation of its own
+            return
+        self._is_configured = True
+        if self._is_divided:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._generator_state)
+                self.decoder = self._build_divided()
+        if self._compiles:
+            self.decoder.compile()
+
+    def _build_divided(self) -> Decoder:
+        """The decoder of one process, of which this rank never has more than its part and one layer."""
+        sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
+        convert = self.trainer.precision_plugin.convert_module
+
+        def shard(layer: Block) -> None:
+            sharder.shard_layer(convert(layer))
+
+        decoder = self._build(on_layer=shard)
+        sharder.shard_rest(cast("Decoder", convert(decoder)))
+        return decoder
 
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
@@ -188,7 +216,7 @@ class LanguageModel(LightningModule):
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        # DistributedDataParallel takes the mean over ranks, what `parallelize` divides the sum.
+        # DistributedDataParallel takes the mean over ranks, a `Sharder` the sum.
         super().backward(loss / self._num_ranks if self._is_divided else loss, *args, **kwargs)
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
@@ -376,7 +404,7 @@ class LanguageModel(LightningModule):
     @property
     def _is_divided(self) -> bool:
         """Whether ranks hold different parts of the decoder."""
-        return self._trainer is not None and isinstance(self.trainer.strategy, DividedStrategy)
+        return self._layout.is_sharded
 
     @property
     def _num_ranks(self) -> int:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 
-from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import divided_like
+from moe_ffn.parallel.sharding import divided_like, room_like
+from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
+from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 
 
 class DividedStrategy(ModelParallelStrategy):
-    """Divides the model as a layout says; each rank writes its part of a checkpoint.
+    """For a model that divides itself in `configure_model`; each rank writes its part of a checkpoint.
 
     They are read as those of a run of one process are, so that a run goes on with any number of processes.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, num_ranks: int) -> None:
         # The mesh of these sizes, which Lightning makes, is used for nothing.
-        super().__init__(data_parallel_size=layout.num_ranks, tensor_parallel_size=1)
-        self.layout = layout
+        super().__init__(data_parallel_size=num_ranks, tensor_parallel_size=1)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -37,18 +38,25 @@ class DividedStrategy(ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, dict(checkpoint["state_dict"]), options=options)
+        found = checkpoint["state_dict"]
+        if isinstance(found, SavedTensors):
+            found.read_into(self.lightning_module.state_dict())
+        else:
+            options = StateDictOptions(full_state_dict=True, strict=strict)
+            set_model_state_dict(self.lightning_module, dict(found), options=options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            found = state["state"]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            is_saved = isinstance(found, SavedTensors)
+            like = room_like if is_saved else divided_like
             parts = {
-                number: {
-                    name: divided_like(value, parameters[number]) for name, value in moments.items()
-                }
-                for number, moments in state["state"].items()
+                number: {name: like(value, parameters[number]) for name, value in moments.items()}
+                for number, moments in (found.shapes if is_saved else found).items()
             }
+            if is_saved:
+                found.read_into(parts)
             optimizer.load_state_dict({**state, "state": parts})
 
     def save_checkpoint(
@@ -59,4 +67,4 @@ class DividedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return super(ModelParallelStrategy, self).load_checkpoint(checkpoint_path, weights_only)
+        return read_checkpoint(Path(checkpoint_path))

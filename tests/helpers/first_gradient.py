@@ -45,7 +45,7 @@ def first_gradient(
     """
     data = prepare(config.data, progress=False)
     torch.manual_seed(config.seed)
-    module = build_module(config, data)
+    module = build_module(config, data, layout)
     callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, "32-true", [], callbacks, layout)
     keep = KeepGradient()

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import Sharder
+
 SECONDS = 60
 
 
@@ -45,6 +49,14 @@ def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *given:
         process.join(SECONDS)
         assert process.exitcode == 0
     return results
+
+
+def parallelize(decoder: Decoder, layout: Layout) -> None:
+    """Divide a decoder over the ranks that are there."""
+    sharder = Sharder(layout, "cpu")
+    for layer in decoder.layers:
+        sharder.shard_layer(layer)
+    sharder.shard_rest(decoder)
 
 
 def _run(

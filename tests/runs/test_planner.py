@@ -16,7 +16,6 @@ from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
 from moe_ffn.outputs import on_this_rank
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import parallelize
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import (
     DEVICES,
@@ -27,7 +26,7 @@ from moe_ffn.runs.planner import (
     plan_layouts,
 )
 from moe_ffn.training.objective import cross_entropy_of
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, parallelize
 
 MODELS = sorted((Path(__file__).parents[2] / "configs/models").glob("*.yaml"))
 MOE = {
@@ -63,7 +62,7 @@ def test_a_published_model_is_as_large_without_numbers(path: Path) -> None:
 
 def local_numbers(rank: int, config: TrainConfig, layout: Layout) -> int:
     decoder = config.model.build(vocab_size=257, max_seq_len=64)
-    parallelize(decoder, layout, "cpu")
+    parallelize(decoder, layout)
     return sum(on_this_rank(p).numel() for p in decoder.parameters())
 
 
@@ -273,7 +272,7 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
     """What a hook counts, and the rows for other ranks by the routing itself."""
     torch.manual_seed(0)
     decoder = config.model.build(vocab_size=257, max_seq_len=64)
-    parallelize(decoder, layout, "cpu")
+    parallelize(decoder, layout)
     ids_BS = torch.randint(0, 257, (2, 64), generator=torch.Generator().manual_seed(rank))
     with Sent(layout, rank) as sent:
         output = decoder(ids_BS)

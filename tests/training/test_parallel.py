@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ffn.parallel import sharding
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import Sharder
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training import module
 from tests.helpers.first_gradient import first_gradient
@@ -81,16 +82,19 @@ def steps_on_a_rank(
     rank: int, configs: dict[str, TrainConfig], layout: Layout, folder: Path, spoilt: bool
 ) -> Steps:
     if spoilt:
-        module.parallelize = _with_wrong_division
+        module.Sharder = _WronglyDividing
     return {name: first_gradient(config, folder, layout) for name, config in configs.items()}
 
 
-def _with_wrong_division(decoder: Any, layout: Layout, device: str) -> None:
+class _WronglyDividing(Sharder):
     """The classic mistake: experts' gradients are divided by the ranks that share an expert, and not left."""
-    sharding.parallelize(decoder, layout, device)
-    for layer in decoder.layers:
-        assert isinstance(layer.ffn.experts, FSDPModule)
-        layer.ffn.experts.set_gradient_divide_factor(float(layout.shard))
+
+    def shard_rest(self, decoder: Decoder) -> None:
+        super().shard_rest(decoder)
+        for layer in decoder.layers:
+            experts = cast("Any", layer).ffn.experts
+            assert isinstance(experts, FSDPModule)
+            experts.set_gradient_divide_factor(float(self.layout.shard))
 
 
 def differences(

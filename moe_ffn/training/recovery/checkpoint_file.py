@@ -79,7 +79,7 @@ def write_checkpoint(values: dict[str, Any], path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What was written to `path`, on the CPU. Runs no code that the file may hold.
+    """What was written to `path`, on the CPU; tensors in shards are `SavedTensors`. Runs no code in it.
 
     Raises:
         CheckpointError: it cannot be read, or is not what was written.

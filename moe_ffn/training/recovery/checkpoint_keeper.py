@@ -34,6 +34,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
+from moe_ffn.training.recovery.checkpoint_shards import read_all
 
 SLOW_SECONDS, SLOW_SHARE = 10.0, 0.25
 """A line is printed about a save that takes longer than both: seconds, share of the time since the last."""
@@ -60,7 +61,7 @@ class SealedCheckpointIO(CheckpointIO):
             self.failure = None
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
+        return read_all(read_checkpoint(Path(path)))
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)

@@ -12,16 +12,16 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
 
 from moe_ffn.files import kind_of, sha256_of, sync_folder
 
@@ -110,32 +110,116 @@ def _disk_error(error: Any) -> OSError:
     raise error
 
 
+class SavedTensors(Mapping[Any, Any]):
+    """Values whose tensors are in shards, and are read when they are asked for: one value at a time."""
+
+    def __init__(
+        self,
+        shapes: Mapping[Any, Any],
+        names: Mapping[int, str],
+        parts: Mapping[str, list[tuple[Any, Path]]],
+    ) -> None:
+        """
+        Args:
+            shapes: the same values, with tensors of the meta device for those in shards.
+            names: of these in the shards, by their `id`.
+            parts: the place of each part in its tensor, and its file, by name.
+        """
+        self.shapes = shapes
+        self._names = names
+        self._parts = parts
+
+    def __getitem__(self, key: Any) -> Any:
+        return tree_map_only(Tensor, self._read, self.shapes[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def _read(self, shape: Tensor) -> Tensor:
+        from safetensors import safe_open
+
+        name = self._names.get(id(shape))
+        if name is None:
+            return shape  # it is in no shard
+        whole = torch.empty(shape.shape, dtype=shape.dtype)
+        for offsets, path in self._parts[name]:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_tensor(name)
+            place = (slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+            whole[tuple(place)] = part
+        return whole
+
+    def read_into(self, tensors: Mapping[Any, Any]) -> None:
+        """Fill tensors with what is saved under their keys; of those that are divided the part on this rank.
+
+        Args:
+            tensors: nested as the values are.
+        """
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        wanted: dict[str, Tensor] = {}
+        for path, mine in tree_flatten_with_path(dict(tensors))[0]:
+            found: Any = self.shapes
+            for key in cast("tuple[MappingKey[Any, Any], ...]", path):
+                found = found[key.key]
+            if (name := self._names.get(id(found))) is None:
+                mine.copy_(found)
+            else:
+                wanted[name] = mine  # of several names of one tensor any will do
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            (folder,) = {path.parent for parts in self._parts.values() for _, path in parts}
+            # Every rank reads for itself, and none waits for another.
+            load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
 def read_shards(values: Mapping[str, Any], parent: Path) -> dict[str, Any]:
-    """What `write_shards` was given, each tensor whole and on this rank.
+    """What `write_shards` was given, the weights and the optimizer's state of them as `SavedTensors`.
 
     Raises:
         CheckpointError: the folder is not what was written.
         OSError: a file cannot be read.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
 
     folder = verify_shards(values, parent)
     described = {k: v for k, v in values.items() if k != SHARDS}
-    reader = HuggingFaceStorageReader(str(folder))
-    written = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Tensor] = {}
-    whole: dict[int, Tensor] = {}
+    written = HuggingFaceStorageReader(str(folder)).read_metadata()
+    names: dict[int, str] = {}
     for path, value in tree_flatten_with_path(described)[0]:
-        if isinstance(value, Tensor) and value.is_meta and id(value) not in whole:
-            name = _name(path)
+        if isinstance(value, Tensor) and value.is_meta and id(value) not in names:
+            name = names[id(value)] = _name(path)
             # Before memory is taken: the sizes that a file claims cost nothing.
-            _require_parts(name, value, written.get(name))
-            whole[id(value)] = tensors[name] = torch.empty(value.shape, dtype=value.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tree_map_only(Tensor, lambda value: whole.get(id(value), value), described)
+            _require_parts(name, value, written.state_dict_metadata.get(name))
+    parts: dict[str, list[tuple[Any, Path]]] = {name: [] for name in names.values()}
+    for index, info in written.storage_data.items():
+        if index.fqn in parts:
+            parts[index.fqn].append((index.offset, folder / Path(info.relative_path).name))
+
+    for holder, key in _of_parameters(described):
+        holder[key] = SavedTensors(holder[key], names, parts)
+    return described
+
+
+def read_all(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a checkpoint with all their tensors, in place."""
+    for holder, key in _of_parameters(values):
+        holder[key] = dict(holder[key])
+    return values
+
+
+def _of_parameters(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the tensors are that may be divided: mappings, each as what holds it and its key there."""
+    optimizers = values.get("optimizer_states")
+    holders = [(values, "state_dict")]
+    holders += [(o, "state") for o in optimizers] if isinstance(optimizers, list) else []
+    for holder, key in holders:
+        if isinstance(holder, dict) and isinstance(holder.get(key), Mapping):
+            yield holder, key
 
 
 def _require_parts(name: str, shape: Tensor, written: Any) -> None:

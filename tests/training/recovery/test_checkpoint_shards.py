@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import parallelize, whole
+from moe_ffn.parallel.sharding import room_like, whole
 from moe_ffn.training.recovery import checkpoint_shards
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
@@ -27,7 +27,8 @@ from moe_ffn.training.recovery.checkpoint_file import (
     verify,
     write_checkpoint,
 )
-from tests.helpers.ranks import on_ranks
+from tests.helpers.memory import peak_above
+from tests.helpers.ranks import on_ranks, parallelize
 
 MODEL = DecoderConfig.model_validate(
     {
@@ -43,7 +44,7 @@ def write_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     """Write a model and AdamW's moments after a step; returns the weights, whole."""
     torch.manual_seed(0)
     decoder = MODEL.build(vocab_size=33, max_seq_len=8)
-    parallelize(decoder, layout, "cpu")
+    parallelize(decoder, layout)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.1)
     ids_BS = torch.arange(16).view(2, 8)
     decoder(ids_BS).logits.square().mean().backward()
@@ -108,6 +109,67 @@ def test_what_ranks_wrote_is_read_whole(layout: Layout, tmp_path: Path) -> None:
     assert len(written) == layout.num_ranks
     assert sum(written) == 3 * sum(v.numel() for k, v in expected.items() if " " not in k)
     assert max(written) < 0.6 * sum(written)
+
+
+def read_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
+    """The weights and the moments that are read into a fresh model of another layout, whole."""
+    decoder = MODEL.build(vocab_size=33, max_seq_len=8)
+    parallelize(decoder, layout)
+    values = read_checkpoint(path)
+    values["state_dict"].read_into(decoder.state_dict())
+    state = values["optimizer_states"][0]["state"]
+    parameters = dict(decoder.named_parameters())
+    rooms = {
+        number: {name: room_like(value, parameter) for name, value in state.shapes[number].items()}
+        for number, parameter in enumerate(parameters.values())
+    }
+    state.read_into(rooms)
+    assert all(moments["step"] == 1 for moments in rooms.values())
+    found = {name: whole(p.detach()) for name, p in parameters.items()}
+    moments = zip(parameters, rooms.values(), strict=True)
+    return found | {f"{name} moment": whole(room["exp_avg"]) for name, room in moments}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(shard=2), Layout(shard=4), Layout(data=2, expert=2)], ids=str
+)
+def test_ranks_of_another_layout_read_their_parts(layout: Layout, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    expected, *_ = on_ranks(2, tmp_path / "before", write_on_a_rank, Layout(expert=2), path)
+
+    of_ranks = on_ranks(layout.num_ranks, tmp_path / "now", read_on_a_rank, layout, path)
+
+    for found in of_ranks:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+LARGE = DecoderConfig.model_validate({**MODEL.to_dict(), "d_model": 256, "num_layers": 8})
+
+
+def write_large(rank: int, path: Path) -> None:
+    decoder = LARGE.build(vocab_size=33, max_seq_len=8)
+    parallelize(decoder, Layout(shard=2))
+    write_checkpoint({"state_dict": decoder.state_dict(), "global_step": 1}, path)
+
+
+def read_large(rank: int, path: Path) -> int:
+    """The peak of filling a divided model, which is there already."""
+    decoder = LARGE.build(vocab_size=33, max_seq_len=8)
+    parallelize(decoder, Layout(shard=4))
+    return peak_above(lambda: read_checkpoint(path)["state_dict"].read_into(decoder.state_dict()))
+
+
+def test_a_rank_reads_no_more_than_its_part(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints/step_00000001.ckpt"
+    on_ranks(2, tmp_path / "before", write_large, path)
+    total = 4 * LARGE.num_params(33, 8)
+    assert sum(shard.stat().st_size for shard in shards_of(path)) > total > 40e6
+
+    for peak in on_ranks(4, tmp_path / "now", read_large, path):
+        # Its quarter of the mapped files, and copies of single tensors; of the whole it would be above 1.
+        assert peak < 0.7 * total, f"{peak / total:.2f} of the model"
 
 
 def write_sealed(values: dict[str, Any], path: Path) -> None:

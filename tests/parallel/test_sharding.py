@@ -1,0 +1,59 @@
+"""A rank builds its part of a model: the numbers of one process, and memory for one layer more at the most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.sharding import Sharder, whole
+from tests.helpers.memory import peak_above
+from tests.helpers.ranks import on_ranks
+
+LAYOUTS = [Layout(shard=4), Layout(shard=2, expert=2), Layout(data=2, expert=2)]
+
+
+def model(d_model: int, num_layers: int) -> DecoderConfig:
+    router = {"type": "top_k", "k": 2}
+    return DecoderConfig.model_validate(
+        {
+            "d_model": d_model,
+            "num_layers": num_layers,
+            "attention": {"num_heads": 4},
+            "ffn": {"type": "moe", "num_experts": 8, "router": router, "shared_expert": "swiglu"},
+        }
+    )
+
+
+def build_divided(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
+    torch.manual_seed(3)
+    sharder = Sharder(layout, "cpu")
+    decoder = config.build(vocab_size=257, max_seq_len=64, on_layer=sharder.shard_layer)
+    sharder.shard_rest(decoder)
+    return decoder
+
+
+def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float]:
+    """The weights, whole; and the peak of building a large model, in bytes."""
+    decoder = build_divided(model(16, 2), layout)
+    weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
+    return weights, peak_above(lambda: build_divided(model(256, 8), layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_rank_builds_its_part_of_what_one_process_builds(layout: Layout, tmp_path: Path) -> None:
+    of_ranks = on_ranks(layout.num_ranks, tmp_path, built_on_a_rank, layout)
+
+    torch.manual_seed(3)
+    expected = dict(model(16, 2).build(257, 64).named_parameters())
+    total = 4 * model(256, 8).num_params(257, 64)
+    for weights, peak in of_ranks:
+        assert weights.keys() == expected.keys()
+        for name, value in weights.items():
+            assert torch.equal(value, expected[name]), name
+        part, layer = total / (layout.shard * layout.expert), total / 8
+        assert part < peak < part + 1.5 * layer, f"{peak / total:.2f} of the model"
