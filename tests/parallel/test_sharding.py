@@ -1,4 +1,4 @@
-"""A rank builds its part of a model: the numbers of one process, and memory for one layer more at the most."""
+"""A rank builds its part of a model: the numbers of one process, in memory for one layer more at most."""
 
 from __future__ import annotations
 
