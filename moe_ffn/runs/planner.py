@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -227,7 +227,7 @@ def _kept_bytes(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold."""
+    """Bytes of one rank at the peak of a step, by what they hold then."""
 
     weights: float
     gradients: float
@@ -329,7 +329,7 @@ def plan_layouts(
     precision = _precision(config)
     sizes = Sizes.of(config)
     num_sequences = config.data.batch_size // num_ranks
-    activations = activations_of(config, num_sequences, precision).total
+    activations = activations_of(config, num_sequences, precision)
     plans = [
         _plan(config, sizes, layout, device, activations, precision, efficiency)
         for layout in layouts(config, num_ranks)
@@ -349,7 +349,7 @@ def _plan(
     sizes: Sizes,
     layout: Layout,
     device: Device,
-    activations: float,
+    activations: Activations,
     precision: str,
     efficiency: float,
 ) -> LayoutPlan:
@@ -357,6 +357,12 @@ def _plan(
     data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
     tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
     traffic = _traffic(config, sizes, layout, item, tokens)
+    if layout.expert > 1:  # a rank keeps the rows that came to its experts, those of itself too
+        sent = item * _rows_sent(config, layout, tokens // num_batches) * model.d_model
+        came = sent * layout.expert / (layout.expert - 1) / model.num_layers
+        activations = replace(
+            activations, by_layer=tuple(kept + came for kept in activations.by_layer)
+        )
 
     def pace(num_neighbours: int) -> float:
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
@@ -385,20 +391,44 @@ def _plan(
 
 
 def _memory(
-    sizes: Sizes, layout: Layout, item: int, activations: float, num_batches: int
+    sizes: Sizes, layout: Layout, item: int, activations: Activations, num_batches: int
 ) -> Memory:
     """Of numbers of `item` bytes."""
-    local = item * sizes.local(layout)
+
+    def local_bytes(weights: Iterable[Weight]) -> float:
+        return item * sum(w.numel * w.share(layout) for w in weights)
+
+    local = local_bytes(sizes.all)
     state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
     outside = item * _gathered(sizes.outside, layout)
     layers = [item * _gathered(layer, layout) for layer in sizes.layers]
+    if num_batches > 1:  # they are added up whole, until the last one
+        gradients, kept = outside + sum(layers), activations.total
+    else:
+        by_layer = [local_bytes(layer) for layer in sizes.layers]
+        gradients, kept = _at_peak(activations, local_bytes(sizes.outside), by_layer)
     if not layout.is_sharded:  # the buckets in which DistributedDataParallel adds gradients up
-        return Memory(local, local, state, local if layout.num_ranks > 1 else 0.0, activations)
+        buckets = local if layout.num_ranks > 1 else 0.0
+        return Memory(local, gradients, state, buckets, kept)
     # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
-    gathered = 2 * outside + 3 * max(layers)
-    # Of several batches they are added up whole, until the last one.
-    gradients = local if num_batches == 1 else outside + sum(layers)
-    return Memory(local, gradients, state, gathered, activations)
+    return Memory(local, gradients, state, 2 * outside + 3 * max(layers), kept)
+
+
+def _at_peak(
+    activations: Activations, outside: float, by_layer: Sequence[float]
+) -> tuple[float, float]:
+    """Gradients and activations at the moment of a backward pass in which they are most together.
+
+    Args:
+        outside, by_layer: bytes of the gradients.
+    """
+    left = sum(activations.by_layer)
+    moments, made = [(0.0, activations.outside + left)], outside
+    for kept, gradient in reversed(list(zip(activations.by_layer, by_layer, strict=True))):
+        made += gradient
+        moments.append((made, left + activations.recomputed))
+        left -= kept
+    return max(moments, key=sum)
 
 
 def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, tokens: int) -> Traffic:

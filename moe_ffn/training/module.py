@@ -251,6 +251,11 @@ class LanguageModel(LightningModule):
             sync_dist=True,
         )
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # Lightning does so after the next forward pass, beside whose activations they would be.
+        self.zero_grad(set_to_none=True)
+
     def configure_gradient_clipping(
         self,
         optimizer: Optimizer,

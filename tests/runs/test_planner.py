@@ -166,7 +166,7 @@ def test_batches_that_are_added_up_travel_once() -> None:
     assert three.compute_seconds == pytest.approx(3 * one.compute_seconds)
     assert three.tokens == 3 * one.tokens
     assert three.memory.activations == one.memory.activations
-    assert three.memory.gradients == pytest.approx(2 * one.memory.gradients, rel=0.05), "whole"
+    assert three.memory.gradients == pytest.approx(2 * one.memory.weights, rel=0.05), "whole"
 
 
 def test_what_is_computed_again_is_counted() -> None:

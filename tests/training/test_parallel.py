@@ -5,8 +5,11 @@ Gradients are compared before the optimizer, since AdamW hides a factor of two.
 
 from __future__ import annotations
 
+import random
+import string
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 import pytest
@@ -14,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from moe_ffn.data.prepare import prepare
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import Sharder
+from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.training import module
 from tests.helpers.first_gradient import first_gradient
+from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 
 MakeConfig = Callable[..., TrainConfig]
@@ -173,3 +180,61 @@ def test_muon_turns_whole_matrices_that_are_divided(
     for key, value in wanted.items():
         if key.endswith(" after"):  # in steps of bfloat16
             torch.testing.assert_close(first[block][key], value, atol=2e-4, rtol=0, msg=key)
+
+
+def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> int:
+    """Bytes at the most while a run trains and saves, above what the process has after a smaller one."""
+    small = config.model.model_copy(update={"d_model": 32, "num_layers": 1})
+
+    def train(config: TrainConfig, folder: Path) -> None:
+        data = prepare(config.data, progress=False)
+        callbacks = make_callbacks(config, data, folder)
+        trainer = build_trainer(config, folder, "32-true", [], callbacks, layout)
+        trainer.fit(build_module(config, data, layout), datamodule=make_token_data(config, data))
+
+    train(config.model_copy(update={"model": small}), folder / "small")
+    return peak_above(lambda: train(config, folder / "large"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("name", ["1", *LAYOUTS, "DDP 4", "FSDP 4"])
+def test_ranks_take_the_memory_that_is_planned(
+    name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    more = {"1": Layout(), "DDP 4": Layout(data=4), "FSDP 4": Layout(shard=4)}
+    layout = (LAYOUTS | more)[name]
+    # Of many letters, so that no rank has most of the tokens.
+    letters = random.Random(0).choices(string.printable, k=30_000)
+    (tmp_path / "text.txt").write_text("".join(letters))
+    config = make_config(
+        model={
+            "d_model": 256,
+            "num_layers": 8,
+            "attention": {"num_heads": 4},
+            "ffn": {"type": "moe", "num_experts": 8, **BLOCKS["shared"]},
+        },
+        data={
+            "corpus": {"type": "text", "paths": str(tmp_path / "text.txt")},
+            "seq_len": 256,
+            "batch_size": 2 * layout.num_ranks,
+        },
+        optimizer={"type": "adamw"},
+        trainer={
+            "max_steps": 3,
+            "accumulate_grad_batches": accumulated,
+            "devices": layout.num_ranks,
+            "accelerator": "cpu",
+        },
+    )
+    plans = plan_layouts(config, layout.num_ranks, DEVICES["h100"])
+    (planned,) = (plan.memory.total for plan in plans if plan.layout == layout)
+
+    taken = on_ranks(layout.num_ranks, tmp_path, peak_of_training, config, layout, tmp_path)
+
+    print(
+        f"{name} x {accumulated}: {planned / 1e6:.0f} MB; {', '.join(f'{t / 1e6:.0f}' for t in taken)}"
+    )
+    # Experts of some ranks have more tokens than those of others, which all together are as planned.
+    assert fmean(taken) == pytest.approx(planned, rel=0.1)
+    assert max(taken) < 1.2 * planned

@@ -29,7 +29,10 @@ SHARDS = "shards"
 """The key of the folder and the digests of its files, in the values of a checkpoint."""
 
 FOLDER = re.compile(r"[0-9a-f]{16}\.shards")
-_FILE = re.compile(r"shard-[0-9]{5}-model-00001-of-00001\.safetensors")
+_FILE = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+
+MAX_FILE_BYTES = 2**26
+"""Of a rank, or what its largest tensor has more: each file is made in memory before it is written."""
 
 
 class CheckpointError(Exception):
@@ -70,7 +73,7 @@ def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     mine: dict[str, str] | OSError
     try:
         # It makes the folder too, where an error of one rank is one of all.
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
         save(tensors, storage_writer=writer)
         own = f"shard-{dist.get_rank() + 1:05d}-"
         mine = {p.name: sha256_of(p) for p in folder.iterdir() if p.name.startswith(own)}
@@ -93,6 +96,16 @@ def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
         sync_folder(parent)
     described = tree_map_only(DTensor, lambda value: shapes[_memory(value)], values)
     return {**described, SHARDS: {"folder": folder.name, "sha256": digests}}
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file of each tensor, from 1 on; the same on every rank."""
+    files: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        end += tensor.nbytes
+        files[name] = 1 + end // (MAX_FILE_BYTES * dist.get_world_size())
+    return files
 
 
 def _of_first(value: Any) -> Any:
