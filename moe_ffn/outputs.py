@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def summarize(value: Any) -> str:
@@ -425,8 +425,12 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
 
 def on_this_rank(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor that is on this rank; any other tensor as it is."""
-    # Importing its class, to ask for that, takes half a second.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    # Half a second where it is the first time. torch.compile denies that it has a `to_local`.
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 for _value in (TokenContext, Routing, FFNOutput):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import string
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -153,6 +154,39 @@ def test_every_layout_takes_the_step_of_one_process(
     found = differences(make_config, tmp_path, name, accumulated, blocks_of(name))
 
     assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+
+
+def compiled_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> Any:
+    """The step, and how many graphs torch traced for it."""
+    compile_module, graphs = torch.nn.Module.compile, []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)  # code for it would take minutes to generate
+        return graph.forward
+
+    # torch's tracer looks at `.grad` of what it traces, and is warned by torch.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch.nn.Module.compile = lambda self: compile_module(self, backend=count)
+    return first_gradient(config, folder, layout), len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DDP 2", "FSDP 2", "EP 2", "EP 2 x FSDP 2"])
+def test_compiled_ranks_take_the_step_of_one_process(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    config = step_of(make_config, "shared", layout.num_ranks, layout.num_ranks)
+    trainer = config.trainer.model_copy(update={"compile": True})
+    compiled = config.model_copy(update={"trainer": trainer})
+
+    of_ranks = on_ranks(layout.num_ranks, tmp_path, compiled_on_a_rank, compiled, layout, tmp_path)
+
+    wanted = first_gradient(step_of(make_config, "shared", 1, layout.num_ranks), tmp_path)
+    for step, num_graphs in of_ranks:
+        assert num_graphs > 0
+        for key, value in wanted.items():
+            torch.testing.assert_close(step[key], value, atol=FLOAT32, rtol=FLOAT32, msg=key)
 
 
 def test_a_gradient_divided_by_the_wrong_group_is_seen(
