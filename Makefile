@@ -16,7 +16,7 @@ CODE := moe_ffn experiments tests
 DOCUMENTED := moe_ffn $(addprefix moe_ffn.,ffn routing capacity experts dispatch balancing outputs config model \
 	metrics metrics.measures metrics.modular metrics.table data training runs report)
 
-.PHONY: help setup train test test-slow test-reliability lint format docs lock clean readme studies
+.PHONY: help setup train test test-slow test-gpu test-reliability lint format docs lock clean readme studies
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -31,6 +31,9 @@ test: lint  ## lint, types and tests, in two processes
 
 test-slow: lint  ## the same, with the tests that take longer
 	$(PY) -m pytest -m "slow or not slow"
+
+test-gpu: $(DEV)  ## what ranks that share a model compute on GPUs, by NCCL, and how long it takes
+	$(PY) -m pytest -m gpu --durations=0 tests/training/test_parallel.py
 
 test-reliability: $(DEV)  ## what docs/reliability.md promises, all of it tried and counted; hours
 	$(PY) -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/reliability

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ pytest_plugins = ["tests.helpers.programs_in_process"]
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("many", settings.get_profile("repeatable"), max_examples=2000)
 settings.load_profile("repeatable")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell has it for what it starts in the background; what tests start would ignore Ctrl-C too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton reads it once, when it is imported, which a library under test may do before a kernel's

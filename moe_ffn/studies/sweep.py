@@ -180,14 +180,17 @@ class Job:
                 return ""
             is_begun = has_begun(self.run.config)
             self.first_step = self._step = self._last_step() if is_begun else 0
-            threads = {"OMP_NUM_THREADS": str(num_threads)}
+            given = {
+                "OMP_NUM_THREADS": str(num_threads),
+                "WANDB_RUN_GROUP": self.run.folder.parent.name,
+            }
             with run_folder.explaining("its process cannot be started", "give fewer --jobs"):
                 self._process = Popen(
                     training_command(self.run, is_begun, trust_code),
                     stdin=DEVNULL,
                     stdout=log,  # which passes the lock on
                     stderr=STDOUT,
-                    env=threads | os.environ,
+                    env=given | os.environ,
                     start_new_session=True,  # Ctrl-C reaches the sweep, which asks it to end, once
                 )
         self.state, self._started_at = "training", time.monotonic()

@@ -109,6 +109,8 @@ class WandbConfig(Config, frozen=True):
     """wandb project of the run."""
     entity: str | None = None
     """wandb user or team that owns the run; null: your default."""
+    group: str | None = Field(default=None, min_length=1)
+    """Runs that belong together; null: WANDB_RUN_GROUP, which a sweep sets to its name, or none."""
     tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Labels of the run; the FFN type is always one of them."""
 

@@ -405,21 +405,22 @@ def test_a_run_is_given_all_its_options(only: Sweep) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "3"), ("5", "5")])
-def test_cores_are_shared_by_the_processes(
+def test_processes_share_the_cores_and_a_group_of_wandb(
     only: Sweep, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("moe_ffn.studies.sweep.num_cores", lambda: 7)
-    threads: list[str] = []
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    found: list[tuple[str, str]] = []
 
     def start(command: list[str], *, env: dict[str, str], **options: Any) -> None:
-        threads.append(env["OMP_NUM_THREADS"])
+        found.append((env["OMP_NUM_THREADS"], env["WANDB_RUN_GROUP"]))
 
     monkeypatch.setattr("moe_ffn.studies.sweep.Popen", start)
     assert [*Sweep([only.jobs[0].run], num_at_once=2).advance()]
-    assert threads == [expected]
+    assert found == [(expected, only.jobs[0].run.folder.parent.name)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

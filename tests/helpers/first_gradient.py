@@ -53,4 +53,5 @@ def first_gradient(
     trainer.fit(module, datamodule=make_token_data(config, data))
     biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
     after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
-    return keep.gradients | biases | after | {"norm": module.gradient_norm}
+    found = keep.gradients | biases | after | {"norm": module.gradient_norm}
+    return {name: value.cpu() for name, value in found.items()}

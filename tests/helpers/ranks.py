@@ -1,4 +1,4 @@
-"""Functions run on several ranks of one machine, each a process, joined by gloo."""
+"""Functions run on several ranks of one machine, each a process, joined by gloo, or by NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,30 @@ from moe_ffn.parallel.sharding import Sharder
 SECONDS = 60
 
 
-def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *given: Any) -> list[Any]:
+def on_ranks(
+    num_ranks: int,
+    folder: Path,
+    function: Callable[..., Any],
+    *given: Any,
+    device: str = "cpu",
+) -> list[Any]:
     """What `function(rank, *given)` returns on each rank; its tensors are of no graph.
+
+    Args:
+        device: `cpu`, or `cuda`: a GPU for each rank, where `function` is one of a module.
 
     Raises:
         AssertionError: it raised on a rank, with the traceback of that.
     """
     # Imported once, and not in each process: the first collective does it, for seconds.
     importlib.import_module("torch._dynamo")
-    context = multiprocessing.get_context("fork")
+    # CUDA does not outlive a fork.
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     folder.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, num_ranks, folder / "store", theirs, function, given)
+        arguments = (rank, num_ranks, folder / "store", theirs, function, given, device)
         process = context.Process(target=_run, args=arguments, daemon=True)
         process.start()
         pipes.append(ours)
@@ -60,7 +70,13 @@ def parallelize(decoder: Decoder, layout: Layout) -> None:
 
 
 def _run(
-    rank: int, num_ranks: int, store: Path, pipe: Any, function: Callable[..., Any], given: Any
+    rank: int,
+    num_ranks: int,
+    store: Path,
+    pipe: Any,
+    function: Callable[..., Any],
+    given: Any,
+    device: str,
 ) -> None:
     torch.set_num_threads(1)
     # As torchrun says it, for Lightning, which takes the group that is there.
@@ -75,8 +91,13 @@ def _run(
         "TORCHELASTIC_RUN_ID": "tests",
     }
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+            "gloo" if device == "cpu" else "nccl",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=num_ranks,
         )
         result = function(rank, *given)
         dist.barrier()  # without it gloo may abort while another rank still reads

@@ -70,6 +70,7 @@ def step_of(
     num_ranks: int,
     num_parts: int,
     optimizer: dict[str, Any] = SGD,
+    device: str = "cpu",
 ) -> TrainConfig:
     """One step on so many small batches, by so many ranks at a time."""
     return make_config(
@@ -81,7 +82,7 @@ def step_of(
             "max_steps": 1,
             "accumulate_grad_batches": num_parts // num_ranks,
             "devices": num_ranks,
-            "accelerator": "cpu",
+            "accelerator": device,
         },
     )
 
@@ -113,15 +114,20 @@ def differences(
     blocks: list[str],
     *,
     spoilt: bool = False,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """`block: tensor` -> how much a rank's differs from that of one process, beside its largest number."""
     layout = LAYOUTS[name]
     num_parts = accumulated * layout.num_ranks
-    together = {b: step_of(make_config, b, layout.num_ranks, num_parts) for b in blocks}
-    of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, together, layout, folder, spoilt)
+
+    def step(block: str, num_ranks: int) -> TrainConfig:
+        return step_of(make_config, block, num_ranks, num_parts, device=device)
+
+    given = {block: step(block, layout.num_ranks) for block in blocks}, layout, folder, spoilt
+    of_ranks = on_ranks(layout.num_ranks, folder, steps_on_a_rank, *given, device=device)
     found: dict[str, float] = {}
     for block in blocks:
-        wanted = first_gradient(step_of(make_config, block, 1, num_parts), folder)
+        wanted = first_gradient(step(block, 1), folder)
         for steps in of_ranks:
             assert steps[block].keys() == wanted.keys()
             for key, value in wanted.items():
@@ -152,6 +158,21 @@ def test_every_layout_takes_the_step_of_one_process(
     name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     found = differences(make_config, tmp_path, name, accumulated, blocks_of(name))
+
+    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gpus_take_the_step_of_one(
+    name: str, accumulated: int, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    there, needed = torch.cuda.device_count(), LAYOUTS[name].num_ranks
+    if there < needed:
+        pytest.skip(f"a rank has a GPU of its own: {name} needs {needed}, this machine has {there}")
+
+    found = differences(make_config, tmp_path, name, accumulated, blocks_of(name), device="cuda")
 
     assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
 

@@ -162,6 +162,7 @@ def wandb_logger(
             mode=mode,
             project=config.project,
             entity=config.entity,
+            group=config.group,
             name=run_dir.name,
             id=earlier_id,
             resume=None if earlier_id is None else "allow",

@@ -162,10 +162,11 @@ def test_a_leftover_wandb_folder_is_no_package(start: Any) -> None:
 
 def test_the_run_is_named_tagged_and_described(start: Any) -> None:
     wandb = StubWandb()
-    start(wandb, WandbConfig(project="mine", entity="us"))
+    start(wandb, WandbConfig(project="mine", entity="us", group="ours"))
 
     (arguments,) = wandb.started
     assert arguments["project"] == "mine"
+    assert arguments["group"] == "ours"
     assert arguments["entity"] == "us"
     assert arguments["name"] == "mine"
     assert arguments["tags"] == ["moe"]
