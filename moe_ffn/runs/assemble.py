@@ -339,5 +339,6 @@ def quiet_libraries() -> None:
         ".*does not have many workers",
         "Be aware that when using `ckpt_path`",  # of an early stopping that is given up
         "Experiment logs directory .* exists and is not empty",
+        "It is recommended to use `self.log\\('validation/",  # of one rank alone, which torchrun started
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -86,27 +86,54 @@ def program_on_a_rank(rank: int, argv: list[str]) -> Finished:
     return run_here(*argv)
 
 
-def test_experts_on_two_ranks_are_one_run_which_one_process_goes_on_with(tmp_path: Path) -> None:
+ALONE = {"devices": 1, "parallel": "null"}
+EXPERT_2 = {"devices": 2, "parallel": "{shard: 1, expert: 2}"}
+EXPERT_4 = {"devices": 4, "parallel": "{shard: 1, expert: 4}"}
+BOTH = {"devices": 4, "parallel": "{data: 2, shard: 1, expert: 2}"}
+SHARD_2 = {"devices": 2, "parallel": "{data: 1, shard: 2, expert: 1}"}
+SHARD_4 = {"devices": 4, "parallel": "{data: 1, shard: 4, expert: 1}"}
+
+
+def words(stage: dict[str, Any]) -> list[str]:
+    return ["--trainer.devices", str(stage["devices"]), "--parallel", stage["parallel"]]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([EXPERT_2, ALONE], id="EP 2, 1"),
+        pytest.param([EXPERT_2, ALONE, EXPERT_4], id="EP 2, 1, EP 4", marks=pytest.mark.slow),
+        pytest.param(
+            [SHARD_4, BOTH, SHARD_2], id="FSDP 4, EP 2 x DDP 2, FSDP 2", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_goes_on_with_any_number_of_ranks(
+    stages: list[dict[str, Any]], tmp_path: Path
+) -> None:
     alike = {
         "model__ffn": "{type: moe, num_experts: 4, shared_expert: swiglu}",
         "objective__load_balance": "0.0",
         "optimizer__learning_rate": "1e-3",
-        "trainer__max_steps": "4",
         "trainer__precision": "32-true",
+        "data__batch_size": "4",
     }
-    divided = {"parallel": "{expert: 2}", "trainer__devices": "2"}
-    argv = options(tmp_path, run__name="two", **alike, **divided)
-    first, second = on_ranks(2, tmp_path / "ranks", program_on_a_rank, argv)
-    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
-    assert "Results in" in first.stdout
-    assert second.stdout == ""
-    assert run_here(*options(tmp_path, run__name="one", **alike)).code == 0
+    for number, stage in enumerate(stages):
+        steps = ("--trainer.max_steps", str(4 * (number + 1)))
+        for name in ("ranks", "one"):
+            argv = ["--resume", str(tmp_path / "runs" / name), *steps]
+            if number == 0:
+                argv = [*options(tmp_path, run__name=name, **alike), *steps]
+            if name == "one" or stage == ALONE:
+                done, others = run_here(*argv, *words(ALONE)), []
+            else:
+                folder = tmp_path / f"stage{number}"
+                argv += words(stage)
+                done, *others = on_ranks(stage["devices"], folder, program_on_a_rank, argv)
+            assert done.code == 0, done.stderr
+            assert "Results in" in done.stdout
+            assert [other.stdout for other in others] == [""] * len(others)
 
-    alone = ("--trainer.devices", "1", "--parallel", "null", "--trainer.max_steps", "8")
-    for name in ("one", "two"):
-        done = run_here("--resume", str(tmp_path / "runs" / name), *alone)
-        assert done.code == 0, done.stderr
-
-    two, one = (losses(tmp_path / "runs" / name) for name in ("two", "one"))
-    assert list(two) == list(one) == [2, 4, 6, 8]
-    assert two == pytest.approx(one, rel=1e-5)
+    found, expected = (losses(tmp_path / "runs" / name) for name in ("ranks", "one"))
+    assert list(found) == list(expected) == list(range(2, 4 * len(stages) + 1, 2))
+    assert found == pytest.approx(expected, rel=1e-5)
