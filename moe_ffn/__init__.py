@@ -9,6 +9,7 @@ Below are the names that a user of the layers needs. Every router, kind of exper
 `moe_ffn.routing`, `moe_ffn.experts` and `moe_ffn.ffn`; losses and rules are in `moe_ffn.balancing`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch.
@@ -42,6 +43,7 @@ from moe_ffn.routing import (
 )
 
 if TYPE_CHECKING:
+    from moe_ffn.interop.pretrained import load_pretrained, load_tokenizer, save_pretrained
     from moe_ffn.runs.reader import load_run
 
 __version__ = "0.1.0"
@@ -71,17 +73,27 @@ __all__ = [
     "TopKRouterConfig",
     "build_ffn",
     "load_balancing_loss",
+    "load_pretrained",
     "load_run",
+    "load_tokenizer",
     "router_z_loss",
     "routing_of_pairs",
+    "save_pretrained",
     "solve_widths",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`load_run` when it is asked for: it needs YAML and tokenizers, which a user of the layers may lack."""
-    if name == "load_run":
-        from moe_ffn.runs.reader import load_run
+_LATER = {
+    "load_run": "moe_ffn.runs.reader",
+    **dict.fromkeys(
+        ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.interop.pretrained"
+    ),
+}
+"""Names that need YAML and tokenizers, which a user of the layers may lack, and where they are."""
 
-        return load_run
+
+def __getattr__(name: str) -> Any:
+    """One of the names that are imported when they are asked for."""
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import stat
 import sys
 import time
@@ -163,6 +164,34 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, beside `path`; it takes the place of `path` when the block ends.
+
+    Until then, and after an error or the death of the process, `path` is what it was before; a process that
+    dies between two renames leaves the old one aside, as unfinished.
+    """
+    make_folder(path.parent)
+    mark = secrets.token_hex(4)
+    new, old = (path.with_name(f".{path.name}.{mark}{kind}{UNFINISHED}") for kind in ("", ".old"))
+    new.mkdir()
+    try:
+        yield new
+        for file in new.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+        sync_folder(new)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -51,13 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skipif(on_gpu, reason="these layers are on the CPU"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, most of all where tests share the cores."""
-    threads = torch.get_num_threads()
+# Models this small are slower on several threads, most of all where tests share the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Whatever a test has made of it: what is forked from a process with several threads waits for ever."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

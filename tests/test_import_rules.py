@@ -78,9 +78,10 @@ for _room, _below in {
         "config_files",
         "import_path",
     },
+    "interop": {"runs"},
     "studies": {"runs", "option_tree"},
     "report": {"studies"},
-    "cli": {"report", "option_tree"},
+    "cli": {"report", "interop", "option_tree"},
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
@@ -92,6 +93,7 @@ MAY_IMPORT["__init__"] = FOUNDATION | {
     "ffn",
     "model",
     "runs",  # `load_run`, when it is asked for
+    "interop",  # `load_pretrained`, as well
 }
 """Room or file of the package -> what it may import of the package."""
 
@@ -101,6 +103,7 @@ ONLY_PLACES = {
     "torchmetrics": {"moe_ffn/metrics", "moe_ffn/training", "moe_ffn/runs"},
     "yaml": {"moe_ffn/config_files.py"},
     "tokenizers": {"moe_ffn/data"},
+    "safetensors": {"moe_ffn/interop", "moe_ffn/training/recovery"},
     "datasets": {"moe_ffn/data"},
     "submitit": {"moe_ffn/cli/sweep.py"},
     "triton": {"moe_ffn/kernels/triton"},

@@ -193,6 +193,17 @@ def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
     assert loss == pytest.approx(1, abs=0.3)
 
 
+@pytest.mark.usefixtures("newcomer")
+def test_the_trained_model_is_loaded_and_saved():
+    assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
+    names: dict[str, Any] = {}
+    exec(compile(blocks("python")[2], "README.md", "exec"), names)
+    assert names["decoder"].config.ffn.type == "moe"
+    assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
+    written = {path.name for path in Path("models/mine").iterdir()}
+    assert written == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
 def test_the_quoted_message_is_the_real_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -161,6 +161,7 @@ _FILES = {
     "saved.json": "which step was saved last",
     "checkpoints/best.ckpt": "weights of the lowest validation loss, alone",
     "checkpoints/step_*.ckpt": "what --resume goes on from",
+    "model": "for moe_ffn.load_pretrained",
     "wandb": "the run for wandb",
 }
 

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -85,14 +86,24 @@ def main(argv: Sequence[str]) -> int:
             return 0
         write_study(study, runs[0].folder.parent)
         if flags.time:
-            if "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(sweep.num_threads)
-            return time_study(study, runs)
+            given = "OMP_NUM_THREADS" in os.environ
+            with _threads(torch.get_num_threads() if given else sweep.num_threads):
+                return time_study(study, runs)
         if flags.slurm is not None:
             submit(sweep, again, dict(flags.slurm), flags.jobs)
             return 0
         share_plotly(runs[0].folder.parent)
         return train(sweep)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _parser() -> Parser:

@@ -23,15 +23,19 @@ from moe_ffn.cli.results import (
 )
 from moe_ffn.config_files import to_yaml
 from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.environment import is_first_rank
-from moe_ffn.errors import command, first_line, reason
+from moe_ffn.errors import ConfigError, command, first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.interop.pretrained import write_model_folder
 from moe_ffn.metrics import unigram_loss
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.report.page import write_report
 from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.json_files import Saved
+from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.record import check_documents, checkpoint_identity, new_run_id
 from moe_ffn.runs.resume import (
     Start,
@@ -127,6 +131,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             unigram = unigram_loss(data.train, targets, data.tokenizer.vocab_size)
             summary = summary_of(callbacks, unigram)
             lost = write_results(folder, summary, callbacks, loggers, trainer.global_step)
+            lost = lost or write_model(folder, config, data.tokenizer, module.decoder)
             print_results(console, folder, summary, callbacks)
             if lost:
                 print(f"error: {lost}", file=sys.stderr)
@@ -253,6 +258,17 @@ def write_results(
     if callbacks.checkpoints.lacks_best:
         lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
     return f"could not write the last entries of {', '.join(lacking)}" if lacking else ""
+
+
+def write_model(folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder) -> str:
+    """Write the best weights as a model folder; returns why it could not be written, or the empty string."""
+    try:
+        weights = read_weights(folder, config, tokenizer, decoder)
+        write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
+    except ConfigError as error:
+        again = f"{command('train')} --resume {folder}"
+        return f"the model folder is not written: {error}; then: {again}"
+    return ""
 
 
 def add_report(folder: Path) -> bool:

@@ -69,6 +69,10 @@ class Tokenizer(ABC):
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON, from which the config's `restore` makes an equal one."""
 
+    def to_hugging_face(self) -> dict[str, Any] | None:
+        """The content of a `tokenizer.json` of Hugging Face; None where it has no equal there."""
+        return None
+
 
 class TokenizerConfig(TaggedConfig, frozen=True):
     """How text becomes token ids."""
@@ -141,6 +145,24 @@ class BytesTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "bytes"}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """A byte-pair encoding that merges nothing."""
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        end = {"id": 256, "content": _END, "special": True, "normalized": False}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        return {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": {**_alphabet(), _END: 256}, "merges": []},
+        }
 
 
 class BPEConfig(TokenizerConfig, frozen=True):
@@ -283,6 +305,9 @@ class BPETokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         return {"type": "bpe", "tokenizer": self._definition}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        return self._definition
 
 
 def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:

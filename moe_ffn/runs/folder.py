@@ -36,6 +36,7 @@ CODE_FOLDER = "code"
 REPORT_FILE = "report.html"
 SAVED_FILE = "saved.json"
 CHECKPOINTS_FOLDER = "checkpoints"
+MODEL_FOLDER = "model"
 
 LOCK_FILE = ".lock"
 """Holds the name of the machine on which the run was trained last."""
@@ -47,7 +48,7 @@ FILES = (
     *_LOGS,
     *(f"{name}{DAMAGED}" for name in _LOGS),
 )
-FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, "wandb")
+FOLDERS = (CHECKPOINTS_FOLDER, CODE_FOLDER, MODEL_FOLDER, "wandb")
 """With the files above all that a run makes; what else is in its folder is never opened."""
 
 _PATIENCE_SECONDS = 1.0

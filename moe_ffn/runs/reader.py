@@ -50,6 +50,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     likely_step,
     newest_first,
 )
+from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
@@ -342,9 +343,7 @@ def load_model(folder: Path, step: int | None = None) -> SavedModel:
     tokenizer = _read_tokenizer(folder / TOKENIZER_FILE, config)
     with explaining_outside_errors():
         decoder = config.model.build(tokenizer.vocab_size, config.data.seq_len)
-    expected = identity_of_weights(config, tokenizer)
-    record = RunRecord.read(folder, config)
-    weights = _weights(folder / CHECKPOINTS_FOLDER, decoder, expected, record, step)
+    weights = read_weights(folder, config, tokenizer, decoder, step)
     # float32 holds the weights of every other format exactly.
     if any(weights[name].dtype == torch.float64 for name, _ in decoder.named_parameters()):
         decoder.double()
@@ -352,17 +351,28 @@ def load_model(folder: Path, step: int | None = None) -> SavedModel:
     return SavedModel(folder, config, tokenizer, decoder.eval())
 
 
-def _weights(
-    checkpoints: Path,
+def read_weights(
+    folder: Path,
+    config: TrainConfig,
+    tokenizer: Tokenizer,
     decoder: Decoder,
-    expected: Mapping[str, Any],
-    record: RunRecord,
-    step: int | None,
+    step: int | None = None,
 ) -> Mapping[str, Tensor]:
-    """The best, or the newest where those are damaged; or those of a step alone."""
+    """The best weights of a run, or the newest where those are damaged; or those of a step alone.
 
-    def of_decoder(values: Mapping[str, Any]) -> dict[str, Any]:
+    Args:
+        decoder: of these names and shapes.
+
+    Raises:
+        ConfigError: none of its checkpoints is good.
+    """
+    checkpoints, expected = folder / CHECKPOINTS_FOLDER, identity_of_weights(config, tokenizer)
+    record = RunRecord.read(folder, config)
+
+    def of_decoder(values: Mapping[str, Any]) -> Mapping[str, Any]:
         state = values.get("state_dict")
+        if isinstance(state, SavedTensors):
+            return state.under("decoder.")
         if not isinstance(state, Mapping):
             raise CheckpointError("lacks 'state_dict', so it is no checkpoint of a run")
         ours = {name: value for name, value in state.items() if str(name).startswith("decoder.")}

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from moe_ffn.cli import sweep
 from moe_ffn.cli.exit import exit_on_bad_input
@@ -606,6 +607,7 @@ def test_every_arm_is_timed_and_compared_with_the_baseline(
     code, out, err = program("--config", "gating.yaml", "--time")
 
     assert code == 0
+    assert torch.get_num_threads() == 1, "as before"
     assert "timing 2 arms in turns" in err
     found = json.loads((tmp_path / "runs/gating/timing.json").read_text())
     assert [*found] == ["machine", "arms"]

@@ -12,7 +12,9 @@ import pytest
 import torch
 import yaml
 
+import moe_ffn
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.reader import load_model
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.recovery.checkpoint_file import newest_first, read_checkpoint, step_of
 
@@ -43,7 +45,21 @@ def test_the_run_succeeds_and_writes_what_it_lists(moe_run: Any) -> None:
         "checkpoints/step_00000006.ckpt",
     }
     before_the_last = {".lock", "checkpoints/step_00000004.ckpt"}
-    assert written - before_the_last == set(listed)
+    of_model = {f"model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    assert written - before_the_last == {*listed, *of_model}
+    assert "\n  model  " in moe_run.stdout
+
+
+def test_the_run_ends_with_a_model_folder(moe_run: Any) -> None:
+    decoder = moe_ffn.load_pretrained(moe_run.folder / "model")
+    tokenizer = moe_ffn.load_tokenizer(moe_run.folder / "model")
+    saved = load_model(moe_run.folder)
+
+    text = b"import os\n"
+    ids_BS = torch.tensor([tokenizer.encode(text).tolist()])
+    with torch.no_grad():
+        logits = decoder(ids_BS).logits
+    assert torch.equal(logits, saved.run(text).logits)
 
 
 def test_the_facts_tell_runs_apart(moe_run: Any) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import moe_ffn
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny_runs import Finished, losses, options, run_here
 
@@ -137,3 +139,8 @@ def test_a_run_goes_on_with_any_number_of_ranks(
     found, expected = (losses(tmp_path / "runs" / name) for name in ("ranks", "one"))
     assert list(found) == list(expected) == list(range(2, 4 * len(stages) + 1, 2))
     assert found == pytest.approx(expected, rel=1e-5)
+    models = [
+        moe_ffn.load_pretrained(tmp_path / "runs" / name / "model") for name in ("ranks", "one")
+    ]
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

@@ -165,6 +165,15 @@ class SavedTensors(Mapping[Any, Any]):
             whole[tuple(place)] = part
         return whole
 
+    def under(self, prefix: str) -> SavedTensors:
+        """Those whose names begin so, without that."""
+        shapes = {
+            name.removeprefix(prefix): shape
+            for name, shape in self.shapes.items()
+            if str(name).startswith(prefix)
+        }
+        return SavedTensors(shapes, self._names, self._parts)
+
     def read_into(self, tensors: Mapping[Any, Any]) -> None:
         """Fill tensors with what is saved under their keys; of those that are divided the part on this rank.
 

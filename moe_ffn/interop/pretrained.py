@@ -1,0 +1,302 @@
+"""A model in a folder of its own: a config, weights as safetensors, a tokenizer; whole or not there.
+
+    moe_ffn.save_pretrained(decoder, "models/mine", tokenizer)
+    decoder = moe_ffn.load_pretrained("models/mine")
+
+Large weights are in several files with an index, named as Hugging Face names them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.config_files import read_config
+from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
+from moe_ffn.errors import ConfigError, first_line, reason, show
+from moe_ffn.files import kind_of, read_object, replacing_folder, write_file
+from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.runs.outside_code import code_files, portable_options
+from moe_ffn.trust import accepting_code, only_trusted_code
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MIN_FILE_BYTES, MAX_FILES = 2**28, 8
+"""A file has an eighth of the weights, or so many bytes: no more of them are asked for at a time."""
+
+
+class PretrainedConfig(Config, frozen=True):
+    """What `config.json` of a model folder holds."""
+
+    model_type: Literal["moe_ffn"] = "moe_ffn"
+    """Other libraries give names of their own."""
+    vocab_size: int = Field(ge=1, le=MAX_COUNT)
+    """Tokens that the model knows."""
+    max_seq_len: int = Field(ge=1, le=MAX_COUNT)
+    """The most tokens of a sequence."""
+    model: DecoderConfig
+    """The decoder."""
+
+    def build(self) -> Decoder:
+        return self.model.build(self.vocab_size, self.max_seq_len)
+
+
+# -- out
+
+
+def save_pretrained(
+    decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write a decoder and its tokenizer into a folder; a model folder that is there is replaced.
+
+    Raises:
+        ConfigError: something else is there, or it cannot be written; nothing has changed then.
+    """
+    write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
+
+
+def write_model_folder(
+    folder: Path,
+    decoder: Decoder,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write a model folder, with a copy of the code that its config names.
+
+    Args:
+        decoder: of these names and shapes; its own weights are not looked at.
+        weights: by name; those of one file are asked for at a time.
+
+    Raises:
+        ConfigError: as `save_pretrained`.
+    """
+    _require_replaceable(folder)
+    config = PretrainedConfig(
+        vocab_size=decoder.embedding.num_embeddings,
+        max_seq_len=decoder.max_seq_len,
+        model=decoder.config,
+    )
+    texts = {CONFIG_FILE: json.dumps(portable_options(config), indent=2) + "\n"}
+    if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
+        texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
+    try:
+        with replacing_folder(folder) as unfinished:
+            for name, text in {**texts, **code_files(config)}.items():
+                write_file(unfinished, name, text)
+            _write_weights(unfinished, decoder, weights)
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be written ({reason(error)}); make room, or fix its permissions"
+        ) from error
+
+
+def _require_replaceable(folder: Path) -> None:
+    kind = kind_of(folder)
+    if kind is None or (
+        kind == "a folder" and (is_model_folder(folder) or not any(folder.iterdir()))
+    ):
+        return
+    raise ConfigError(
+        f"'{folder}' is {kind} that holds something else than a model; give another folder"
+    )
+
+
+def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Every tensor once, under the first of its names."""
+    from safetensors.torch import save_file
+
+    sizes = {name: value.nbytes for name, value in decoder.state_dict().items()}
+    for name in _tied(decoder):
+        del sizes[name]
+    total, limit = sum(sizes.values()), max(MIN_FILE_BYTES, sum(sizes.values()) / MAX_FILES)
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        file = WEIGHTS_FILE
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            places |= dict.fromkeys(names, file)
+        found = {name: weights[name].detach().contiguous() for name in names}
+        save_file(found, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG_FILE, folder / file)  # it is made for its owner alone
+    if places:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+
+# -- in
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder holds a model of this library."""
+    try:
+        found = read_object(folder / CONFIG_FILE)
+    except OSError:
+        return False
+    return found is not None and found.get("model_type") == "moe_ffn"
+
+
+def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
+    """The decoder in a model folder, in evaluation, its weights on the CPU in the dtype they were saved in.
+
+    Weights are mapped from the files, which are read when a number is asked for, and not changed by training.
+
+    Args:
+        trust_code: run the code that `config.json` names, even where no run of yours began with it.
+
+    Raises:
+        ConfigError: this is no model folder; or it is damaged, or its weights are those of another model.
+    """
+    folder = Path(folder)
+    config = _read_config(folder, trust_code=trust_code)
+    weights = _read_weights(folder)
+    with _Unfilled():
+        decoder = config.build()
+    tied = _tied(decoder)
+    _require_fitting(folder, weights, decoder, tied)
+    decoder.load_state_dict(
+        {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
+    )
+    for name, first in tied.items():  # what is assigned is a parameter of its own
+        owner, _, attribute = name.rpartition(".")
+        setattr(decoder.get_submodule(owner), attribute, decoder.get_parameter(first))
+    return decoder.to(decoder.embedding.weight.dtype).eval()
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer in a model folder.
+
+    Raises:
+        ConfigError: it has none, or one that is damaged.
+    """
+    path = Path(folder) / TOKENIZER_FILE
+    if kind_of(path) is None:
+        raise ConfigError(
+            f"'{folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put one there"
+        )
+    return FileTokenizerConfig(path=str(path)).build(())
+
+
+def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
+    path = folder / CONFIG_FILE
+    if kind_of(folder) != "a folder":
+        raise ConfigError(
+            f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
+        )
+    try:
+        found = read_object(path)
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
+    if found is None:
+        raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
+    if (kind := found.get("model_type")) != "moe_ffn":
+        raise ConfigError(f"'{path}': model_type is {show(kind)}, and only 'moe_ffn' is read here")
+    with accepting_code(trust_code), only_trusted_code(folder):
+        return read_config(path, PretrainedConfig)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in the files, mapped."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    weights: dict[str, Tensor] = {}
+    for path, names in _files(folder).items():
+        try:
+            found = load_file(path)
+        except (SafetensorError, OSError) as error:
+            why = reason(error) if isinstance(error, OSError) else first_line(error)
+            raise ConfigError(f"'{path}' cannot be read ({why}); copy it again") from error
+        if names is not None and (missing := sorted(names - found.keys())):
+            raise ConfigError(f"'{path}' lacks {show(missing[0])}, which {INDEX_FILE} says it has")
+        weights |= found
+    return weights
+
+
+def _files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files with weights, and the names that each has to have, where an index says so."""
+    if kind_of(folder / WEIGHTS_FILE) == "a file":
+        return {folder / WEIGHTS_FILE: None}
+    index = read_object(folder / INDEX_FILE)
+    places = index.get("weight_map") if index else None
+    if places is None:
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        why = (
+            f"; '{pickles[0].name}' is a pickle, which may run code and is never read"
+            if pickles
+            else ""
+        )
+        raise ConfigError(f"'{folder}' has neither {WEIGHTS_FILE} nor a whole {INDEX_FILE}{why}")
+    files: dict[Path, set[str] | None] = {}
+    for name, file in places.items() if isinstance(places, dict) else ():
+        if Path(str(file)).name != file:
+            raise ConfigError(
+                f"'{folder / INDEX_FILE}' names {show(file)}, which is no file beside it"
+            )
+        if kind_of(folder / file) != "a file":
+            raise ConfigError(f"'{folder}' lacks '{file}', which {INDEX_FILE} names; copy it too")
+        names = files.setdefault(folder / file, set())
+        assert names is not None
+        names.add(name)
+    return files
+
+
+def _require_fitting(
+    folder: Path, weights: Mapping[str, Tensor], decoder: Decoder, tied: Mapping[str, str]
+) -> None:
+    """ConfigError unless the weights are those that the model has, by name and shape."""
+    expected = {name: value for name, value in decoder.state_dict().items() if name not in tied}
+    for problem, names in (
+        ("lacks", [name for name in expected if name not in weights]),
+        ("has what this model lacks,", [name for name in weights if name not in expected]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(
+                f"'{folder}' {problem} {show(names[0])}{more}: its {CONFIG_FILE} is that of another model"
+            )
+    for name, value in expected.items():
+        if weights[name].shape != value.shape:
+            raise ConfigError(
+                f"'{folder}' has {show(name)} as {tuple(weights[name].shape)}, and its {CONFIG_FILE} "
+                f"asks for {tuple(value.shape)}"
+            )
+
+
+def _tied(decoder: Decoder) -> dict[str, str]:
+    """Further names of a parameter -> its first."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in decoder.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+class _Unfilled(TorchFunctionMode):
+    """Draws no initial values, which would be replaced: their memory is never touched."""
+
+    _FILLS = (Tensor.normal_, Tensor.uniform_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return args[0] if func in self._FILLS else func(*args, **(kwargs or {}))
