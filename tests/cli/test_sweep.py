@@ -602,8 +602,9 @@ def test_without_submitit_a_sentence_says_what_to_install(
 
 
 def test_every_arm_is_timed_and_compared_with_the_baseline(
-    program: Program, tmp_path: Path
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("moe_ffn.studies.timing._SECONDS_OF_A_TURN", 0.02)
     code, out, err = program("--config", "gating.yaml", "--time")
 
     assert code == 0

@@ -60,12 +60,14 @@ class Spy(Callback):
     ) -> None:
         self.rates.append(optimizer.param_groups[0]["lr"])
 
-    def on_before_zero_grad(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
-    ) -> None:
-        gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-        if gradients:
-            self.clipped_norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def record(*given: Any) -> None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            if gradients:
+                self.clipped_norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_post_hook(record)
 
 
 class Fitted:

@@ -15,7 +15,9 @@ def peak_above(function: Callable[[], Any]) -> int:
 
     Linux alone counts so. What is freed is given back at once, from here on.
     """
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16) == 1
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(_M_MMAP_THRESHOLD, 2**16) == 1
+    libc.malloc_trim(0)  # or what is free already would be taken first, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     before = _held("VmRSS")
     result = function()

@@ -56,4 +56,4 @@ def test_a_rank_builds_its_part_of_what_one_process_builds(layout: Layout, tmp_p
         for name, value in weights.items():
             assert torch.equal(value, expected[name]), name
         part, layer = total / (layout.shard * layout.expert), total / 8
-        assert part < peak < part + 1.5 * layer, f"{peak / total:.2f} of the model"
+        assert 0.8 * part < peak < part + 1.5 * layer, f"{peak / total:.2f} of the model"

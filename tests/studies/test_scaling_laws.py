@@ -86,7 +86,7 @@ def test_95_percent_intervals_hold_the_truth_about_as_often() -> None:
     exact = 2 + 1e5 / np.array(sizes["C"]) ** 0.4
     exponents = predictions = 0
     for seed in range(20):
-        found = fit(POWER, sizes, noisy(exact, 0.002, seed), seed=seed)
+        found = fit(POWER, sizes, noisy(exact, 0.002, seed), seed=seed, num_resamples=200)
         low, high = found.parameters["alpha"][1:]
         exponents += low <= 0.4 <= high
         low, high = found.predict(C=1e14)[1:]
