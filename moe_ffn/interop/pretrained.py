@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -168,7 +170,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
     weights = _read_weights(folder)
-    with _Unfilled():
+    with _unfilled():
         decoder = config.build()
     tied = _tied(decoder)
     _require_fitting(folder, weights, decoder, tied)
@@ -291,9 +293,19 @@ def _tied(decoder: Decoder) -> dict[str, str]:
     }
 
 
-class _Unfilled(TorchFunctionMode):
-    """Draws no initial values, which would be replaced: their memory is never touched."""
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Within this no initial values are drawn, which would be replaced: their memory is never touched."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with _Unfilled():
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
+
+class _Unfilled(TorchFunctionMode):
     _FILLS = (Tensor.normal_, Tensor.uniform_)
 
     def __torch_function__(

@@ -79,6 +79,7 @@ def _run(
     device: str,
 ) -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)  # which a Trainer of another test may have left on
     # As torchrun says it, for Lightning, which takes the group that is there.
     os.environ |= {
         "RANK": str(rank),

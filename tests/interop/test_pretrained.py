@@ -291,7 +291,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 # -- memory and time
 
 
-def save_and_load(rank: int, folder: Path, d_model: int) -> dict[str, Any]:
+def save_and_load(
+    rank: int, folder: Path, d_model: int, is_deterministic: bool = False
+) -> dict[str, Any]:
     """Bytes of a model folder; the most memory that saving and loading take beside the model; seconds."""
     seconds: dict[str, list[float]] = {}
 
@@ -309,6 +311,7 @@ def save_and_load(rank: int, folder: Path, d_model: int) -> dict[str, Any]:
             for file in (folder / "model").iterdir():
                 shutil.copyfile(file, target / file.name)
 
+    torch.use_deterministic_algorithms(is_deterministic)
     decoder = decoder_of("experts", d_model, num_layers=8)
     peaks = {"save": peak_above(lambda: moe_ffn.save_pretrained(decoder, folder / "model"))}
     for _ in range(3):
@@ -323,11 +326,13 @@ def save_and_load(rank: int, folder: Path, d_model: int) -> dict[str, Any]:
     return {"size": size, "peaks": peaks, "seconds": seconds}
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 def test_no_more_memory_than_the_model_and_a_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deterministic: bool
 ) -> None:
     monkeypatch.setattr(pretrained, "MIN_FILE_BYTES", 2**20)
-    (found,) = on_ranks(1, tmp_path / "ranks", save_and_load, tmp_path, 256)
+    given = tmp_path, 256, is_deterministic
+    (found,) = on_ranks(1, tmp_path / "ranks", save_and_load, *given)
     assert found["size"] > 40e6
     assert found["peaks"]["save"] < 0.3 * found["size"]
     assert found["peaks"]["load"] < 1.3 * found["size"]
