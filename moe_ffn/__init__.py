@@ -83,17 +83,17 @@ __all__ = [
 ]
 
 
-_LATER = {
+_LAZY = {
     "load_run": "moe_ffn.runs.reader",
     **dict.fromkeys(
         ("load_pretrained", "load_tokenizer", "save_pretrained"), "moe_ffn.interop.pretrained"
     ),
 }
-"""Names that need YAML and tokenizers, which a user of the layers may lack, and where they are."""
+"""Imported on first use: they need YAML and tokenizers, which a user of the layers may lack."""
 
 
 def __getattr__(name: str) -> Any:
     """One of the names that are imported when they are asked for."""
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

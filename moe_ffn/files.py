@@ -168,10 +168,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, beside `path`; it takes the place of `path` when the block ends.
+    """A new folder beside `path`, which takes its place when the block ends.
 
-    Until then, and after an error or the death of the process, `path` is what it was before; a process that
-    dies between two renames leaves the old one aside, as unfinished.
+    After an error `path` is what it was before; a process that is killed between the two renames leaves that
+    as `.NAME.*.old.unfinished`.
     """
     make_folder(path.parent)
     mark = secrets.token_hex(4)
@@ -179,14 +179,21 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     new.mkdir()
     try:
         yield new
-        for file in new.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+        for place in new.rglob("*"):
+            if place.is_file():
+                with place.open("rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                sync_folder(place)
         sync_folder(new)
         if path.exists():
             path.rename(old)
-        new.rename(path)
+        try:
+            new.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -208,10 +215,18 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the half-written files of processes that died."""
+    """Remove what processes that died had half written, and put back what they were about to replace."""
     for path in folder.glob(f".*{UNFINISHED}"):
         with suppress(OSError):
-            path.unlink()
+            if kind_of(path) != "a folder":
+                path.unlink()
+                continue
+            name, _, kind = path.name.removesuffix(UNFINISHED)[1:].rpartition(".")
+            place = folder / name.rpartition(".")[0]
+            if kind == "old" and not place.exists():
+                path.rename(place)
+            else:
+                shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:

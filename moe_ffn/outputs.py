@@ -427,7 +427,7 @@ def on_this_rank(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor that is on this rank; any other tensor as it is."""
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
-    # Half a second where it is the first time. torch.compile denies that it has a `to_local`.
+    # Importing it takes half a second. Not `hasattr(tensor, "to_local")`, which torch.compile denies.
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -130,8 +130,14 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             targets = validation_batches(config.data, data).targets
             unigram = unigram_loss(data.train, targets, data.tokenizer.vocab_size)
             summary = summary_of(callbacks, unigram)
-            lost = write_results(folder, summary, callbacks, loggers, trainer.global_step)
-            lost = lost or write_model(folder, config, data.tokenizer, module.decoder)
+            lost = write_results(
+                folder,
+                summary,
+                callbacks,
+                loggers,
+                trainer.global_step,
+                partial(write_model, folder, config, data.tokenizer, module.decoder),
+            )
             print_results(console, folder, summary, callbacks)
             if lost:
                 print(f"error: {lost}", file=sys.stderr)
@@ -233,10 +239,12 @@ def write_results(
     callbacks: assemble.RunCallbacks,
     loggers: list[assemble.Logger],
     step: int,
+    write_model: Callable[[], str],
 ) -> str:
-    """Write the summary and the page; returns what could not be written, as a sentence, or the empty string.
+    """Write the model, the summary and the page; returns what could not be written, or the empty string.
 
-    A run without its last weights has no summary, so that `--resume` can still bring it to its end.
+    A run without its last weights or its model has no summary, so that `--resume` can still bring it to its
+    end.
     """
     callbacks.kept.put_back()
     lost = ""
@@ -244,7 +252,9 @@ def write_results(
         lost = f"the weights of step {step} are not saved ({problem})"
     else:
         try:
-            write_summary(folder, summary, callbacks)
+            lost = write_model()
+            if not lost:
+                write_summary(folder, summary, callbacks)
         except OSError as error:
             lost = f"the summary is not written ({reason(error)})"
     has_page = add_report(folder)
@@ -261,13 +271,18 @@ def write_results(
 
 
 def write_model(folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder) -> str:
-    """Write the best weights as a model folder; returns why it could not be written, or the empty string."""
+    """Write the best weights of a run as a model folder inside of its own.
+
+    Returns:
+        why the disk did not take it, or the empty string; a line says why it cannot be made at all.
+    """
     try:
         weights = read_weights(folder, config, tokenizer, decoder)
         write_model_folder(folder / run_folder.MODEL_FOLDER, decoder, weights, tokenizer)
-    except ConfigError as error:
-        again = f"{command('train')} --resume {folder}"
-        return f"the model folder is not written: {error}; then: {again}"
+    except Exception as error:  # of any kind: a run is not to be lost to a block of a user's own
+        if isinstance(error, ConfigError) and error.__cause__ is not None:
+            return f"the model is not written: {error}"
+        print(f"no {run_folder.MODEL_FOLDER} folder: {first_line(error)}", file=sys.stderr)
     return ""
 
 

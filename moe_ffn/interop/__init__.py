@@ -1,1 +1,1 @@
-"""Weights in and out: a folder of one model, and the layouts of other libraries."""
+"""Models outside of a run: folders with weights, config and tokenizer; our kernels in transformers."""

@@ -24,18 +24,27 @@ from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.config_files import read_config
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
 from moe_ffn.errors import ConfigError, first_line, reason, show
-from moe_ffn.files import kind_of, read_object, replacing_folder, write_file
+from moe_ffn.files import (
+    kind_of,
+    parse_object,
+    read_bytes,
+    read_object,
+    replacing_folder,
+    write_file,
+)
 from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
 from moe_ffn.runs.outside_code import code_files, portable_options
 from moe_ffn.trust import accepting_code, only_trusted_code
 
+MODEL_TYPE = "moe_ffn"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-MIN_FILE_BYTES, MAX_FILES = 2**28, 8
-"""A file has an eighth of the weights, or so many bytes: no more of them are asked for at a time."""
+MIN_FILE_BYTES, WEIGHTS_SHARE = 2**28, 1 / 8
+"""A file has this share of the weights, but not less than so many bytes; those of one are read at a time."""
 
 
 class PretrainedConfig(Config, frozen=True):
@@ -54,13 +63,13 @@ class PretrainedConfig(Config, frozen=True):
         return self.model.build(self.vocab_size, self.max_seq_len)
 
 
-# -- out
+# -- writing
 
 
 def save_pretrained(
     decoder: Decoder, folder: str | Path, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Write a decoder and its tokenizer into a folder; a model folder that is there is replaced.
+    """Write a decoder and its tokenizer as a model folder; one that is there is replaced, with all in it.
 
     Raises:
         ConfigError: something else is there, or it cannot be written; nothing has changed then.
@@ -83,7 +92,9 @@ def write_model_folder(
     Raises:
         ConfigError: as `save_pretrained`.
     """
-    _require_replaceable(folder)
+    from safetensors import SafetensorError
+
+    folder = folder.absolute()
     config = PretrainedConfig(
         vocab_size=decoder.embedding.num_embeddings,
         max_seq_len=decoder.max_seq_len,
@@ -93,35 +104,49 @@ def write_model_folder(
     if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
         texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
     try:
+        _require_replaceable(folder)
         with replacing_folder(folder) as unfinished:
             for name, text in {**texts, **code_files(config)}.items():
                 write_file(unfinished, name, text)
             _write_weights(unfinished, decoder, weights)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # which is what it makes of a full disk
+        why = reason(error) if isinstance(error, OSError) else first_line(error)
         raise ConfigError(
-            f"'{folder}' cannot be written ({reason(error)}); make room, or fix its permissions"
+            f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
         ) from error
 
 
 def _require_replaceable(folder: Path) -> None:
-    kind = kind_of(folder)
-    if kind is None or (
-        kind == "a folder" and (is_model_folder(folder) or not any(folder.iterdir()))
-    ):
+    """ConfigError where something is there that would be lost."""
+    if (kind := kind_of(folder)) is None:
         return
-    raise ConfigError(
-        f"'{folder}' is {kind} that holds something else than a model; give another folder"
-    )
+    others = [folder.name] if kind != "a folder" else []
+    if not others:
+        others = [p.name for p in folder.iterdir() if p.suffix != ".safetensors"]
+        others = sorted(
+            {*others} - {CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
+        )
+        if (folder / CONFIG_FILE).exists() and not is_model_folder(folder):
+            others.append(CONFIG_FILE)
+    if others:
+        raise ConfigError(
+            f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
+            "or give another folder"
+        )
 
 
 def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
     """Every tensor once, under the first of its names."""
     from safetensors.torch import save_file
 
-    sizes = {name: value.nbytes for name, value in decoder.state_dict().items()}
-    for name in _tied(decoder):
-        del sizes[name]
-    total, limit = sum(sizes.values()), max(MIN_FILE_BYTES, sum(sizes.values()) / MAX_FILES)
+    state = decoder.state_dict()
+    if kept := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ConfigError(
+            f"'{kept[0]}' of the model is no tensor, so that safetensors cannot hold it"
+        )
+    sizes = {name: state[name].nbytes for name in state.keys() - _tied(decoder).keys()}
+    sizes = {name: sizes[name] for name in state if name in sizes}  # in their order
+    total, limit = sum(sizes.values()), max(MIN_FILE_BYTES, sum(sizes.values()) * WEIGHTS_SHARE)
     files: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -136,7 +161,11 @@ def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             places |= dict.fromkeys(names, file)
-        found = {name: weights[name].detach().contiguous() for name in names}
+        # Of buffers that share memory each gets its own.
+        found = {
+            name: weights[name].detach().clone(memory_format=torch.contiguous_format)
+            for name in names
+        }
         save_file(found, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / CONFIG_FILE, folder / file)  # it is made for its owner alone
     if places:
@@ -144,22 +173,16 @@ def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]
         write_file(folder, INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-# -- in
+# -- reading
 
 
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder holds a model of this library."""
-    try:
-        found = read_object(folder / CONFIG_FILE)
-    except OSError:
-        return False
-    return found is not None and found.get("model_type") == "moe_ffn"
+    return (read_object(folder / CONFIG_FILE) or {}).get("model_type") == MODEL_TYPE
 
 
 def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     """The decoder in a model folder, in evaluation, its weights on the CPU in the dtype they were saved in.
-
-    Weights are mapped from the files, which are read when a number is asked for, and not changed by training.
 
     Args:
         trust_code: run the code that `config.json` names, even where no run of yours began with it.
@@ -170,7 +193,7 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     folder = Path(folder)
     config = _read_config(folder, trust_code=trust_code)
     weights = _read_weights(folder)
-    with _unfilled():
+    with _no_init_weights():
         decoder = config.build()
     tied = _tied(decoder)
     _require_fitting(folder, weights, decoder, tied)
@@ -180,7 +203,12 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     for name, first in tied.items():  # what is assigned is a parameter of its own
         owner, _, attribute = name.rpartition(".")
         setattr(decoder.get_submodule(owner), attribute, decoder.get_parameter(first))
-    return decoder.to(decoder.embedding.weight.dtype).eval()
+    dtype = decoder.embedding.weight.dtype
+    for name, buffer in decoder.named_buffers():
+        if name not in weights and buffer.is_floating_point():  # computed, and not loaded
+            owner, _, attribute = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), attribute, buffer.to(dtype))
+    return decoder.eval()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -204,24 +232,28 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
             f"'{folder}' is {kind_of(folder) or 'not there'}; give the folder of a model"
         )
     try:
-        found = read_object(path)
+        found = parse_object(read_bytes(path))
+    except FileNotFoundError:
+        found = None
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
     if found is None:
         raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
-    if (kind := found.get("model_type")) != "moe_ffn":
-        raise ConfigError(f"'{path}': model_type is {show(kind)}, and only 'moe_ffn' is read here")
+    if (kind := found.get("model_type")) != MODEL_TYPE:
+        raise ConfigError(
+            f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here"
+        )
     with accepting_code(trust_code), only_trusted_code(folder):
         return read_config(path, PretrainedConfig)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in the files, mapped."""
+    """Every tensor in the files."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     weights: dict[str, Tensor] = {}
-    for path, names in _files(folder).items():
+    for path, names in _weight_files(folder).items():
         try:
             found = load_file(path)
         except (SafetensorError, OSError) as error:
@@ -233,7 +265,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _files(folder: Path) -> dict[Path, set[str] | None]:
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The files with weights, and the names that each has to have, where an index says so."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
         return {folder / WEIGHTS_FILE: None}
@@ -294,21 +326,29 @@ def _tied(decoder: Decoder) -> dict[str, str]:
 
 
 @contextmanager
-def _unfilled() -> Iterator[None]:
-    """Within this no initial values are drawn, which would be replaced: their memory is never touched."""
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
-    torch.utils.deterministic.fill_uninitialized_memory = False
+def _no_init_weights() -> Iterator[None]:
+    """Within this no initial values are drawn, which would be replaced: their memory is never touched.
+
+    Not the meta device: buffers such as rotary tables are computed, and not loaded.
+    """
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory  # with NaN, in deterministic mode
+    deterministic.fill_uninitialized_memory = False
     try:
-        with _Unfilled():
+        with _SkipInit():
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = filled
 
 
-class _Unfilled(TorchFunctionMode):
+class _SkipInit(TorchFunctionMode):
     _FILLS = (Tensor.normal_, Tensor.uniform_)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return args[0] if func in self._FILLS else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # With a generator of its own the same numbers come each time, of a buffer that is not saved.
+        if func in self._FILLS and args and kwargs.get("generator") is None:
+            return args[0]
+        return func(*args, **kwargs)

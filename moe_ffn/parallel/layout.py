@@ -91,3 +91,7 @@ class Layout:
     def is_sharded(self) -> bool:
         """Whether some rank lacks a part of the model."""
         return self.shard * self.expert > 1
+
+
+WHOLE = Layout()
+"""Every rank has the whole model."""

@@ -139,12 +139,15 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
 
 
 def room_like(value: Any, parameter: Tensor) -> Any:
-    """Room for a moment of a parameter, divided as that is; for one of another shape, whole."""
-    if not isinstance(value, Tensor):
+    """Room for a moment of a parameter that is described on the meta device; anything else as it is.
+
+    It is divided as the parameter is; that of another shape is whole, on the CPU.
+    """
+    if not isinstance(value, Tensor) or not value.is_meta:
         return value
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype)
-    return torch.empty_like(value, device=parameter.device)
+    return torch.empty_like(value, device="cpu")
 
 
 def on_whole_matrices(

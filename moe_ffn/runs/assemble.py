@@ -20,7 +20,7 @@ from moe_ffn.data.batches import require_equal_shares
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.environment import check_number_of_processes, processes_here
 from moe_ffn.errors import ConfigError, first_line
-from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
+from moe_ffn.parallel.layout import SHARDED_PRECISIONS, WHOLE, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.contract import check_outside_parts
 from moe_ffn.runs.folder import (
@@ -150,17 +150,16 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             f"trainer.precision ({precision}) does not go with parallel.shard and parallel.expert; use one "
             f"of {', '.join(SHARDED_PRECISIONS)}"
         )
+    if layout.is_sharded and not config.optimizer.takes_shards:
+        raise ConfigError(
+            f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
+            "parallel.expert divide; use adamw or muon"
+        )
     return layout
 
 
-def build_module(
-    config: TrainConfig, data: PreparedData, layout: Layout | None = None
-) -> LanguageModel:
-    """The model with fresh weights; seed torch before.
-
-    Args:
-        layout: of the ranks; None where each holds the whole model.
-    """
+def build_module(config: TrainConfig, data: PreparedData, layout: Layout = WHOLE) -> LanguageModel:
+    """The model with fresh weights, for ranks of this layout; seed torch before."""
     return LanguageModel(
         config.model,
         config.optimizer,
@@ -237,13 +236,9 @@ def build_trainer(
     precision: str,
     loggers: list[Logger],
     run_callbacks: RunCallbacks,
-    layout: Layout | None = None,
+    layout: Layout = WHOLE,
 ) -> Trainer:
-    """Lightning's Trainer, with its own prints and progress off: this program has its own.
-
-    Args:
-        layout: of the ranks; None where each holds the whole model.
-    """
+    """Lightning's Trainer, for ranks of this layout; its own prints and progress are off: we have others."""
     options = config.trainer
     callbacks: list[Callback] = [
         run_callbacks.samples,  # before the clock of `steps` starts again
@@ -262,7 +257,7 @@ def build_trainer(
     given = lightning_arguments(config)
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
-    if layout is not None and layout.is_sharded:
+    if layout.is_sharded:
         given["strategy"] = DividedStrategy(layout.num_ranks)
     # Last, so that what is saved is what all the others have made of the step.
     callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]

@@ -161,6 +161,12 @@ class Activations:
     recomputed: float
     """What one layer is computed again with, where its activations are not kept."""
 
+    def with_more(self, of_layer: float, *, is_kept: bool) -> Activations:
+        """With so many bytes more of each layer, which are kept, or computed again."""
+        if is_kept:
+            return replace(self, by_layer=tuple(size + of_layer for size in self.by_layer))
+        return replace(self, recomputed=self.recomputed + of_layer)
+
     @property
     def total(self) -> float:
         return max(self.outside + sum(self.by_layer), sum(self.by_layer) + self.recomputed)
@@ -357,12 +363,11 @@ def _plan(
     data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
     tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
     traffic = _traffic(config, sizes, layout, item, tokens)
-    if layout.expert > 1:  # a rank keeps the rows that came to its experts, those of itself too
-        sent = item * _rows_sent(config, layout, tokens // num_batches) * model.d_model
-        came = sent * layout.expert / (layout.expert - 1) / model.num_layers
-        activations = replace(
-            activations, by_layer=tuple(kept + came for kept in activations.by_layer)
-        )
+    if layout.expert > 1:
+        # A rank keeps the tokens that its experts received, its own among them.
+        rows = _rows_received(config, layout, tokens // num_batches) / model.num_layers
+        is_kept = not model.activation_checkpointing
+        activations = activations.with_more(item * rows * model.d_model, is_kept=is_kept)
 
     def pace(num_neighbours: int) -> float:
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
@@ -435,11 +440,12 @@ def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, token
     """Of numbers of `item` bytes, in a step of so many tokens of a rank."""
     divided = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
+    rows_sent = _rows_received(config, layout, tokens) * (1 - 1 / layout.expert)
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (divided + of_layers),
         gradients=divided,
         copies=2 * item * sizes.local(layout) * (1 - 1 / layout.data),
-        tokens=4 * item * _rows_sent(config, layout, tokens) * config.model.d_model,
+        tokens=4 * item * rows_sent * config.model.d_model,
     )
 
 
@@ -454,8 +460,8 @@ def _moved_once(weight: Weight, layout: Layout) -> float:
     return weight.numel * weight.share(layout) * (num_shards - 1)
 
 
-def _rows_sent(config: TrainConfig, layout: Layout, tokens: int) -> float:
-    """Rows of all layers that a rank sends to others, a token once to each rank with an expert of its own.
+def _rows_received(config: TrainConfig, layout: Layout, tokens: int) -> float:
+    """Rows of all layers that the experts of a rank receive: a token once, to however many of them it goes.
 
     In perfect balance, k experts drawn from E: a rank has none of them with the probability of drawing all of
     them from the others.
@@ -466,7 +472,7 @@ def _rows_sent(config: TrainConfig, layout: Layout, tokens: int) -> float:
             continue
         num, chosen = info.num_networks, info.router.experts_per_token(info.num_experts)
         none = math.comb(num - num // ranks, round(chosen)) / math.comb(num, round(chosen))
-        rows += tokens * (ranks - 1) * (1 - none)
+        rows += tokens * ranks * (1 - none)
     return rows
 
 

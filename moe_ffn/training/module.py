@@ -24,7 +24,7 @@ from moe_ffn.balancing.losses import StepTotals, count_step
 from moe_ffn.metrics.modular import LanguageMetrics
 from moe_ffn.model.decoder import Block, Decoder, DecoderConfig, DecoderOutput
 from moe_ffn.outputs import Routing, on_this_rank
-from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import Sharder, clip_by_norm_, total_norm
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
@@ -92,25 +92,26 @@ class LanguageModel(LightningModule):
         max_seq_len: int,
         max_steps: int,
         seed: int,
-        layout: Layout | None = None,
+        layout: Layout = WHOLE,
         compiles: bool = False,
     ) -> None:
-        """A decoder with fresh weights, of torch's generator as it is.
+        """A decoder with fresh weights, drawn from torch's global generator.
 
         Args:
             byte_lengths: (V,), bytes of text per token; its length is the size of the vocabulary.
             max_steps: optimizer steps the schedule spans.
             seed: of everything random inside a step, such as dropout.
-            layout: of the ranks; None where each has all weights. Where they are divided, they are without
-                numbers until the ranks have met, in `configure_model`.
+            layout: of the ranks. Where it shards the model, the decoder is on the meta device until
+                `configure_model`.
             compiles: whether the decoder is compiled by torch.compile.
         """
         super().__init__()
         self._build = partial(model.build, vocab_size=len(byte_lengths), max_seq_len=max_seq_len)
-        self._layout = layout or Layout()
+        self._layout = layout
         self._compiles = compiles
         self._is_configured = False
         self._generator_state = torch.get_rng_state()
+        self._default_dtype = torch.get_default_dtype()
         with torch.device("meta") if self._is_divided else nullcontext():
             self.decoder: Decoder = self._build()
         self.optimizer_config = optimizer
@@ -151,14 +152,21 @@ class LanguageModel(LightningModule):
             return
         self._is_configured = True
         if self._is_divided:
+            # Lightning sets that of the precision for this hook, in which other numbers are drawn.
+            dtype = torch.get_default_dtype()
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator_state)
+                torch.set_default_dtype(self._default_dtype)
                 self.decoder = self._build_divided()
+            torch.set_default_dtype(dtype)
         if self._compiles:
             self.decoder.compile()
 
     def _build_divided(self) -> Decoder:
-        """The decoder of one process, of which this rank never has more than its part and one layer."""
+        """The decoder with the weights that one process would draw.
+
+        A rank holds its shards, at most one whole block, and until the end what is in no block.
+        """
         sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
         convert = self.trainer.precision_plugin.convert_module
 
@@ -253,7 +261,7 @@ class LanguageModel(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        # Lightning does so after the next forward pass, beside whose activations they would be.
+        # Lightning frees gradients after the next forward pass only, beside whose activations they would be.
         self.zero_grad(set_to_none=True)
 
     def configure_gradient_clipping(

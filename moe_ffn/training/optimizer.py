@@ -58,6 +58,9 @@ class OptimizerConfig(TaggedConfig, frozen=True):
     schedule: ScheduleConfig = CosineConfig()
     """How the learning rate changes over the run."""
 
+    takes_shards: ClassVar[bool] = True
+    """Whether it moves weights of which a rank has only a part."""
+
     @classmethod
     def _as_mapping(cls, data: Any) -> Mapping[Any, Any]:
         data = super()._as_mapping(data)
@@ -195,6 +198,7 @@ class AdafactorConfig(_TorchConfig, frozen=True):
     """Squares by row and column alone, so hardly any memory (Shazeer & Stern 2018)."""
 
     in_torch = optim.Adafactor
+    takes_shards = False  # it looks at whole rows and columns
     type: Literal["adafactor"] = "adafactor"
     learning_rate: Rate = 3e-2
     """Peak step size, relative to the size of the weights; the paper has 0.01."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from moe_ffn.parallel.sharding import divided_like, room_like
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
@@ -18,7 +20,7 @@ from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 class DividedStrategy(ModelParallelStrategy):
     """For a model that divides itself in `configure_model`; each rank writes its part of a checkpoint.
 
-    They are read as those of a run of one process are, so that a run goes on with any number of processes.
+    A checkpoint of any number of ranks can be read, and each reads its own part of it.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -52,7 +54,7 @@ class DividedStrategy(ModelParallelStrategy):
             is_saved = isinstance(found, SavedTensors)
             like = room_like if is_saved else divided_like
             parts = {
-                number: {name: like(value, parameters[number]) for name, value in moments.items()}
+                number: tree_map(partial(like, parameter=parameters[number]), moments)
                 for number, moments in (found.shapes if is_saved else found).items()
             }
             if is_saved:
@@ -67,4 +69,5 @@ class DividedStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        # Not `checkpoint_io`, which reads every tensor whole.
         return read_checkpoint(Path(checkpoint_path))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moe_ffn.data.prepare import prepare
-from moe_ffn.parallel.layout import Layout
+from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import whole
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
@@ -35,9 +35,7 @@ class KeepGradient(Callback):
             }
 
 
-def first_gradient(
-    config: TrainConfig, folder: Path, layout: Layout | None = None
-) -> dict[str, Tensor]:
+def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) -> dict[str, Tensor]:
     """Train one step on the machine that the config asks for.
 
     Returns:

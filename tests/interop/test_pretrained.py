@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moe_ffn
 from moe_ffn import ConfigError, Decoder, DecoderConfig
 from moe_ffn.data.tokenizer import BPETokenizer, BytesTokenizer, train_bpe
-from moe_ffn.files import replacing_folder
+from moe_ffn.files import remove_unfinished, replacing_folder
 from moe_ffn.interop import pretrained
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
@@ -260,18 +261,34 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         moe_ffn.load_pretrained(tmp_path / "other")
 
 
+@pytest.mark.parametrize("failing", ["config", "weights", "rename"])
 def test_what_was_there_stays_until_all_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
     first = decoder_of("dense")
     moe_ffn.save_pretrained(first, folder)
 
-    def full(*given: Any) -> None:
+    def full(*given: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def full_of_weights(*given: Any, **options: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    rename = Path.rename
+
+    def rename_but_once(path: Path, target: Path) -> Path:
+        if target == folder and ".old" not in path.name:
+            full()
+        return rename(path, target)
+
     with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "write_file", full)
+        if failing == "config":
+            patch.setattr(pretrained, "write_file", full)
+        elif failing == "weights":
+            patch.setattr("safetensors.torch.save_file", full_of_weights)
+        else:
+            patch.setattr(Path, "rename", rename_but_once)
         with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
             moe_ffn.save_pretrained(decoder_of("tied"), folder)
     assert torch.equal(logits(moe_ffn.load_pretrained(folder)), logits(first))
@@ -281,11 +298,52 @@ def test_what_was_there_stays_until_all_is_written(
     assert moe_ffn.load_pretrained(folder).config.tie_embeddings
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="holds something else than a model; give another folder"):
+def test_what_a_killed_process_was_about_to_replace_is_put_back(tmp_path: Path) -> None:
+    for name in ("model.1a2b3c4d.old", "model.1a2b3c4d", "other.1a2b3c4d.old"):
+        (tmp_path / f".{name}.unfinished").mkdir()
+        (tmp_path / f".{name}.unfinished" / name).touch()
+    (tmp_path / "other").mkdir()
+    remove_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.1a2b3c4d.old"]
+
+
+@pytest.mark.parametrize("first", ["thesis.tex", "config.json"])
+def test_a_folder_of_something_else_is_left_alone(first: str, tmp_path: Path) -> None:
+    (tmp_path / first).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
         moe_ffn.save_pretrained(decoder_of(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert str(caught.value) == (
+        f"'{tmp_path}' has '{first}', which is no part of a model of ours and would be lost; move it, or "
+        "give another folder"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [first]
+
+
+def test_notes_beside_a_model_are_not_lost(tmp_path: Path) -> None:
+    moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+    (tmp_path / "model/NOTES.md").touch()
+    with pytest.raises(ConfigError, match=r"has 'NOTES.md', which is no part"):
+        moe_ffn.save_pretrained(decoder_of(), tmp_path / "model")
+
+
+def test_a_model_goes_into_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    saved = decoder_of()
+    moe_ffn.save_pretrained(saved, ".")
+    assert torch.equal(logits(moe_ffn.load_pretrained(tmp_path / "here")), logits(saved))
+
+
+def test_what_is_no_tensor_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of("dense")
+    ffn: Any = decoder.layers[0]
+    monkeypatch.setattr(type(ffn.ffn), "get_extra_state", lambda self: {"seen": 3})
+    with pytest.raises(ConfigError, match=r"'layers.0.ffn._extra_state' of the model is no tensor"):
+        moe_ffn.save_pretrained(decoder, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- memory and time
@@ -294,7 +352,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def save_and_load(
     rank: int, folder: Path, d_model: int, is_deterministic: bool = False
 ) -> dict[str, Any]:
-    """Bytes of a model folder; the most memory that saving and loading take beside the model; seconds."""
+    """Bytes of a folder; the most memory that saving takes beside the model, and loading; seconds."""
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
@@ -304,7 +362,7 @@ def save_and_load(
 
     def read() -> None:
         for parameter in moe_ffn.load_pretrained(folder / "model").parameters():
-            parameter.sum()  # its pages are read now
+            parameter.sum()  # in case it is read only now
 
     def copy() -> None:  # as `replacing_folder` does, whole or not there
         with replacing_folder(folder / "copy") as target:

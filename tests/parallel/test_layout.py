@@ -70,6 +70,11 @@ MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
             },
             "model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1",
         ),
+        (
+            {"parallel": {"shard": 4}, "optimizer": {"type": "adafactor"}},
+            "optimizer.type (adafactor) looks at whole matrices, which parallel.shard and parallel.expert "
+            "divide; use adamw or muon",
+        ),
     ],
 )
 def test_what_ranks_cannot_share_is_refused(options: dict[str, object], sentence: str) -> None:

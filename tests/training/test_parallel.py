@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from moe_ffn.data.prepare import prepare
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import Sharder
+from moe_ffn.parallel.sharding import Sharder, whole
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
@@ -175,6 +176,52 @@ def test_gpus_take_the_step_of_one(
     found = differences(make_config, tmp_path, name, accumulated, blocks_of(name), device="cuda")
 
     assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+
+
+class KeepFirstWeights(Callback):
+    """Copies the weights with which a fit begins; there are no gradients once a step is over."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = {n: whole(p.detach()).clone() for n, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step:
+            assert all(p.grad is None for p in pl_module.parameters())
+
+
+def first_weights(
+    rank: int, config: TrainConfig, layout: Layout, folder: Path, precision: str
+) -> dict[str, Tensor]:
+    data = prepare(config.data, progress=False)
+    torch.manual_seed(config.seed)
+    module = build_module(config, data, layout)
+    callbacks = make_callbacks(config, data, folder)
+    trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
+    keep = KeepFirstWeights()
+    trainer.callbacks.append(keep)
+    trainer.fit(module, datamodule=make_token_data(config, data))
+    return keep.weights
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_ranks_begin_with_the_weights_of_one_process(
+    precision: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    layout = Layout(shard=2)
+    together = step_of(make_config, "shared", 2, 2)
+    of_ranks = on_ranks(2, tmp_path, first_weights, together, layout, tmp_path, precision)
+
+    alone = step_of(make_config, "shared", 1, 2)
+    wanted = first_weights(0, alone, Layout(), tmp_path, precision)
+    for weights in of_ranks:
+        assert weights.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(weights[name], value), name
 
 
 def compiled_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> Any:

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
 from moe_ffn.files import kind_of, sha256_of, sync_folder
 
@@ -186,8 +186,10 @@ class SavedTensors(Mapping[Any, Any]):
         wanted: dict[str, Tensor] = {}
         for path, mine in tree_flatten_with_path(dict(tensors))[0]:
             found: Any = self.shapes
-            for key in cast("tuple[MappingKey[Any, Any], ...]", path):
-                found = found[key.key]
+            for key in path:
+                found = found[_key(key)]
+            if not isinstance(mine, Tensor):
+                continue
             if (name := self._names.get(id(found))) is None:
                 mine.copy_(found)
             else:
@@ -222,6 +224,8 @@ def read_shards(values: Mapping[str, Any], parent: Path) -> dict[str, Any]:
         if index.fqn in parts:
             parts[index.fqn].append((index.offset, folder / Path(info.relative_path).name))
 
+    if isinstance(states := described.get("optimizer_states"), list):
+        described["optimizer_states"] = [{**s} if isinstance(s, dict) else s for s in states]
     for holder, key in _of_parameters(described):
         holder[key] = SavedTensors(holder[key], names, parts)
     return described
@@ -308,4 +312,9 @@ def _memory(tensor: DTensor) -> tuple[Any, ...]:
 
 def _name(path: Any) -> str:
     """`state_dict.decoder.norm.weight` of a path through nested values."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return ".".join(str(_key(key)) for key in path)
+
+
+def _key(step: Any) -> Any:
+    """The key of a mapping, or the place in a list, that a step of such a path leads through."""
+    return getattr(step, "key", getattr(step, "idx", step))

@@ -176,8 +176,8 @@ def test_a_rank_writes_file_by_file_and_reads_its_part_alone(tmp_path: Path) -> 
     assert max(writing) < 0.3 * total, (
         f"{max(writing) / total:.2f}, and a rank has half of the model"
     )
-    # Its quarter of the mapped files, and copies of single tensors; of the whole it would be above 1.
-    assert max(reading) < 0.7 * total, f"{max(reading) / total:.2f}"
+    # Copies of single tensors, beside the mapped files and the room that is there already.
+    assert max(reading) < 0.3 * total, f"{max(reading) / total:.2f}"
     assert len(shards_of(path)) > 12
     values = read_checkpoint(path)
     torch.manual_seed(5)

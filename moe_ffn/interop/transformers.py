@@ -1,0 +1,138 @@
+"""Our kernels in the sparse models of transformers, which need not know of us.
+
+    moe_ffn.interop.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")
+
+T tokens, D model width, E experts, K experts per token, F hidden width, H = 2 F gated or F plain
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.dispatch import plan_of_pairs
+from moe_ffn.errors import ConfigError
+from moe_ffn.kernels.base import ACTIVATIONS, Activation, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.select import run_experts
+
+NAME = "moe_ffn"
+"""By which transformers knows our kernels."""
+
+_GATE = "_moe_ffn_gate"
+"""Where a module of experts keeps what was found of its activation and its gate."""
+
+
+def register() -> None:
+    """Enter our kernels among the implementations of experts, as `experts_implementation="moe_ffn"`.
+
+    Every model takes it whose experts choose an implementation by name, while it is loaded or later by
+    `model.set_experts_implementation("moe_ffn")`.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        raise ConfigError(
+            "transformers 5 or newer is not installed: pip install transformers"
+        ) from error
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run)
+
+
+def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """The experts of a transformers' model on the tokens that its router sent to them, (T, D).
+
+    Args:
+        experts: a module whose class `use_experts_implementation` has decorated.
+        expert_ids_TK: of a token; those from E on, which expert parallelism puts there, are not computed.
+
+    Raises:
+        NotImplementedError: what the class computes is none of our experts; it is named.
+    """
+    num_tokens, num_chosen = expert_ids_TK.shape
+    num_experts = int(experts.num_experts)
+    token_ids_T = torch.arange(num_tokens, device=hidden_TD.device)
+    plan = plan_of_pairs(
+        token_ids_T.repeat_interleave(num_chosen),
+        expert_ids_TK.reshape(-1).clamp(max=num_experts),
+        weights_TK.reshape(-1),
+        num_experts,
+    )
+    return run_experts(hidden_TD, plan, weights_of(experts), "auto")
+
+
+def weights_of(experts: Any) -> ExpertWeights:
+    """The weights of a module of experts, laid out as ours.
+
+    Raises:
+        NotImplementedError: as `run`.
+    """
+    if experts.has_post_expert_norm:
+        raise _refusal(experts, "a norm after each expert")
+    gated, has_bias = bool(experts.has_gate), bool(experts.has_bias)
+    name = "gate_up_proj" if gated else "up_proj"
+    up_EHD, down_EDF = getattr(experts, name), experts.down_proj
+    up_bias_EH = getattr(experts, f"{name}_bias") if has_bias else None
+    if experts.is_transposed:
+        up_EHD, down_EDF = up_EHD.transpose(1, 2), down_EDF.transpose(1, 2)
+    if gated and not experts.is_concatenated:  # gate and up take turns
+        up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
+        if up_bias_EH is not None:
+            up_bias_EH = torch.cat([up_bias_EH[:, ::2], up_bias_EH[:, 1::2]], dim=1)
+    activation, clamped = _gate_of(experts)
+    return ExpertWeights(
+        activation=activation,
+        up_EHD=up_EHD,
+        down_EDF=down_EDF,
+        gated=gated,
+        up_bias_EH=up_bias_EH,
+        down_bias_ED=experts.down_proj_bias if has_bias else None,
+        clamped=clamped,
+    )
+
+
+def _gate_of(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
+    """Which of our activations, or of our gates, the module computes: the one that gives the same numbers."""
+    if (found := experts.__dict__.get(_GATE)) is None:
+        found = experts.__dict__[_GATE] = _find_gate(experts)
+    return found
+
+
+@torch.no_grad()
+def _find_gate(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
+    probe = torch.linspace(-12, 12, 97, dtype=torch.float32)  # further than GPT-OSS's limit of 7
+    if not experts.has_gate:
+        for name, activation in ACTIVATIONS.items():
+            if _equal(experts.act_fn(probe), activation(probe)):
+                return name, None
+        raise _refusal(experts, f"the activation {experts.act_fn}")
+    gate, up = (values.flatten() for values in torch.meshgrid(probe, probe, indexing="ij"))
+    both = (
+        torch.cat([gate, up]) if experts.is_concatenated else torch.stack([gate, up], -1).flatten()
+    )
+    out = experts._apply_gate(both[None])[0]
+    for name, activation in ACTIVATIONS.items():
+        if _equal(out, activation(gate) * up):
+            return name, None
+    for prefix in ("", "swiglu_"):
+        alpha, limit = (getattr(experts, prefix + name, None) for name in ("alpha", "limit"))
+        if alpha is not None and limit is not None:
+            clamped = ClampedSwiGLU(alpha=float(alpha), limit=float(limit))
+            if _equal(out, clamped(gate, up)):
+                return "silu", clamped
+    raise _refusal(experts, "a gate of its own")
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def _refusal(experts: nn.Module, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"moe_ffn does not compute {type(experts).__name__}, which has {what}; leave this model its own "
+        "experts_implementation"
+    )

@@ -1,0 +1,157 @@
+"""Our kernels inside the models of transformers: the numbers of its own, and a refusal by name where not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from moe_ffn.interop.transformers import register, weights_of
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 0,
+    "moe_layer_start_index": 0,
+    "num_dense_layers": 0,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "cohere2_moe": {},
+    "deepseek_v3": LATENT,
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "glm4_moe": {},
+    "gpt_oss": {},
+    "granitemoe": {},
+    "hunyuan_v1_moe": {},
+    "jamba": {},
+    "minimax_m2": {},
+    "mixtral": {},
+    "nemotron_h": {},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "solar_open": {},
+}
+"""Each kind of experts: gated and plain, biased, transposed, interleaved, clamped."""
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+    # Of yarn on a model this short, and of kernels that are not installed.
+    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+
+
+def model_of(family: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {**SIZES, **options, "experts_implementation": "eager"}
+    config = CONFIG_MAPPING[family](**given)
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def step(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradient of every weight."""
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    ids_BS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    logits = model(input_ids=ids_BS, use_cache=False).logits
+    logits.square().mean().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), gradients
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES.items(), ids=FAMILIES)
+def test_a_model_computes_the_same_with_our_kernels(family: str, options: dict[str, Any]) -> None:
+    model = model_of(family, options)
+    logits, gradients = step(model, "grouped_mm")
+
+    ours, our_gradients = step(model, "moe_ffn")
+
+    assert any(hasattr(module, "is_transposed") for module in model.modules())
+    torch.testing.assert_close(ours, logits, atol=1e-5, rtol=1e-5)
+    assert our_gradients.keys() == gradients.keys()
+    for name, value in gradients.items():
+        scale = value.abs().max().clamp(min=1e-6)
+        assert ((our_gradients[name] - value).abs().max() / scale).item() < 1e-5, name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "olmoe"])
+def test_it_generates_what_eager_generates(family: str) -> None:
+    model = model_of(family, FAMILIES[family])
+    given = {"input_ids": torch.tensor([[5, 9, 33]]), "max_new_tokens": 12, "do_sample": False}
+    texts = []
+    for implementation in ("eager", "moe_ffn"):
+        model.set_experts_implementation(implementation)
+        texts.append(model.generate(**given, pad_token_id=0).tolist())
+    assert texts[0] == texts[1]
+    assert len(texts[0][0]) > 6
+
+
+def test_experts_of_other_ranks_are_not_computed() -> None:
+    model = model_of("mixtral", {})
+    experts = next(m for m in model.modules() if hasattr(m, "is_transposed"))
+    model.set_experts_implementation("moe_ffn")
+    x_TD = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    ids_TK = torch.tensor([[0, 4], [4, 4], [1, 2]])  # 4 stands for all that are elsewhere
+    weights_TK = torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.3, 0.7]])
+
+    y_TD = experts(x_TD, ids_TK, weights_TK)
+
+    alone = experts(x_TD[:1], ids_TK[:1, :1], weights_TK[:1, :1])
+    torch.testing.assert_close(y_TD[:1], alone)
+    assert torch.equal(y_TD[1], torch.zeros(32))
+
+
+def test_what_is_none_of_our_experts_is_named() -> None:
+    model = model_of("deepseek_v4", LATENT)
+    with pytest.raises(NotImplementedError) as caught:
+        step(model, "moe_ffn")
+    assert str(caught.value) == (
+        "moe_ffn does not compute DeepseekV4Experts, which has a gate of its own; leave this model its own "
+        "experts_implementation"
+    )
+
+
+def test_a_norm_after_each_expert_is_named() -> None:
+    class NormedExperts(nn.Module):
+        has_post_expert_norm = True
+
+    with pytest.raises(NotImplementedError, match="NormedExperts, which has a norm after each"):
+        weights_of(NormedExperts())
