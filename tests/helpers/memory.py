@@ -1,4 +1,4 @@
-"""Memory that a process holds, as the kernel counts it."""
+"""Memory of a process: what it has allocated, and the pages that it really has."""
 
 from __future__ import annotations
 
@@ -13,25 +13,37 @@ _SECONDS_BETWEEN_LOOKS = 5e-4
 
 
 def peak_above(function: Callable[[], Any]) -> int:
-    """Bytes of memory of its own that the process holds at the most while `function` runs, above before.
+    """Bytes that are allocated at the most while `function` runs, above those before.
 
-    Pages of mapped files are not counted: the kernel takes and gives them as it likes. Linux alone counts so.
-    What is freed is given back at once, from here on.
+    Pages would count what was freed and not given back, as much as tests before have left of it, and mapped
+    files. glibc alone counts so.
+    """
+    return _peak(function, _allocated)
+
+
+def pages_above(function: Callable[[], Any]) -> int:
+    """Bytes of pages of its own that a new process has at the most while `function` runs, above before.
+
+    What is freed is given back at once, from here on. Linux alone counts so.
     """
     libc = ctypes.CDLL(None)
     assert libc.mallopt(_M_MMAP_THRESHOLD, 2**16) == 1
-    libc.malloc_trim(0)  # or what is free already would be taken first, and not be seen
-    before, seen, is_over = _held(), [0], threading.Event()
+    libc.malloc_trim(0)
+    return _peak(function, _resident)
+
+
+def _peak(function: Callable[[], Any], measure: Callable[[], int]) -> int:
+    before, seen, is_over = measure(), [0], threading.Event()
 
     def look() -> None:
         while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
-            seen.append(_held())
+            seen.append(measure())
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     try:
         result = function()
-        seen.append(_held())
+        seen.append(measure())
     finally:
         is_over.set()
         looking.join()
@@ -39,8 +51,27 @@ def peak_above(function: Callable[[], Any]) -> int:
     return max(seen) - before
 
 
-def _held() -> int:
+def _resident() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
     raise LookupError("RssAnon")
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _allocated() -> int:
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = _MallInfo
+    found = count()
+    return found.uordblks + found.hblkhd

@@ -28,7 +28,7 @@ from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.training import module
 from tests.helpers.first_gradient import first_gradient
-from tests.helpers.memory import peak_above
+from tests.helpers.memory import pages_above
 from tests.helpers.ranks import on_ranks
 
 MakeConfig = Callable[..., TrainConfig]
@@ -295,7 +295,7 @@ def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Pat
         trainer.fit(build_module(config, data, layout), datamodule=make_token_data(config, data))
 
     train(config.model_copy(update={"model": small}), folder / "small")
-    return peak_above(lambda: train(config, folder / "large"))
+    return pages_above(lambda: train(config, folder / "large"))
 
 
 @pytest.mark.slow
@@ -337,6 +337,7 @@ def test_ranks_take_the_memory_that_is_planned(
     print(
         f"{name} x {accumulated}: {planned / 1e6:.0f} MB; {', '.join(f'{t / 1e6:.0f}' for t in taken)}"
     )
-    # Experts of some ranks have more tokens than those of others, which all together are as planned.
-    assert fmean(taken) == pytest.approx(planned, rel=0.1)
-    assert max(taken) < 1.2 * planned
+    # Experts of some ranks have more tokens than those of others, which all together are as planned; loops,
+    # loaders and buffers of products take some megabytes, whatever the model.
+    assert fmean(taken) == pytest.approx(planned, abs=0.1 * planned + 20e6)
+    assert max(taken) < 1.25 * planned
