@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -199,6 +199,19 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         raise
     sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def split_into_files(sizes: Mapping[str, int], max_bytes: float) -> list[list[str]]:
+    """Names in their order, cut into files of at most `max_bytes`; what is larger has one of its own."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

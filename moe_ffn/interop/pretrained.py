@@ -30,6 +30,7 @@ from moe_ffn.files import (
     read_bytes,
     read_object,
     replacing_folder,
+    split_into_files,
     write_file,
 )
 from moe_ffn.model.decoder import Decoder, DecoderConfig
@@ -120,14 +121,13 @@ def _require_replaceable(folder: Path) -> None:
     """ConfigError where something is there that would be lost."""
     if (kind := kind_of(folder)) is None:
         return
-    others = [folder.name] if kind != "a folder" else []
-    if not others:
-        others = [p.name for p in folder.iterdir() if p.suffix != ".safetensors"]
-        others = sorted(
-            {*others} - {CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
-        )
-        if (folder / CONFIG_FILE).exists() and not is_model_folder(folder):
-            others.append(CONFIG_FILE)
+    others = [folder.name]
+    if kind == "a folder":
+        ours = {TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
+        if is_model_folder(folder):
+            ours.add(CONFIG_FILE)
+        names = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+        others = sorted(names - ours)
     if others:
         raise ConfigError(
             f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
@@ -144,17 +144,10 @@ def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]
         raise ConfigError(
             f"'{kept[0]}' of the model is no tensor, so that safetensors cannot hold it"
         )
-    sizes = {name: state[name].nbytes for name in state.keys() - _tied(decoder).keys()}
-    sizes = {name: sizes[name] for name in state if name in sizes}  # in their order
-    total, limit = sum(sizes.values()), max(MIN_FILE_BYTES, sum(sizes.values()) * WEIGHTS_SHARE)
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if files[-1] and filled + size > limit:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
+    tied = _tied(decoder)
+    sizes = {name: value.nbytes for name, value in state.items() if name not in tied}
+    total = sum(sizes.values())
+    files = split_into_files(sizes, max(MIN_FILE_BYTES, total * WEIGHTS_SHARE))
     places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = WEIGHTS_FILE

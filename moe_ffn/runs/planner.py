@@ -111,10 +111,6 @@ class Sizes:
     def all(self) -> tuple[Weight, ...]:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
 
-    def local(self, layout: Layout) -> float:
-        """Numbers of all weights that one rank has, at the most."""
-        return sum(weight.numel * weight.share(layout) for weight in self.all)
-
 
 def empty_decoder(config: TrainConfig, model: DecoderConfig) -> Decoder:
     """A decoder for the run's data on torch's meta device: shapes, and no memory."""
@@ -169,7 +165,21 @@ class Activations:
 
     @property
     def total(self) -> float:
-        return max(self.outside + sum(self.by_layer), sum(self.by_layer) + self.recomputed)
+        return sum(self.peak_with(0.0, [0.0] * len(self.by_layer)))
+
+    def peak_with(self, outside: float, by_layer: Sequence[float]) -> tuple[float, float]:
+        """(gradients, activations) at the moment of the backward pass when their sum is largest.
+
+        Args:
+            outside, by_layer: bytes of the gradients.
+        """
+        left = sum(self.by_layer)
+        moments, made = [(0.0, self.outside + left)], outside
+        for kept, gradient in reversed(list(zip(self.by_layer, by_layer, strict=True))):
+            made += gradient
+            moments.append((made, left + self.recomputed))
+            left -= kept
+        return max(moments, key=sum)
 
 
 def activations_of(config: TrainConfig, num_sequences: int, precision: str) -> Activations:
@@ -399,41 +409,20 @@ def _memory(
     sizes: Sizes, layout: Layout, item: int, activations: Activations, num_batches: int
 ) -> Memory:
     """Of numbers of `item` bytes."""
-
-    def local_bytes(weights: Iterable[Weight]) -> float:
-        return item * sum(w.numel * w.share(layout) for w in weights)
-
-    local = local_bytes(sizes.all)
+    local = item * _local(sizes.all, layout)
     state = item / 4 * sum(w.state_bytes * w.share(layout) for w in sizes.all)
     outside = item * _gathered(sizes.outside, layout)
     layers = [item * _gathered(layer, layout) for layer in sizes.layers]
     if num_batches > 1:  # they are added up whole, until the last one
         gradients, kept = outside + sum(layers), activations.total
     else:
-        by_layer = [local_bytes(layer) for layer in sizes.layers]
-        gradients, kept = _at_peak(activations, local_bytes(sizes.outside), by_layer)
+        by_layer = [item * _local(layer, layout) for layer in sizes.layers]
+        gradients, kept = activations.peak_with(item * _local(sizes.outside, layout), by_layer)
     if not layout.is_sharded:  # the buckets in which DistributedDataParallel adds gradients up
         buckets = local if layout.num_ranks > 1 else 0.0
         return Memory(local, gradients, state, buckets, kept)
     # What is outside of layers stays; the next layer is gathered beside one, whose gradient is whole too.
     return Memory(local, gradients, state, 2 * outside + 3 * max(layers), kept)
-
-
-def _at_peak(
-    activations: Activations, outside: float, by_layer: Sequence[float]
-) -> tuple[float, float]:
-    """Gradients and activations at the moment of a backward pass in which they are most together.
-
-    Args:
-        outside, by_layer: bytes of the gradients.
-    """
-    left = sum(activations.by_layer)
-    moments, made = [(0.0, activations.outside + left)], outside
-    for kept, gradient in reversed(list(zip(activations.by_layer, by_layer, strict=True))):
-        made += gradient
-        moments.append((made, left + activations.recomputed))
-        left -= kept
-    return max(moments, key=sum)
 
 
 def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, tokens: int) -> Traffic:
@@ -444,9 +433,14 @@ def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, token
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (divided + of_layers),
         gradients=divided,
-        copies=2 * item * sizes.local(layout) * (1 - 1 / layout.data),
+        copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
         tokens=4 * item * rows_sent * config.model.d_model,
     )
+
+
+def _local(weights: Iterable[Weight], layout: Layout) -> float:
+    """Numbers of these weights that one rank has, at the most."""
+    return sum(weight.numel * weight.share(layout) for weight in weights)
 
 
 def _gathered(weights: Iterable[Weight], layout: Layout) -> float:

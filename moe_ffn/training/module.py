@@ -112,7 +112,7 @@ class LanguageModel(LightningModule):
         self._is_configured = False
         self._generator_state = torch.get_rng_state()
         self._default_dtype = torch.get_default_dtype()
-        with torch.device("meta") if self._is_divided else nullcontext():
+        with torch.device("meta") if self._layout.is_sharded else nullcontext():
             self.decoder: Decoder = self._build()
         self.optimizer_config = optimizer
         self.objective_config = objective
@@ -151,7 +151,7 @@ class LanguageModel(LightningModule):
         if self._is_configured:  # it is called again before each validation of its own
             return
         self._is_configured = True
-        if self._is_divided:
+        if self._layout.is_sharded:
             # Lightning sets that of the precision for this hook, in which other numbers are drawn.
             dtype = torch.get_default_dtype()
             with torch.random.fork_rng(devices=[]):
@@ -180,7 +180,7 @@ class LanguageModel(LightningModule):
     def on_train_start(self) -> None:
         self._forget_step()  # a fit that was interrupted may have begun one
         # Of two numbers the sum is the same in any order.
-        if self._num_ranks > 2 and not self._is_divided:
+        if self._num_ranks > 2 and not self._layout.is_sharded:
             self._fix_ddp_buckets()
 
     def _fix_ddp_buckets(self) -> None:
@@ -225,7 +225,9 @@ class LanguageModel(LightningModule):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         # DistributedDataParallel takes the mean over ranks, a `Sharder` the sum.
-        super().backward(loss / self._num_ranks if self._is_divided else loss, *args, **kwargs)
+        super().backward(
+            loss / self._num_ranks if self._layout.is_sharded else loss, *args, **kwargs
+        )
 
     def on_train_batch_end(self, outputs: Any, batch: LoadedBatch, batch_idx: int) -> None:
         # After the callbacks, which report and log the skipped step.
@@ -330,7 +332,7 @@ class LanguageModel(LightningModule):
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A divided model has gathered weights only while its own hooks run, which a gradient needs.
-        scale = None if self._is_divided else gradient_scale / len(batches)
+        scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
             found = find_nan_source(self, batches, scale)
         if self._num_ranks == 1:
@@ -413,11 +415,6 @@ class LanguageModel(LightningModule):
             input_ids, _ = self._inputs_and_targets(batch)
             routings.append(self.decoder(input_ids).routings)
         return count_step(routings, self._sum_over_ranks, self._num_ranks)
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether ranks hold different parts of the decoder."""
-        return self._layout.is_sharded
 
     @property
     def _num_ranks(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -49,17 +49,9 @@ class DividedStrategy(ModelParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            found = state["state"]
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            is_saved = isinstance(found, SavedTensors)
-            like = room_like if is_saved else divided_like
-            parts = {
-                number: tree_map(partial(like, parameter=parameters[number]), moments)
-                for number, moments in (found.shapes if is_saved else found).items()
-            }
-            if is_saved:
-                found.read_into(parts)
-            optimizer.load_state_dict({**state, "state": parts})
+            divided = _divided_state(state["state"], parameters)
+            optimizer.load_state_dict({**state, "state": divided})
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -71,3 +63,19 @@ class DividedStrategy(ModelParallelStrategy):
     ) -> dict[str, Any]:
         # Not `checkpoint_io`, which reads every tensor whole.
         return read_checkpoint(Path(checkpoint_path))
+
+
+def _divided_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
+    """The moments of an optimizer by the number of their parameter, divided as that is."""
+
+    def like(function: Callable[[Any, Tensor], Any], moments: Mapping[int, Any]) -> dict[int, Any]:
+        return {
+            number: tree_map(lambda value, p=parameters[number]: function(value, p), of_parameter)
+            for number, of_parameter in moments.items()
+        }
+
+    if not isinstance(found, SavedTensors):
+        return like(divided_like, found)
+    rooms = like(room_like, found.shapes)
+    found.read_into(rooms)
+    return rooms

@@ -16,6 +16,7 @@ from moe_ffn.parallel.layout import WHOLE, Layout
 from moe_ffn.parallel.sharding import whole
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.training.module import LanguageModel
 
 
 class KeepGradient(Callback):
@@ -35,20 +36,32 @@ class KeepGradient(Callback):
             }
 
 
-def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) -> dict[str, Tensor]:
-    """Train one step on the machine that the config asks for.
-
-    Returns:
-        the gradient of each parameter, the norm of all, biases and parameters after the step.
-    """
+def fit(
+    config: TrainConfig,
+    folder: Path,
+    layout: Layout = WHOLE,
+    *more: Callback,
+    precision: str = "32-true",
+) -> LanguageModel:
+    """Train on the machine that the config asks for, with these callbacks beside those of a run."""
     data = prepare(config.data, progress=False)
     torch.manual_seed(config.seed)
     module = build_module(config, data, layout)
     callbacks = make_callbacks(config, data, folder)
-    trainer: Any = build_trainer(config, folder, "32-true", [], callbacks, layout)
-    keep = KeepGradient()
-    trainer.callbacks.append(keep)
+    trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
+    trainer.callbacks += more
     trainer.fit(module, datamodule=make_token_data(config, data))
+    return module
+
+
+def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) -> dict[str, Tensor]:
+    """Train one step.
+
+    Returns:
+        the gradient of each parameter, the norm of all, biases and parameters after the step.
+    """
+    keep = KeepGradient()
+    module = fit(config, folder, layout, keep)
     biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
     after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
     found = keep.gradients | biases | after | {"norm": module.gradient_norm}

@@ -19,15 +19,13 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from moe_ffn.data.prepare import prepare
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
 from moe_ffn.parallel.sharding import Sharder, whole
-from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.training import module
-from tests.helpers.first_gradient import first_gradient
+from tests.helpers.first_gradient import first_gradient, fit
 from tests.helpers.memory import pages_above
 from tests.helpers.ranks import on_ranks
 
@@ -138,6 +136,11 @@ def differences(
     return found
 
 
+def assert_equal(found: dict[str, float]) -> None:
+    """No difference is more than that of float32."""
+    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+
+
 def blocks_of(name: str) -> list[str]:
     return [block for block in BLOCKS if block != "few" or name != "EP 4"]
 
@@ -148,7 +151,7 @@ def test_ranks_take_the_step_of_one_process(
 ) -> None:
     found = differences(make_config, tmp_path, name, 3, blocks_of(name))
 
-    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+    assert_equal(found)
     assert len(found) > 5 * 2 * 12
 
 
@@ -160,7 +163,7 @@ def test_every_layout_takes_the_step_of_one_process(
 ) -> None:
     found = differences(make_config, tmp_path, name, accumulated, blocks_of(name))
 
-    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+    assert_equal(found)
 
 
 @pytest.mark.gpu
@@ -175,7 +178,7 @@ def test_gpus_take_the_step_of_one(
 
     found = differences(make_config, tmp_path, name, accumulated, blocks_of(name), device="cuda")
 
-    assert max(found.values()) < FLOAT32, max(found.items(), key=lambda item: item[1])
+    assert_equal(found)
 
 
 class KeepFirstWeights(Callback):
@@ -197,14 +200,8 @@ class KeepFirstWeights(Callback):
 def first_weights(
     rank: int, config: TrainConfig, layout: Layout, folder: Path, precision: str
 ) -> dict[str, Tensor]:
-    data = prepare(config.data, progress=False)
-    torch.manual_seed(config.seed)
-    module = build_module(config, data, layout)
-    callbacks = make_callbacks(config, data, folder)
-    trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
     keep = KeepFirstWeights()
-    trainer.callbacks.append(keep)
-    trainer.fit(module, datamodule=make_token_data(config, data))
+    fit(config, folder, layout, keep, precision=precision)
     return keep.weights
 
 
@@ -288,14 +285,8 @@ def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Pat
     """Bytes at the most while a run trains and saves, above what the process has after a smaller one."""
     small = config.model.model_copy(update={"d_model": 32, "num_layers": 1})
 
-    def train(config: TrainConfig, folder: Path) -> None:
-        data = prepare(config.data, progress=False)
-        callbacks = make_callbacks(config, data, folder)
-        trainer = build_trainer(config, folder, "32-true", [], callbacks, layout)
-        trainer.fit(build_module(config, data, layout), datamodule=make_token_data(config, data))
-
-    train(config.model_copy(update={"model": small}), folder / "small")
-    return pages_above(lambda: train(config, folder / "large"))
+    fit(config.model_copy(update={"model": small}), folder / "small", layout)
+    return pages_above(lambda: fit(config, folder / "large", layout))
 
 
 @pytest.mark.slow

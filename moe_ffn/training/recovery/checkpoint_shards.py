@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only
 
-from moe_ffn.files import kind_of, sha256_of, sync_folder
+from moe_ffn.files import kind_of, sha256_of, split_into_files, sync_folder
 
 SHARDS = "shards"
 """The key of the folder and the digests of its files, in the values of a checkpoint."""
@@ -73,7 +73,9 @@ def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     mine: dict[str, str] | OSError
     try:
         # It makes the folder too, where an error of one rank is one of all.
-        writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
+        writer = HuggingFaceStorageWriter(
+            str(folder), _file_numbers(tensors), save_distributed=True
+        )
         save(tensors, storage_writer=writer)
         own = f"shard-{dist.get_rank() + 1:05d}-"
         mine = {p.name: sha256_of(p) for p in folder.iterdir() if p.name.startswith(own)}
@@ -98,14 +100,11 @@ def write_shards(values: dict[str, Any], parent: Path) -> dict[str, Any]:
     return {**described, SHARDS: {"folder": folder.name, "sha256": digests}}
 
 
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of the file of each tensor, from 1 on; the same on every rank."""
-    files: dict[str, int] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        end += tensor.nbytes
-        files[name] = 1 + end // (MAX_FILE_BYTES * dist.get_world_size())
-    return files
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    files = split_into_files(sizes, MAX_FILE_BYTES * dist.get_world_size())
+    return {name: number for number, names in enumerate(files, start=1) for name in names}
 
 
 def _of_first(value: Any) -> Any:
