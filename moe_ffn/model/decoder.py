@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from traceback import extract_tb
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_ffn.config import MAX_COUNT, Config, require_count
-from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.errors import ConfigError, Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig
@@ -152,6 +154,27 @@ class DecoderConfig(Config, frozen=True):
             on_layer: called with each block before the next one is built.
         """
         return Decoder(self, vocab_size, max_seq_len, on_layer)
+
+    def build_empty(self, vocab_size: int, max_seq_len: int) -> Decoder:
+        """The module on torch's meta device: shapes, and no memory.
+
+        Raises:
+            ConfigError: the code of a part needs numbers to be built; it is named.
+        """
+        try:
+            with torch.device("meta"):
+                return self.build(vocab_size, max_seq_len)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            torch_folder = str(Path(torch.__file__).parent)
+            frames = extract_tb(error.__traceback__)
+            place = [f for f in frames if not f.filename.startswith(torch_folder)][-1]
+            raise ConfigError(
+                f"{place.filename}, line {place.lineno}, needs the numbers of a tensor, and a model "
+                "that parallel.shard or parallel.expert divides, or that is planned, is first built "
+                f"without any ({str(error).splitlines()[0]}); compute it with Python's own numbers"
+            ) from error
 
     def num_params(self, vocab_size: int, max_seq_len: int) -> int:
         ffn = sum(ffn.num_params(self.d_model) for ffn in self.layer_ffns())

@@ -17,15 +17,15 @@ REST = -1
 class ParallelConfig(Config, frozen=True):
     """Processes as a mesh, data x shard x expert; every process reads its own part of a batch.
 
-    What is not an expert's weight is divided over shard x expert and the same along data; an expert's
-    weights are on one rank of `expert`, divided there over shard.
+    What is not an expert's weight is sharded over shard x expert and the same along data; an expert's
+    weights are on one rank of `expert`, sharded there over shard.
     """
 
     data: int = Field(default=REST, ge=REST, le=MAX_COUNT)
     """Copies of the whole model, each on shard x expert processes; -1: as many as there are processes for.
     Alone it is DistributedDataParallel."""
     shard: int = Field(default=1, ge=REST, le=MAX_COUNT)
-    """Processes over which weights, gradients and optimizer state are divided (FSDP2); -1: the rest."""
+    """Processes over which weights, gradients and optimizer state are sharded (FSDP2); -1: the rest."""
     expert: int = Field(default=1, ge=REST, le=MAX_COUNT)
     """Processes among which the experts of a layer are divided, and between which tokens travel; -1: the
     rest."""
@@ -65,7 +65,7 @@ class ParallelConfig(Config, frozen=True):
 
 
 SHARDED_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
-"""The precisions in which a divided model is trained."""
+"""The precisions in which a sharded model is trained."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Layout:
     def num_ranks(self) -> int:
         return math.prod(astuple(self))
 
-    def divides_within(self, num_experts: int) -> bool:
-        """Whether the experts of a rank are fewer than the ranks that share them: then each is divided.
+    def shards_each_expert(self, num_experts: int) -> bool:
+        """Whether the experts of a rank are fewer than the ranks that share them: then each is sharded.
 
-        Only where experts are placed; without that FSDP divides between them, and leaves ranks without any.
+        Only where experts are placed; without that FSDP shards between them, and leaves ranks without any.
         """
         return self.expert > 1 and num_experts // self.expert < self.shard
 

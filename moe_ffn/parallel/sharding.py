@@ -1,4 +1,4 @@
-"""A decoder divided over a mesh of ranks, by torch's FSDP2 and tensors that know where their parts are."""
+"""A decoder sharded over a mesh of ranks, by torch's FSDP2 and tensors that know where their parts are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from moe_ffn.parallel.layout import Layout
 
 
 class Sharder:
-    """Divides the weights of a decoder over a mesh of ranks, layer by layer and then the rest, in place.
+    """Shards the weights of a decoder over a mesh of ranks, layer by layer and then the rest, in place.
 
-    Every rank builds them alike, and keeps its part. A layer may be divided before the next one is built, so
+    Every rank builds them alike, and keeps its part. A layer may be sharded before the next one is built, so
     that no rank ever has more than one of them whole.
 
     A backward pass adds gradients up over ranks and divides them by nothing: experts are on fewer ranks
@@ -50,16 +50,16 @@ class Sharder:
         if layout.data == 1:  # or gradients would be added up over groups of one
             self._dense_mesh, self._expert_mesh = self._dense_mesh["shard"], mesh["shard"]
         self.layout, self._mesh = layout, mesh
-        self._divided: set[nn.Parameter] = set()
+        self._sharded: set[nn.Parameter] = set()
 
     def shard_layer(self, layer: nn.Module) -> None:
-        """Divide a block of a decoder."""
+        """Shard a block of a decoder."""
         if self.layout.expert > 1:
             cast("Block", layer).ffn.place_experts(self._place_experts)
         self._shard(layer)
 
     def shard_rest(self, decoder: Decoder) -> None:
-        """Divide what is in no block, once every block is divided."""
+        """Shard what is in no block, once every block is sharded."""
         self._shard(decoder)
         for module in decoder.modules():
             if isinstance(module, FSDPModule):
@@ -68,21 +68,21 @@ class Sharder:
                 module.set_force_sum_reduction_for_comms(True)
 
     def _shard(self, module: nn.Module) -> None:
-        fully_shard(module, mesh=self._dense_mesh, ignored_params=self._divided)
+        fully_shard(module, mesh=self._dense_mesh, ignored_params=self._sharded)
 
     def _place_experts(self, experts: Experts, num_experts: int) -> Dispatcher:
         layout = self.layout
-        _divide_experts(experts, self._mesh["expert"])
+        _shard_experts(experts, self._mesh["expert"])
         if layout.data * layout.shard > 1:
-            # More ranks than experts divide each expert.
-            axis = Shard(1 if layout.divides_within(num_experts) else 0)
+            # More ranks than experts shard each expert.
+            axis = Shard(1 if layout.shards_each_expert(num_experts) else 0)
             fully_shard(experts, mesh=self._expert_mesh, shard_placement_fn=lambda _: axis)
         else:
-            self._divided.update(experts.parameters())  # whole on this rank, and on no other
+            self._sharded.update(experts.parameters())  # whole on this rank, and on no other
         return AllToAllDispatcher(num_experts, self._mesh.get_group("expert"))
 
 
-def _divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
+def _shard_experts(experts: Experts, mesh: DeviceMesh) -> None:
     """Leave each rank its experts, of parameters whose first axis counts them."""
     for module in experts.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -93,7 +93,7 @@ def _divide_experts(experts: Experts, mesh: DeviceMesh) -> None:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of gradients on any meshes, the same on every rank."""
-    norms = [whole(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(found)) for found in _by_mesh(gradients)]
     if len(norms) == 1:  # whose square might overflow
         return norms[0]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -114,13 +114,13 @@ def _by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A distributed tensor put together on every rank, which all have to ask for; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def divided_like(value: Any, parameter: Tensor) -> Any:
-    """A moment of a whole parameter, divided as `parameter` is; of another shape it stays as it is.
+def shard_like(value: Any, parameter: Tensor) -> Any:
+    """A moment of a whole parameter, sharded as `parameter` is; of another shape it stays as it is.
 
     Every rank has to hold the same whole one.
     """
@@ -138,10 +138,10 @@ def divided_like(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def room_like(value: Any, parameter: Tensor) -> Any:
+def empty_shard_like(value: Any, parameter: Tensor) -> Any:
     """Room for a moment of a parameter that is described on the meta device; anything else as it is.
 
-    It is divided as the parameter is; that of another shape is whole, on the CPU.
+    It is sharded as the parameter is; that of another shape is whole, on the CPU.
     """
     if not isinstance(value, Tensor) or not value.is_meta:
         return value
@@ -156,15 +156,15 @@ def on_whole_matrices(
     """The part on this rank of `function` of a parameter's matrices, each of which it takes whole.
 
     Args:
-        part: what is on this rank, divided as `parameter`.
+        part: what is on this rank, sharded as `parameter`.
     """
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     is_within = any(isinstance(place, Shard) and place.dim > 0 for place in placements)
-    if parameter.ndim > 2 and not is_within:  # divided between its matrices, which are experts
+    if parameter.ndim > 2 and not is_within:  # sharded between its matrices, which are experts
         return function(part)
-    divided = DTensor.from_local(
+    sharded = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    result = function(divided.full_tensor())
+    result = function(sharded.full_tensor())
     return distribute_tensor(result, mesh, placements, src_data_rank=None).to_local()

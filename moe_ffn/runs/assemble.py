@@ -55,7 +55,7 @@ from moe_ffn.training.recovery.stopping import (
     StopRequest,
 )
 from moe_ffn.training.sampling import first_words
-from moe_ffn.training.strategy import DividedStrategy
+from moe_ffn.training.strategy import ShardedStrategy
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def build_trainer(
     if (max_time := given.pop("max_time", None)) is not None:
         callbacks.append(StepTimer(max_time))
     if layout.is_sharded:
-        given["strategy"] = DividedStrategy(layout.num_ranks)
+        given["strategy"] = ShardedStrategy(layout.num_ranks)
     # Last, so that what is saved is what all the others have made of the step.
     callbacks += [run_callbacks.kept, run_callbacks.checkpoints, run_callbacks.stop]
     arguments: dict[str, Any] = {

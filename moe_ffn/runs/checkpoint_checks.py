@@ -252,7 +252,7 @@ def _require_optimizer(
     require_keys(found, ("state", "param_groups"), path)
     state, groups = found["state"], found["param_groups"]
     is_in_shards = isinstance(state, SavedTensors)
-    shapes_of_state = state.shapes if is_in_shards else state
+    shapes_of_state = state.described if is_in_shards else state
     require_same_kind(shapes_of_state, _FILLED_LATER[f"{path}.state"], f"{path}.state")
     if not is_own:  # whose options may be of several kinds
         require_same_kind(groups, fresh.state_dict()["param_groups"], f"{path}.param_groups")

@@ -81,7 +81,7 @@ class Weight:
     def share(self, layout: Layout) -> float:
         """The largest part of it that a rank has."""
         rows, shards = self.shape[0], layout.shard * layout.expert
-        if self.is_expert and layout.divides_within(rows):
+        if self.is_expert and layout.shards_each_expert(rows):
             return 1 / shards
         return math.ceil(rows / shards) / rows
 
@@ -96,7 +96,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Sizes:
-        decoder = empty_decoder(config, config.model)
+        decoder = config.model.build_empty(*_text_sizes(config))
         state = _state_bytes(config, decoder)
         experts = _expert_parameters(decoder)
 
@@ -112,12 +112,9 @@ class Sizes:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
 
 
-def empty_decoder(config: TrainConfig, model: DecoderConfig) -> Decoder:
-    """A decoder for the run's data on torch's meta device: shapes, and no memory."""
-    with torch.device("meta"):
-        return model.build(
-            vocab_size=config.data.tokenizer.max_vocab_size, max_seq_len=config.data.seq_len
-        )
+def _text_sizes(config: TrainConfig) -> tuple[int, int]:
+    """Of the run's data, the vocabulary and the length of a sequence."""
+    return config.data.tokenizer.max_vocab_size, config.data.seq_len
 
 
 def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
@@ -216,7 +213,7 @@ def _kept_bytes(
     config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
 ) -> float:
     """At the peak up to where the gradient of the logits is there, beside the weights."""
-    decoder = empty_decoder(config, model)
+    decoder = model.build_empty(*_text_sizes(config))
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
@@ -264,7 +261,7 @@ class Traffic:
     weights: float
     """Gathered before use, those of layers again in the backward pass."""
     gradients: float
-    """Added up over the ranks that divide a weight."""
+    """Added up over the ranks that shard a weight."""
     copies: float
     """Added up over copies of the model."""
     tokens: float
@@ -386,7 +383,7 @@ def _plan(
     beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
     beside += traffic.copies / pace(layout.num_ranks)
     ffns = model.layer_ffns()
-    forward = model.flops_per_token(data.tokenizer.max_vocab_size, data.seq_len)
+    forward = model.flops_per_token(*_text_sizes(config))
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
     routed = sum(ffn.routed_flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
     # Backward is twice forward, and what is not kept is computed once more.
@@ -427,12 +424,12 @@ def _memory(
 
 def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, tokens: int) -> Traffic:
     """Of numbers of `item` bytes, in a step of so many tokens of a rank."""
-    divided = item * sum(_moved_once(w, layout) for w in sizes.all)
+    sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
     rows_sent = _rows_received(config, layout, tokens) * (1 - 1 / layout.expert)
     return Traffic(
-        weights=config.trainer.accumulate_grad_batches * (divided + of_layers),
-        gradients=divided,
+        weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
+        gradients=sharded,
         copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
         tokens=4 * item * rows_sent * config.model.d_model,
     )

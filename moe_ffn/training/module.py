@@ -106,14 +106,16 @@ class LanguageModel(LightningModule):
             compiles: whether the decoder is compiled by torch.compile.
         """
         super().__init__()
-        self._build = partial(model.build, vocab_size=len(byte_lengths), max_seq_len=max_seq_len)
+        text_sizes = len(byte_lengths), max_seq_len
+        self._build = partial(model.build, *text_sizes)
         self._layout = layout
         self._compiles = compiles
         self._is_configured = False
         self._generator_state = torch.get_rng_state()
         self._default_dtype = torch.get_default_dtype()
-        with torch.device("meta") if self._layout.is_sharded else nullcontext():
-            self.decoder: Decoder = self._build()
+        self.decoder: Decoder = (
+            model.build_empty(*text_sizes) if layout.is_sharded else model.build(*text_sizes)
+        )
         self.optimizer_config = optimizer
         self.objective_config = objective
         self.max_steps = max_steps
@@ -157,12 +159,12 @@ class LanguageModel(LightningModule):
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator_state)
                 torch.set_default_dtype(self._default_dtype)
-                self.decoder = self._build_divided()
+                self.decoder = self._build_sharded()
             torch.set_default_dtype(dtype)
         if self._compiles:
             self.decoder.compile()
 
-    def _build_divided(self) -> Decoder:
+    def _build_sharded(self) -> Decoder:
         """The decoder with the weights that one process would draw.
 
         A rank holds its shards, at most one whole block, and until the end what is in no block.
@@ -331,7 +333,7 @@ class LanguageModel(LightningModule):
                 return self._objective(self.decoder.forward(input_ids), target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
-        # A divided model has gathered weights only while its own hooks run, which a gradient needs.
+        # A sharded model has gathered weights only while its own hooks run, which a gradient needs.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
             found = find_nan_source(self, batches, scale)

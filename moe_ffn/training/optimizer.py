@@ -382,7 +382,7 @@ class Muon(optim.AdamW):
         state, momentum = self.state[parameter], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # Of a parameter that is divided over ranks, each moves its part.
+        # Of a parameter that is sharded over ranks, each moves its part.
         part, update = on_this_rank(parameter), on_this_rank(gradient)
         buffer = on_this_rank(state["momentum_buffer"]).lerp_(update, 1 - momentum)
         update = update.lerp(buffer, momentum) if group["nesterov"] else buffer

@@ -1,4 +1,4 @@
-"""Lightning's strategy for a model that is divided over ranks by `moe_ffn.parallel`."""
+"""Lightning's strategy for a model that is sharded over ranks by `moe_ffn.parallel`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from moe_ffn.parallel.sharding import divided_like, room_like
+from moe_ffn.parallel.sharding import empty_shard_like, shard_like
 from moe_ffn.training.recovery.checkpoint_file import read_checkpoint
 from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
 
 
-class DividedStrategy(ModelParallelStrategy):
-    """For a model that divides itself in `configure_model`; each rank writes its part of a checkpoint.
+class ShardedStrategy(ModelParallelStrategy):
+    """For a model that shards itself in `configure_model`; each rank writes its part of a checkpoint.
 
     A checkpoint of any number of ranks can be read, and each reads its own part of it.
     """
@@ -50,8 +50,8 @@ class DividedStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            divided = _divided_state(state["state"], parameters)
-            optimizer.load_state_dict({**state, "state": divided})
+            sharded = _sharded_state(state["state"], parameters)
+            optimizer.load_state_dict({**state, "state": sharded})
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -65,8 +65,8 @@ class DividedStrategy(ModelParallelStrategy):
         return read_checkpoint(Path(checkpoint_path))
 
 
-def _divided_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
-    """The moments of an optimizer by the number of their parameter, divided as that is."""
+def _sharded_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> dict[int, Any]:
+    """The moments of an optimizer by the number of their parameter, sharded as that is."""
 
     def like(function: Callable[[Any, Tensor], Any], moments: Mapping[int, Any]) -> dict[int, Any]:
         return {
@@ -75,7 +75,7 @@ def _divided_state(found: Mapping[int, Any], parameters: Sequence[Tensor]) -> di
         }
 
     if not isinstance(found, SavedTensors):
-        return like(divided_like, found)
-    rooms = like(room_like, found.shapes)
+        return like(shard_like, found)
+    rooms = like(empty_shard_like, found.described)
     found.read_into(rooms)
     return rooms

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from moe_ffn.data.prepare import prepare
 from moe_ffn.parallel.layout import WHOLE, Layout
-from moe_ffn.parallel.sharding import whole
+from moe_ffn.parallel.sharding import full_tensor
 from moe_ffn.runs.assemble import build_module, build_trainer, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.module import LanguageModel
@@ -30,7 +30,7 @@ class KeepGradient(Callback):
     ) -> None:
         if not self.gradients:
             self.gradients = {
-                name: whole(parameter.grad).clone()
+                name: full_tensor(parameter.grad).clone()
                 for name, parameter in pl_module.named_parameters()
                 if parameter.grad is not None
             }
@@ -63,6 +63,8 @@ def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) ->
     keep = KeepGradient()
     module = fit(config, folder, layout, keep)
     biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
-    after = {f"{name} after": whole(p.detach()).clone() for name, p in module.named_parameters()}
+    after = {
+        f"{name} after": full_tensor(p.detach()).clone() for name, p in module.named_parameters()
+    }
     found = keep.gradients | biases | after | {"norm": module.gradient_norm}
     return {name: value.cpu() for name, value in found.items()}

@@ -83,7 +83,7 @@ def test_what_ranks_cannot_share_is_refused(options: dict[str, object], sentence
     assert str(raised.value) == sentence
 
 
-def test_float64_is_not_trained_divided() -> None:
+def test_float64_is_not_trained_sharded() -> None:
     config = TrainConfig.model_validate({"parallel": {"shard": 2}})
     with pytest.raises(ConfigError) as raised:
         check_layout(config, 2, "64-true")

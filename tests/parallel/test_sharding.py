@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import Sharder, whole
+from moe_ffn.parallel.sharding import Sharder, full_tensor
 from tests.helpers.memory import peak_above
 from tests.helpers.ranks import on_ranks
 
@@ -29,7 +29,7 @@ def model(d_model: int, num_layers: int) -> DecoderConfig:
     )
 
 
-def build_divided(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
+def build_sharded(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
     torch.manual_seed(3)
     sharder = Sharder(layout, "cpu")
     decoder = config.build(vocab_size=257, max_seq_len=64, on_layer=sharder.shard_layer)
@@ -39,9 +39,9 @@ def build_divided(config: DecoderConfig, layout: Layout) -> torch.nn.Module:
 
 def built_on_a_rank(rank: int, layout: Layout) -> tuple[dict[str, Tensor], float]:
     """The weights, whole; and the peak of building a large model, in bytes."""
-    decoder = build_divided(model(16, 2), layout)
-    weights = {name: whole(p.detach()) for name, p in decoder.named_parameters()}
-    return weights, peak_above(lambda: build_divided(model(256, 8), layout))
+    decoder = build_sharded(model(16, 2), layout)
+    weights = {name: full_tensor(p.detach()) for name, p in decoder.named_parameters()}
+    return weights, peak_above(lambda: build_sharded(model(256, 8), layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

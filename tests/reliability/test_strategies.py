@@ -240,7 +240,7 @@ DIVIDED = [
     ids=["-".join([*map(str, case[:-1]), case[-1].name]) for case in DIVIDED],
 )
 @pytest.mark.slow
-def test_a_run_of_a_divided_model_is_resumed_to_the_bit(
+def test_a_run_of_a_sharded_model_is_resumed_to_the_bit(
     groups: Callable[[int], RankGroup],
     tmp_path: Path,
     num_ranks: int,

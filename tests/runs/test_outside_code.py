@@ -119,6 +119,25 @@ def test_a_file_that_is_not_there_is_told_with_where_it_was_looked_for(tmp_path:
         parse("--model.ffn", "folder.py:Own")
 
 
+def test_a_block_that_needs_numbers_to_be_built_cannot_be_built_empty(own: Path) -> None:
+    taken = own.read_text().replace(
+        "d_ff=self.rank, act", "d_ff=torch.ones(3)[1].int().item(), act"
+    )
+    own.write_text("import torch" + taken)
+    config = parse("--model.ffn", "own.py:Own").model
+    config.build(vocab_size=8, max_seq_len=4)
+    line = next(n for n, text in enumerate(own.read_text().splitlines(), 1) if ".item()" in text)
+
+    with pytest.raises(ConfigError) as refused:
+        config.build_empty(vocab_size=8, max_seq_len=4)
+
+    assert str(refused.value) == (
+        f"own.py, line {line}, needs the numbers of a tensor, and a model that parallel.shard or "
+        "parallel.expert divides, or that is planned, is first built without any (Tensor.item() cannot be "
+        "called on meta tensors); compute it with Python's own numbers"
+    )
+
+
 # -- what a run keeps
 
 

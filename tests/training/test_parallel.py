@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import Sharder, whole
+from moe_ffn.parallel.sharding import Sharder, full_tensor
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.training import module
@@ -188,7 +188,7 @@ class KeepFirstWeights(Callback):
         self.weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = {n: whole(p.detach()).clone() for n, p in pl_module.named_parameters()}
+        self.weights = {n: full_tensor(p.detach()).clone() for n, p in pl_module.named_parameters()}
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -267,7 +267,7 @@ def test_a_gradient_divided_by_the_wrong_group_is_seen(
 
 
 @pytest.mark.parametrize("block", ["shared", "few"])
-def test_muon_turns_whole_matrices_that_are_divided(
+def test_muon_turns_whole_matrices_that_are_sharded(
     block: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     layout = LAYOUTS["EP 2 x FSDP 2"]

@@ -2,7 +2,7 @@
 
 The file is an archive of `torch.save`. Its comment, the last bytes of any zip archive, holds the optimizer
 step and the SHA-256 of all that stands before, so that one rename puts everything in its place, the step is
-known without reading the weights, and `torch.load` and `unzip` read it still. Tensors that are divided over
+known without reading the weights, and `torch.load` and `unzip` read it still. Tensors that are sharded over
 ranks are in a folder beside it; see `checkpoint_shards`.
 """
 
@@ -29,7 +29,7 @@ from moe_ffn.training.recovery.checkpoint_shards import (
     FOLDER,
     SHARDS,
     CheckpointError,
-    is_divided,
+    is_sharded,
     read_shards,
     remove_shards_except,
     verify_shards,
@@ -58,12 +58,12 @@ _NO_COMMENT = struct.pack("<H", 0)
 def write_checkpoint(values: dict[str, Any], path: Path) -> None:
     """Put `values` in the place of `path`, and return when they are on the disk.
 
-    Where they hold tensors that are divided over ranks, every rank has to call this.
+    Where they hold tensors that are sharded over ranks, every rank has to call this.
 
     Raises:
         OSError: they cannot be written; `path` is what it was before.
     """
-    if is_divided(values):
+    if is_sharded(values):
         values = write_shards(values, path.parent)
         if dist.get_rank() != 0:
             return

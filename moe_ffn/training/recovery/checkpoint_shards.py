@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are divided over ranks: in a folder beside its file, which names it.
+"""Tensors of a checkpoint that are sharded over ranks: in a folder beside its file, which names it.
 
 Every rank writes its own parts, as safetensors, and none gathers them. The file of the checkpoint is written
 after them and holds their SHA-256: a folder that no file names is nothing, and is removed.
@@ -39,7 +39,7 @@ class CheckpointError(Exception):
     """Why a checkpoint cannot be used: a phrase that goes after the name of its file."""
 
 
-def is_divided(values: Mapping[str, Any]) -> bool:
+def is_sharded(values: Mapping[str, Any]) -> bool:
     """Whether the weights in the values of a checkpoint are on several ranks."""
     weights = values.get("state_dict")
     return isinstance(weights, Mapping) and any(isinstance(w, DTensor) for w in weights.values())
@@ -127,28 +127,28 @@ class SavedTensors(Mapping[Any, Any]):
 
     def __init__(
         self,
-        shapes: Mapping[Any, Any],
+        described: Mapping[Any, Any],
         names: Mapping[int, str],
         parts: Mapping[str, list[tuple[Any, Path]]],
     ) -> None:
         """
         Args:
-            shapes: the same values, with tensors of the meta device for those in shards.
+            described: the same values, with tensors of the meta device for those in shards.
             names: of these in the shards, by their `id`.
             parts: the place of each part in its tensor, and its file, by name.
         """
-        self.shapes = shapes
+        self.described = described
         self._names = names
         self._parts = parts
 
     def __getitem__(self, key: Any) -> Any:
-        return tree_map_only(Tensor, self._read, self.shapes[key])
+        return tree_map_only(Tensor, self._read, self.described[key])
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.shapes)
+        return iter(self.described)
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self.described)
 
     def _read(self, shape: Tensor) -> Tensor:
         from safetensors import safe_open
@@ -166,15 +166,15 @@ class SavedTensors(Mapping[Any, Any]):
 
     def under(self, prefix: str) -> SavedTensors:
         """Those whose names begin so, without that."""
-        shapes = {
+        described = {
             name.removeprefix(prefix): shape
-            for name, shape in self.shapes.items()
+            for name, shape in self.described.items()
             if str(name).startswith(prefix)
         }
-        return SavedTensors(shapes, self._names, self._parts)
+        return SavedTensors(described, self._names, self._parts)
 
     def read_into(self, tensors: Mapping[Any, Any]) -> None:
-        """Fill tensors with what is saved under their keys; of those that are divided the part on this rank.
+        """Fill tensors with what is saved under their keys; of those that are sharded the part on this rank.
 
         Args:
             tensors: nested as the values are.
@@ -184,7 +184,7 @@ class SavedTensors(Mapping[Any, Any]):
 
         wanted: dict[str, Tensor] = {}
         for path, mine in tree_flatten_with_path(dict(tensors))[0]:
-            found: Any = self.shapes
+            found: Any = self.described
             for key in path:
                 found = found[_key(key)]
             if not isinstance(mine, Tensor):
@@ -238,7 +238,7 @@ def read_all(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_parameters(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the tensors are that may be divided: mappings, each as what holds it and its key there."""
+    """Where the tensors are that may be sharded: mappings, each as what holds it and its key there."""
     optimizers = values.get("optimizer_states")
     holders = [(values, "state_dict")]
     holders += [(o, "state") for o in optimizers] if isinstance(optimizers, list) else []

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.parallel.layout import Layout
-from moe_ffn.parallel.sharding import room_like, whole
+from moe_ffn.parallel.sharding import empty_shard_like, full_tensor
 from moe_ffn.training.recovery import checkpoint_shards
 from moe_ffn.training.recovery.checkpoint_file import (
     CheckpointError,
@@ -58,10 +58,10 @@ def write_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     write_checkpoint(values, path)
     parameters = dict(decoder.named_parameters())
     moments = {
-        f"{name} moment": whole(optimizer.state[parameter]["exp_avg"])
+        f"{name} moment": full_tensor(optimizer.state[parameter]["exp_avg"])
         for name, parameter in parameters.items()
     }
-    return {name: whole(p.detach()) for name, p in parameters.items()} | moments
+    return {name: full_tensor(p.detach()) for name, p in parameters.items()} | moments
 
 
 @pytest.fixture
@@ -120,14 +120,17 @@ def read_on_a_rank(rank: int, layout: Layout, path: Path) -> dict[str, Tensor]:
     state = values["optimizer_states"][0]["state"]
     parameters = dict(decoder.named_parameters())
     rooms = {
-        number: {name: room_like(value, parameter) for name, value in state.shapes[number].items()}
+        number: {
+            name: empty_shard_like(value, parameter)
+            for name, value in state.described[number].items()
+        }
         for number, parameter in enumerate(parameters.values())
     }
     state.read_into(rooms)
     assert all(moments["step"] == 1 for moments in rooms.values())
-    found = {name: whole(p.detach()) for name, p in parameters.items()}
+    found = {name: full_tensor(p.detach()) for name, p in parameters.items()}
     moments = zip(parameters, rooms.values(), strict=True)
-    return found | {f"{name} moment": whole(room["exp_avg"]) for name, room in moments}
+    return found | {f"{name} moment": full_tensor(room["exp_avg"]) for name, room in moments}
 
 
 @pytest.mark.parametrize(
