@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 from moe_ffn.dispatch import Dispatched, Dispatcher, Plan, plan_of_pairs
+from moe_ffn.kernels.base import compute_dtype
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -39,7 +40,9 @@ class AllToAllDispatcher(Dispatcher):
         # The one place at which the host waits for the device.
         rows, pairs, their_rows, their_pairs = torch.cat([counts_P2, theirs_P2], 1).t().tolist()
 
-        x_RD = self._send(x_TD.index_select(0, sent.token_ids_R), rows, their_rows)
+        # Under autocast in its dtype, which the experts would lower them to.
+        x_RD = x_TD.index_select(0, sent.token_ids_R).to(compute_dtype(x_TD))
+        x_RD = self._send(x_RD, rows, their_rows)
         weights_N = plan.weights_N.index_select(0, sent.pair_ids_N)
         weights_N = self._send(weights_N[:, None], pairs, their_pairs)
         labels_N2 = torch.stack([sent.row_ids_N, sent.expert_ids_N % self.num_local], dim=1)
@@ -48,7 +51,7 @@ class AllToAllDispatcher(Dispatcher):
             _wait(labels_N2), _wait(weights_N).squeeze(1), their_rows, their_pairs, self.num_local
         )
         back = partial(self._send, sent=their_rows, received=rows)
-        return _Traveling(x_RD, arrived, sent.token_ids_R, len(x_TD), back)
+        return _Traveling(x_RD, arrived, sent.token_ids_R, len(x_TD), x_TD.dtype, back)
 
     def _send(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Rows for each rank in turn against those from each; gradients take the way back."""
@@ -69,6 +72,8 @@ class _Traveling(Dispatched):
     token_ids_R: Tensor
     """The token of each row that was sent."""
     num_tokens: int
+    dtype: torch.dtype
+    """Of the tokens before they were sent."""
     back: Callable[[Tensor], Tensor]
 
     def rows(self) -> Tensor:
@@ -78,7 +83,7 @@ class _Traveling(Dispatched):
         back_RD = _wait(self.back(y_RD))
         wide_RD = back_RD.to(torch.promote_types(back_RD.dtype, torch.float32))
         sums_TD = wide_RD.new_zeros(self.num_tokens, wide_RD.shape[1])
-        return sums_TD.index_add(0, self.token_ids_R, wide_RD).to(back_RD.dtype)
+        return sums_TD.index_add(0, self.token_ids_R, wide_RD).to(self.dtype)
 
 
 def _wait(x: Tensor) -> Tensor:

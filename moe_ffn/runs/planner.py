@@ -367,14 +367,15 @@ def _plan(
     efficiency: float,
 ) -> LayoutPlan:
     item = {"bf16-true": 2, "64-true": 8}.get(precision, 4)
+    sent = 2 if precision == "bf16-mixed" else item  # a number of a token between experts
     data, model, num_batches = config.data, config.model, config.trainer.accumulate_grad_batches
     tokens = num_batches * (data.batch_size // layout.num_ranks) * data.seq_len
-    traffic = _traffic(config, sizes, layout, item, tokens)
+    traffic = _traffic(config, sizes, layout, item, sent, tokens)
     if layout.expert > 1:
         # A rank keeps the tokens that its experts received, its own among them.
         rows = _rows_received(config, layout, tokens // num_batches) / model.num_layers
         is_kept = not model.activation_checkpointing
-        activations = activations.with_more(item * rows * model.d_model, is_kept=is_kept)
+        activations = activations.with_more(sent * rows * model.d_model, is_kept=is_kept)
 
     def pace(num_neighbours: int) -> float:
         """Of a group whose ranks lie within so many neighbours: within a machine, or across."""
@@ -422,8 +423,10 @@ def _memory(
     return Memory(local, gradients, state, 2 * outside + 3 * max(layers), kept)
 
 
-def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, tokens: int) -> Traffic:
-    """Of numbers of `item` bytes, in a step of so many tokens of a rank."""
+def _traffic(
+    config: TrainConfig, sizes: Sizes, layout: Layout, item: int, sent: int, tokens: int
+) -> Traffic:
+    """Of numbers of `item` bytes, of tokens of `sent`, in a step of so many tokens of a rank."""
     sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
     rows_sent = _rows_received(config, layout, tokens) * (1 - 1 / layout.expert)
@@ -431,7 +434,7 @@ def _traffic(config: TrainConfig, sizes: Sizes, layout: Layout, item: int, token
         weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
         gradients=sharded,
         copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
-        tokens=4 * item * rows_sent * config.model.d_model,
+        tokens=4 * sent * rows_sent * config.model.d_model,
     )
 
 

@@ -147,7 +147,7 @@ def test_dividing_takes_memory_off_a_rank_and_adds_traffic() -> None:
     )
     # By hand: 2 of 4 experts on 2 ranks; the other rank has none of them once in six draws.
     tokens, d_model, layers = 2 * 64, 32, 3
-    sent = 4 * 4 * tokens * d_model * layers * (1 - 1 / 6)
+    sent = 4 * 2 * tokens * d_model * layers * (1 - 1 / 6)
     assert plans[Layout(data=2, expert=2)].traffic.tokens == pytest.approx(sent)
 
 
@@ -274,7 +274,8 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
     decoder = config.model.build(vocab_size=257, max_seq_len=64)
     parallelize(decoder, layout)
     ids_BS = torch.randint(0, 257, (2, 64), generator=torch.Generator().manual_seed(rank))
-    with Sent(layout, rank) as sent:
+    mixed = config.trainer.precision == "bf16-mixed"
+    with Sent(layout, rank) as sent, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
         output = decoder(ids_BS)
         cross_entropy_of(output.logits, ids_BS).backward()
     rows = 0
@@ -286,12 +287,20 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [Layout(shard=2), Layout(expert=2), Layout(shard=2, expert=2), Layout(data=2, expert=2)],
+    ("layout", "precision", "sent_bytes"),
+    [
+        (Layout(shard=2), "32-true", 4),
+        (Layout(expert=2), "32-true", 4),
+        (Layout(expert=2), "bf16-mixed", 2),
+        (Layout(shard=2, expert=2), "32-true", 4),
+        (Layout(data=2, expert=2), "32-true", 4),
+    ],
     ids=str,
 )
-def test_the_planned_traffic_is_what_a_hook_counts(layout: Layout, tmp_path: Path) -> None:
-    config = config_of(data={"batch_size": 2 * layout.num_ranks})
+def test_the_planned_traffic_is_what_a_hook_counts(
+    layout: Layout, precision: str, sent_bytes: int, tmp_path: Path
+) -> None:
+    config = config_of(data={"batch_size": 2 * layout.num_ranks}, trainer={"precision": precision})
     (planned,) = (
         p.traffic
         for p in plan_layouts(config, layout.num_ranks, DEVICES["h100"])
@@ -304,7 +313,7 @@ def test_the_planned_traffic_is_what_a_hook_counts(layout: Layout, tmp_path: Pat
         assert counted.get("copies", 0) == planned.copies
     # There, back, and the gradients of both; balance is not perfect in fact.
     tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
-    assert tokens == 4 * sum(rows for _, rows in of_ranks) * 32 * 4
+    assert tokens == 4 * sum(rows for _, rows in of_ranks) * 32 * sent_bytes
     assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
 
 
