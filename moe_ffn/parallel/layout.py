@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, model_validator
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_ffn.experts.base import Experts
+    from moe_ffn.model.decoder import Block, Decoder
 
 REST = -1
 """All processes that the other options leave."""
@@ -91,6 +96,26 @@ class Layout:
     def is_sharded(self) -> bool:
         """Whether some rank lacks a part of the model."""
         return self.shard * self.expert > 1
+
+    def refusal_of(self, decoder: Decoder) -> str | None:
+        """Why the weights of a decoder, which may be on the meta device, cannot be sharded so."""
+        reasons: list[str] = []
+
+        def note(experts: Experts, num_experts: int) -> Any:
+            if not self.shards_each_expert(num_experts):
+                return
+            for name, weight in experts.named_parameters():
+                if weight.shape[1] % self.shard:
+                    reasons.append(
+                        f"parallel.shard ({self.shard}) has to divide the {weight.shape[1]} rows of an "
+                        f"expert's '{name}', since parallel.expert ({self.expert}) leaves "
+                        f"{num_experts // self.expert} of {num_experts} experts to {self.shard} ranks; "
+                        "change one of them"
+                    )
+
+        for layer in decoder.layers:
+            cast("Block", layer).ffn.place_experts(note)
+        return reasons[0] if reasons else None
 
 
 WHOLE = Layout()

@@ -319,11 +319,14 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     if _precision(config) not in SHARDED_PRECISIONS:
         yield Layout(num_ranks)
         return
+    empty = config.model.build_empty(*_text_sizes(config))
     for expert in _divisors(num_ranks):
         if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
             continue
         for shard in _divisors(num_ranks // expert):
-            yield Layout(num_ranks // expert // shard, shard, expert)
+            layout = Layout(num_ranks // expert // shard, shard, expert)
+            if layout.refusal_of(empty) is None:
+                yield layout
 
 
 def _divisors(number: int) -> list[int]:

@@ -71,6 +71,14 @@ MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
             "model.ffn.type 'soft_moe' sends every token to every expert; set parallel.expert to 1",
         ),
         (
+            {
+                "parallel": {"expert": 2, "shard": 2},
+                "model": {"ffn": {**MOE, "num_experts": 2, "experts": {"type": "mlp", "d_ff": 27}}},
+            },
+            "parallel.shard (2) has to divide the 27 rows of an expert's 'up', since parallel.expert (2) "
+            "leaves 1 of 2 experts to 2 ranks; change one of them",
+        ),
+        (
             {"parallel": {"shard": 4}, "optimizer": {"type": "adafactor"}},
             "optimizer.type (adafactor) looks at whole matrices, which parallel.shard and parallel.expert "
             "divide; use adamw or muon",
