@@ -40,13 +40,14 @@ class AllToAllDispatcher(Dispatcher):
         # The one place at which the host waits for the device.
         rows, pairs, their_rows, their_pairs = torch.cat([counts_P2, theirs_P2], 1).t().tolist()
 
-        # Under autocast in its dtype, which the experts would lower them to.
-        x_RD = x_TD.index_select(0, sent.token_ids_R).to(compute_dtype(x_TD))
-        x_RD = self._send(x_RD, rows, their_rows)
         weights_N = plan.weights_N.index_select(0, sent.pair_ids_N)
         weights_N = self._send(weights_N[:, None], pairs, their_pairs)
         labels_N2 = torch.stack([sent.row_ids_N, sent.expert_ids_N % self.num_local], dim=1)
         labels_N2 = self._send(labels_N2, pairs, their_pairs)
+        # Last, since NCCL keeps the order: to wait for the others is not to wait for these. Under autocast in
+        # its dtype, which the experts would lower them to.
+        x_RD = x_TD.index_select(0, sent.token_ids_R).to(compute_dtype(x_TD))
+        x_RD = self._send(x_RD, rows, their_rows)
         arrived = _local_plan(
             _wait(labels_N2), _wait(weights_N).squeeze(1), their_rows, their_pairs, self.num_local
         )

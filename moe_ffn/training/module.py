@@ -329,14 +329,19 @@ class LanguageModel(LightningModule):
             self._seed_batch(batch["index"])
             with self.precision_context():
                 input_ids, target_ids = self._inputs_and_targets(batch)
-                # Not the compiled one, which would not call the modules inside.
-                return self._objective(self.decoder.forward(input_ids), target_ids)
+                # With its hooks, which gather a sharded model; compiled, it calls no module inside.
+                return self._objective(self.decoder._call_impl(input_ids), target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model has gathered weights only while its own hooks run, which a gradient needs.
         scale = None if self._layout.is_sharded else gradient_scale / len(batches)
         with torch.set_grad_enabled(scale is not None):
-            found = find_nan_source(self, batches, scale)
+            found = find_nan_source(self, batches, scale, self._found_on_any_rank)
+        if isinstance(self.decoder, FSDPModule):
+            self.decoder.reshard()  # what is outside of layers stays gathered, and has other gradients
+        return found
+
+    def _found_on_any_rank(self, found: str | None) -> str | None:
         if self._num_ranks == 1:
             return found
         of_ranks: list[str | None] = [None] * self._num_ranks

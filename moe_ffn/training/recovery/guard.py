@@ -136,29 +136,34 @@ def find_nan_source(
     model: nn.Module,
     batches: Iterable[Callable[[], Objective]],
     gradient_scale: float | None = 1.0,
+    agree: Callable[[str | None], str | None] = lambda found: found,
 ) -> str | None:
     """The first thing of a step that is not finite, by a name a person can look up; None if all is.
 
-    Leaves no hook and no gradient behind.
+    Leaves no hook and no gradient behind. Every rank has to call it.
 
     Args:
         model: the module whose parts are named, by their paths in it.
         batches: for each batch of the step a forward pass of it, with the randomness it had.
         gradient_scale: what the loss was multiplied by before backward; None where a backward pass cannot be
             repeated, so that nothing is found in it.
+        agree: what was found on any rank, from what was found on this one: a forward pass may need all of
+            them, so that all have to stop looking at once.
     """
-    if name := nonfinite_value(model.state_dict()):
-        return f"the parameter {name}"
+    name = nonfinite_value(model.state_dict())
+    if found := agree(name and f"the parameter {name}"):
+        return found
     for forward in batches:
         losses, name = _forward_and_source(model, forward)
-        if name is not None:
-            return name
-        if not _is_finite(losses.total):
+        if name is None and not _is_finite(losses.total):
             parts = {"cross_entropy": losses.cross_entropy, **losses.balancing}
-            return f"the objective's {nonfinite_value(parts) or 'total'}"
+            name = f"the objective's {nonfinite_value(parts) or 'total'}"
+        if found := agree(name):
+            return found
         if gradient_scale is not None:
-            for name in _of_gradients(model, losses.total * gradient_scale):
-                return f"the gradient of {name}"
+            name = next(iter(_of_gradients(model, losses.total * gradient_scale)), None)
+            if found := agree(name and f"the gradient of {name}"):
+                return found
     return None
 
 
