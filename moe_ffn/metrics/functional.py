@@ -200,8 +200,8 @@ class _Tokens(Protocol):
 def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size: int) -> float:
     """Cross-entropy, in nats per token, of a model that knows only how often each token occurs.
 
-    Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_train_tokens +
-    vocab_size).
+    Its probabilities are the add-one-smoothed frequencies p(v) = (count(v) + 1) / (num_counted + vocab_size).
+    Of more than 2**28 tokens that many are counted, in chunks that lie evenly among them.
 
     Args:
         train_tokens: (num_tokens,) ids below `vocab_size`, which may be memory-mapped.
@@ -209,16 +209,17 @@ def unigram_loss(train_tokens: _Tokens, validation_targets: _Tokens, vocab_size:
     """
     train = _counts(train_tokens, vocab_size)
     validation = _counts(validation_targets, vocab_size)
-    nats = np.log(len(train_tokens) + vocab_size) - np.log(train + 1)
-    return float(validation @ nats / len(validation_targets))
+    nats = np.log(train.sum() + vocab_size) - np.log(train + 1)
+    return float(validation @ nats / validation.sum())
 
 
-_CHUNK = 1 << 20
+_CHUNK, _MAX_CHUNKS = 1 << 20, 1 << 8
 
 
 def _counts(tokens: _Tokens, vocab_size: int) -> np.ndarray:
     """(vocab_size,), how often each id occurs; in chunks, since bincount copies to int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _CHUNK):
+    step = max(len(tokens) / _MAX_CHUNKS, _CHUNK)
+    for start in map(round, np.arange(0, len(tokens), step)):
         counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
     return counts

@@ -433,11 +433,13 @@ def _traffic(
     sharded = item * sum(_moved_once(w, layout) for w in sizes.all)
     of_layers = item * sum(_moved_once(w, layout) for layer in sizes.layers for w in layer)
     rows_sent = _rows_received(config, layout, tokens) * (1 - 1 / layout.expert)
+    # There and back, their gradients, and what is not kept travels once more.
+    times = 6 if config.model.activation_checkpointing else 4
     return Traffic(
         weights=config.trainer.accumulate_grad_batches * (sharded + of_layers),
         gradients=sharded,
         copies=2 * item * _local(sizes.all, layout) * (1 - 1 / layout.data),
-        tokens=4 * sent * rows_sent * config.model.d_model,
+        tokens=times * sent * rows_sent * config.model.d_model,
     )
 
 

@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import pickle
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.parallel.layout import Layout
@@ -111,3 +113,30 @@ def _run(
 def _send(pipe: Any, problem: str, result: Any) -> None:
     # Not by `pipe.send`, which shares the memory of a process that ends.
     pipe.send_bytes(pickle.dumps((problem, result)))
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends to others, by collective, in rings: no more than it has to."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        super().__init__()
+        self.num_copies, self.place = layout.data, rank % layout.expert
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func).split(".")[1]
+        if name == "_allgather_base_":
+            whole, part = args[:2]
+            self.bytes["gathered"] += whole.nbytes - part.nbytes
+        elif name == "_reduce_scatter_base_":
+            part, whole = args[:2]
+            self.bytes["scattered"] += whole.nbytes - part.nbytes
+        elif name == "allreduce_":
+            (buffer,) = args[0]
+            self.bytes["copies"] += round(2 * (1 - 1 / self.num_copies) * buffer.nbytes)
+        elif name == "all_to_all_single" and args[0].shape[-1] == 32:  # d_model: tokens, no labels
+            rows, to_ranks = args[0], args[2]
+            self.bytes["tokens"] += (len(rows) - to_ranks[self.place]) * rows[:1].nbytes
+        return func(*args, **(kwargs or {}))

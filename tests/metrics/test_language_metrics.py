@@ -68,3 +68,14 @@ def test_counting_in_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     whole = unigram_loss(train, targets, vocab_size=50)
     monkeypatch.setattr(functional, "_CHUNK", 7)
     assert unigram_loss(train, targets, vocab_size=50) == whole
+
+
+def test_of_many_tokens_chunks_that_lie_evenly_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    train, targets = random.integers(0, 50, 1000), random.integers(0, 50, 20)
+    chunks = np.concatenate([train[start : start + 30] for start in (0, 250, 500, 750)])
+    expected = unigram_loss(chunks, targets, vocab_size=50)
+    monkeypatch.setattr(functional, "_CHUNK", 30)
+    monkeypatch.setattr(functional, "_MAX_CHUNKS", 4)
+    # Of the targets too, which are fewer than that.
+    assert unigram_loss(train, targets, vocab_size=50) == expected

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn import FFNConfig, MoEConfig
 from moe_ffn.ffn.moe import MoEFFN
@@ -117,3 +118,43 @@ def test_a_rank_without_tokens_takes_part(tmp_path: Path) -> None:
         got = whole(parameter, [found[2] for found in of_ranks])
         torch.testing.assert_close(got, wanted)
     assert [found[3] for found in of_ranks] == [[], []], "every parameter is in the graph"
+
+
+class Order(TorchDispatchMode):
+    """What is sent, waited for and multiplied, in order, each by the last axis of what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).split(".")[1]
+        if name in ("all_to_all_single", "wait_tensor", "mm"):
+            self.events.append((name, result.shape[-1] if isinstance(result, Tensor) else 0))
+        return result
+
+
+def events_on_a_rank(rank: int, options: dict[str, Any]) -> list[tuple[str, int]]:
+    block = layer(options)
+    split_(block, rank, 2)
+    x = tokens().chunk(2)[rank]
+    with Order() as order, torch.no_grad():
+        block(x)
+    return order.events
+
+
+def test_the_shared_expert_computes_while_tokens_travel(tmp_path: Path) -> None:
+    d_ff = 3 * D_MODEL
+    options = {**LAYERS["shared"], "shared_expert": {"type": "swiglu", "d_ff": d_ff}}
+    for events in on_ranks(2, tmp_path, events_on_a_rank, options):
+        sent = events.index(("all_to_all_single", D_MODEL))
+        waited = events.index(("wait_tensor", D_MODEL))
+        between = [width for name, width in events[sent:waited] if name == "mm"]
+        assert between == [d_ff, d_ff, D_MODEL]  # gate, up and down
+        # A device that keeps the order of collectives would wait for the tokens behind which one is sent.
+        before = events[:sent]
+        assert ("all_to_all_single", 1) in before
+        assert ("all_to_all_single", 2) in before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ffn.config_files import read_config
 from moe_ffn.errors import ConfigError
@@ -26,7 +24,7 @@ from moe_ffn.runs.planner import (
     plan_layouts,
 )
 from moe_ffn.training.objective import cross_entropy_of
-from tests.helpers.ranks import on_ranks, parallelize
+from tests.helpers.ranks import Sent, on_ranks, parallelize
 
 MODELS = sorted((Path(__file__).parents[2] / "configs/models").glob("*.yaml"))
 MOE = {
@@ -241,33 +239,6 @@ def test_only_routed_experts_and_their_tokens_wait_for_balance() -> None:
     assert (half, none) == (whole // 2, 0)
 
 
-class Sent(TorchDispatchMode):
-    """Bytes that this rank sends to others, by collective, in rings: no more than it has to."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        super().__init__()
-        self.num_copies, self.place = layout.data, rank % layout.expert
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = str(func).split(".")[1]
-        if name == "_allgather_base_":
-            whole, part = args[:2]
-            self.bytes["gathered"] += whole.nbytes - part.nbytes
-        elif name == "_reduce_scatter_base_":
-            part, whole = args[:2]
-            self.bytes["scattered"] += whole.nbytes - part.nbytes
-        elif name == "allreduce_":
-            (buffer,) = args[0]
-            self.bytes["copies"] += round(2 * (1 - 1 / self.num_copies) * buffer.nbytes)
-        elif name == "all_to_all_single" and args[0].shape[-1] == 32:  # d_model: tokens, no labels
-            rows, to_ranks = args[0], args[2]
-            self.bytes["tokens"] += (len(rows) - to_ranks[self.place]) * rows[:1].nbytes
-        return func(*args, **(kwargs or {}))
-
-
 def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict[str, int], int]:
     """What a hook counts, and the rows for other ranks by the routing itself."""
     torch.manual_seed(0)
@@ -287,20 +258,26 @@ def sent_in_a_step(rank: int, config: TrainConfig, layout: Layout) -> tuple[dict
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision", "sent_bytes"),
+    ("layout", "precision", "recomputes", "sent_bytes"),
     [
-        (Layout(shard=2), "32-true", 4),
-        (Layout(expert=2), "32-true", 4),
-        (Layout(expert=2), "bf16-mixed", 2),
-        (Layout(shard=2, expert=2), "32-true", 4),
-        (Layout(data=2, expert=2), "32-true", 4),
+        (Layout(shard=2), "32-true", False, 0),
+        (Layout(expert=2), "32-true", False, 4 * 4),  # there, back, and the gradients of both
+        (Layout(expert=2), "32-true", "ffn", 6 * 4),
+        (Layout(expert=2), "32-true", "block", 6 * 4),
+        (Layout(expert=2), "bf16-mixed", False, 4 * 2),
+        (Layout(shard=2, expert=2), "32-true", False, 4 * 4),
+        (Layout(data=2, expert=2), "32-true", False, 4 * 4),
     ],
     ids=str,
 )
 def test_the_planned_traffic_is_what_a_hook_counts(
-    layout: Layout, precision: str, sent_bytes: int, tmp_path: Path
+    layout: Layout, precision: str, recomputes: Any, sent_bytes: int, tmp_path: Path
 ) -> None:
-    config = config_of(data={"batch_size": 2 * layout.num_ranks}, trainer={"precision": precision})
+    config = config_of(
+        model={"activation_checkpointing": recomputes},
+        data={"batch_size": 2 * layout.num_ranks},
+        trainer={"precision": precision},
+    )
     (planned,) = (
         p.traffic
         for p in plan_layouts(config, layout.num_ranks, DEVICES["h100"])
@@ -311,9 +288,9 @@ def test_the_planned_traffic_is_what_a_hook_counts(
         assert counted.get("gathered", 0) == planned.weights
         assert counted.get("scattered", 0) == planned.gradients
         assert counted.get("copies", 0) == planned.copies
-    # There, back, and the gradients of both; balance is not perfect in fact.
     tokens = sum(counted.get("tokens", 0) for counted, _ in of_ranks)
-    assert tokens == 4 * sum(rows for _, rows in of_ranks) * 32 * sent_bytes
+    assert tokens == sum(rows for _, rows in of_ranks) * 32 * sent_bytes
+    # Balance is not perfect in fact.
     assert tokens == pytest.approx(planned.tokens * layout.num_ranks, rel=0.25)
 
 

@@ -27,7 +27,7 @@ from moe_ffn.runs.planner import DEVICES, plan_layouts
 from moe_ffn.training import module
 from tests.helpers.first_gradient import first_gradient, fit
 from tests.helpers.memory import pages_above
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import Sent, on_ranks
 
 MakeConfig = Callable[..., TrainConfig]
 Steps = dict[str, dict[str, Tensor]]
@@ -153,6 +153,42 @@ def test_ranks_take_the_step_of_one_process(
 
     assert_equal(found)
     assert len(found) > 5 * 2 * 12
+
+
+class CountSent(Callback):
+    """Counts what this rank sends while it trains."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.sent = Sent(layout, rank)
+
+    def on_train_start(self, *_: Any) -> None:
+        self.sent.__enter__()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.sent.__exit__(None, None, None)
+
+
+def sent_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> dict[str, int]:
+    count = CountSent(layout, rank)
+    fit(config, folder, layout, count)
+    return dict(count.sent.bytes)
+
+
+@pytest.mark.parametrize("name", ["FSDP 2", "EP 2"])
+def test_gradients_are_added_up_over_ranks_once_a_step(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    config = make_config(
+        model={"ffn": {"type": "moe", "num_experts": 4, **BLOCKS["dropless"]}},
+        data={"batch_size": BATCH * 2},
+        trainer={"max_steps": 1, "accumulate_grad_batches": 3, "devices": 2},
+    )
+    (planned,) = (p.traffic for p in plan_layouts(config, 2, DEVICES["h100"]) if p.layout == layout)
+
+    for counted in on_ranks(2, tmp_path, sent_on_a_rank, config, layout, tmp_path):
+        assert counted["scattered"] == planned.gradients > 0
+        assert counted["gathered"] == planned.weights > 2 * planned.gradients
 
 
 @pytest.mark.slow
