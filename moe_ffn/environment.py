@@ -133,12 +133,19 @@ def check_number_of_processes(num_devices: int, num_nodes: int) -> None:
     train = f"this run trains in {num_processes} process{'es' if num_processes > 1 else ''}"
     if launcher is not None and _number(launcher.size) != num_processes:
         size = os.environ[launcher.size]
+        if is_under_torchrun():
+            raise ConfigError(
+                f"torchrun started {size} processes, but {train} (trainer.devices, which a run that is "
+                "resumed keeps); give --trainer.devices auto"
+            )
         give = f"give --trainer.devices and --trainer.num_nodes whose product is {size}"
         raise _stray(launcher, f"{train}; {give}")
     first = next((name for name in _RANKS if name in os.environ), None)
     if first is not None and _number(first) >= num_processes:
         raise _refusal(train, first)
-    if launcher is None and num_processes > num_nodes == 1:
+    starts_others = launcher is None and num_nodes == 1
+    is_met = launcher is TORCHRUN and not is_under_torchrun() and is_first_rank()
+    if num_processes > 1 and (starts_others or is_met):
         _check_meeting_place()
 
 
@@ -166,7 +173,7 @@ def _number(name: str) -> int:
 
 
 def _check_meeting_place() -> None:
-    """ConfigError where the processes that this one is to start, on this machine, would wait for ever."""
+    """ConfigError where the processes that are to meet at this one could not."""
     names = ("MASTER_ADDR", "MASTER_PORT")
     if not {*names} & {*os.environ}:
         return

@@ -28,6 +28,7 @@ from moe_ffn.runs.planner import (
     Device,
     LayoutPlan,
     RecordedLoads,
+    Traffic,
     plan_layouts,
 )
 from moe_ffn.runs.reader import load_run
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.plot is not None:
         check_output("--plot", flags.plot, SVG_OPENING)
     recorded = None if flags.routing is None else RecordedLoads.of(load_run(flags.routing))
-    plans = plan_layouts(config, num_ranks, device, _number(flags, "efficiency", most=1.0))
+    efficiency = _number(flags, "efficiency", most=1.0)
+    plans = plan_layouts(config, num_ranks, device, efficiency)
     balances = [] if recorded is None else balances_of(plans, recorded)
     if flags.plot is not None:
         write_output("--plot", flags.plot, _figure(plans, balances))
@@ -66,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
         f"{compact(plans[0].tokens)} tokens a step",
         highlight=False,
     )
-    say(plan_table(plans))
+    say(plan_table(plans, efficiency))
+    if (left_out := len(plans) - len(shown(plans))) > 0:
+        say(f"{left_out} more layouts do not fit")
     say(verdict(plans), highlight=False, soft_wrap=True)
     if recorded is not None:
         say()
@@ -149,32 +153,42 @@ def shown(plans: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     return [*fitting, *[plan for plan in plans if not plan.fits][:MAX_REFUSED]]
 
 
-def plan_table(plans: Sequence[LayoutPlan]) -> Table:
+def plan_table(plans: Sequence[LayoutPlan], efficiency: float) -> Table:
     """The layouts that fit, and the first of those that do not."""
+    device = plans[0].device
     table = Table(
-        caption="GB (1e9 bytes) of a GPU at the peak of a step (whole: weights and gradients that are "
-        "gathered for a moment), and GB that it sends in one; s/step: the slower of its products and of the "
-        "weights' and gradients' traffic, and the tokens' traffic after that",
+        caption="mesh: data x shard x expert; GB (1e9 bytes) of a GPU at the peak of a step (whole: weights "
+        "and gradients that are gathered for a moment), and GB that it sends in one: to gather weights, to "
+        "add gradients up, and as tokens to experts and back; s/step: the slower of its products "
+        "and of the weights' and gradients' traffic, and the tokens' traffic after that. No gradients are "
+        "shown where the peak comes before they are there, in the middle of a backward pass. Published, or "
+        f"given: a GPU has {device.memory_bytes / 1e9:.3g} GB and does {device.flops / 1e12:.0f} TFLOP/s, "
+        f"sends {device.link / 1e9:.0f} GB/s to the {device.per_machine} of its machine and "
+        f"{device.network / 1e9:.0f} to others; {efficiency:.0%} of these are reached",
         caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
     )
     for name in (
-        *("data", "shard", "expert", "weights", "grads", "optim", "whole", "activ"),
-        *("GB", "sent", "s/step", "tokens/s"),
+        *("mesh", "weights", "grads", "optim", "whole", "activ", "GB"),
+        *("gather", "reduce", "tokens", "s/step"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in shown(plans):
-        time = (f"{plan.seconds:.3g}", f"{plan.tokens_per_second:,.0f}")
         table.add_row(
-            *map(str, astuple(plan.layout)),
+            " x ".join(map(str, astuple(plan.layout))),
             *(f"{part / 1e9:.1f}" for part in astuple(plan.memory)),
             f"{plan.memory.total / 1e9:.1f}",
-            f"{plan.traffic.total / 1e9:.1f}",
-            *(time if plan.fits else ("", "too large")),
+            *(f"{sent / 1e9:.1f}" for sent in sent_by(plan.traffic)),
+            f"{plan.seconds:.3g}" if plan.fits else "too large",
             style="" if plan.fits else "dim",
         )
     return table
+
+
+def sent_by(traffic: Traffic) -> tuple[float, float, float]:
+    """Bytes of a GPU in all-gathers, in sums of gradients, and in all-to-alls."""
+    return traffic.weights, traffic.gradients + traffic.copies, traffic.tokens
 
 
 def verdict(plans: Sequence[LayoutPlan]) -> str:
@@ -183,7 +197,7 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
     if not best.fits:
         return (
             f"none fits: the smallest takes {best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB; give more "
-            "--gpus, a smaller data.batch_size, or model.activation_checkpointing block"
+            "--gpus, a smaller data.batch_size, or, unless it is there, model.activation_checkpointing block"
         )
     layout = best.layout
     option = f"parallel: {{data: {layout.data}, shard: {layout.shard}, expert: {layout.expert}}}"
@@ -200,7 +214,8 @@ def verdict(plans: Sequence[LayoutPlan]) -> str:
         lacks = f"; a whole copy on each would take {plain.memory.total / 1e9:.0f} GB"
     return (
         f"{option}: {best.seconds:.3g} s a step, bound by {waits}{tokens}; "
-        f"{best.memory.total / 1e9:.1f} of {limit / 1e9:.0f} GB{lacks}"
+        f"{best.tokens_per_second:,.0f} tokens/s; {best.memory.total / 1e9:.1f} of "
+        f"{limit / 1e9:.0f} GB{lacks}"
     )
 
 

@@ -104,7 +104,14 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         if is_main:
             loggers, wandb_line = assemble.make_loggers(config, folder, facts)
             code = outside_code.describe_code(files, folder) if resume is None else ()
-            for line in (f"precision {precision}", wandb_line, *code, f"writing to {folder}/\n"):
+            ranks = (layout.describe(),) if layout.num_ranks > 1 else ()
+            for line in (
+                f"precision {precision}",
+                *ranks,
+                wandb_line,
+                *code,
+                f"writing to {folder}/\n",
+            ):
                 say(line)
         whose = checkpoint_identity(config, data, run_id, precision)
         callbacks = assemble.make_callbacks(config, data, folder, files, whose)

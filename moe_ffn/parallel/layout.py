@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field, model_validator
@@ -44,7 +44,8 @@ class ParallelConfig(Config, frozen=True):
         if list(sizes.values()).count(REST) > 1:
             names = " and ".join(name for name, size in sizes.items() if size == REST)
             raise ValueError(
-                f"{names} are both -1, but only one can be the rest; give the other a number"
+                f"{names} are -1, but only one can be the rest; give numbers to the others (data is -1 "
+                "unless given: data: 1)"
             )
         return self
 
@@ -84,6 +85,11 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return math.prod(astuple(self))
+
+    def describe(self) -> str:
+        """`4 processes: data 2 x shard 1 x expert 2`."""
+        sizes = " x ".join(f"{name} {size}" for name, size in asdict(self).items())
+        return f"{self.num_ranks} processes: {sizes}"
 
     def shards_each_expert(self, num_experts: int) -> bool:
         """Whether the experts of a rank are fewer than the ranks that share them: then each is sharded.

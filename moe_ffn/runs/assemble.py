@@ -53,6 +53,7 @@ from moe_ffn.training.recovery.stopping import (
     StepTimer,
     StopOnRequest,
     StopRequest,
+    ending_at_once,
 )
 from moe_ffn.training.sampling import first_words
 from moe_ffn.training.strategy import ShardedStrategy
@@ -284,7 +285,20 @@ def build_trainer(
         "log_every_n_steps": 1,
         "use_distributed_sampler": False,
     }
-    return Trainer(**(arguments | given))
+    trainer = Trainer(**(arguments | given))
+    if layout.num_ranks > 1:
+        meet: Any = trainer.strategy.setup_environment
+        place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        others = (
+            f"the other processes of {layout.num_ranks} at {place.strip(':') or 'this machine'}"
+        )
+
+        def meet_or_end() -> None:
+            with ending_at_once(others):
+                meet()
+
+        trainer.strategy.setup_environment = meet_or_end
+    return trainer
 
 
 def make_loggers(

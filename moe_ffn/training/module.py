@@ -330,7 +330,8 @@ class LanguageModel(LightningModule):
             with self.precision_context():
                 input_ids, target_ids = self._inputs_and_targets(batch)
                 # With its hooks, which gather a sharded model; compiled, it calls no module inside.
-                return self._objective(self.decoder._call_impl(input_ids), target_ids)
+                output = cast("DecoderOutput", self.decoder._call_impl(input_ids))
+                return self._objective(output, target_ids)
 
         batches = [partial(forward, batch) for batch in self._step_batches]
         # A sharded model has gathered weights only while its own hooks run, which a gradient needs.

@@ -65,7 +65,8 @@ def test_what_was_saved_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path)
     for key, value in before.items():
         assert after[key].dtype == value.dtype, key
         assert torch.equal(after[key], value), key
-    assert torch.equal(logits(loaded), logits(saved))
+    # Not to the bit: products may be rounded by where in memory the weights begin.
+    torch.testing.assert_close(logits(loaded), logits(saved))
     parameters = {n: p.requires_grad for n, p in loaded.named_parameters()}
     assert parameters == {n: p.requires_grad for n, p in saved.named_parameters()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

@@ -6,6 +6,8 @@ import fcntl
 import os
 import pty
 import re
+import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from tests.helpers.tiny_runs import (
     options,
     run,
     run_here,
+    start,
     start_command,
 )
 
@@ -155,6 +158,24 @@ def test_processes_that_could_never_meet_are_refused(
         check_number_of_processes(num_devices=2, num_nodes=1)
 
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("launched", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}])
+def test_a_port_in_use_is_refused(
+    launched: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+
+        with pytest.raises(ConfigError) as refused:
+            check_number_of_processes(num_devices=2, num_nodes=1)
+
+    assert str(refused.value) == (
+        f"MASTER_ADDR is '127.0.0.1', MASTER_PORT is '{port}' in the environment, but the processes of this "
+        "run cannot meet there (Address already in use); set others, or unset MASTER_ADDR MASTER_PORT"
+    )
 
 
 @pytest.mark.parametrize(
@@ -583,11 +604,32 @@ def test_two_processes_train_one_run(tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.slow
-def test_more_processes_than_the_run_has_are_refused_by_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_waits_for_others_can_be_ended(tmp_path: Path, number: int) -> None:
+    """Rank 1, started by hand; rank 0 never comes."""
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **MEETING}
+    process = start(*options(tmp_path, trainer__devices="2", **SHORT), **variables)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if line.startswith("waiting"))
+    assert line == "waiting for the other processes of 2 at 127.0.0.1:29500\n"
+
+    process.send_signal(number)
+
+    assert process.wait(timeout=10) == -number
+    process.communicate()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_more_processes_than_the_run_has_are_refused_once(tmp_path: Path) -> None:
     argv = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "experiments.train")
 
-    done = shell("", *argv, *options(tmp_path, **SHORT), variables={})
+    done = shell("", *argv, *options(tmp_path, trainer__devices="1", **SHORT), variables={})
 
     assert done.code != 0
-    assert "in the environment, but this run trains in 1" in (done.stderr)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert line == (
+        "error: torchrun started 2 processes, but this run trains in 1 process (trainer.devices, which a run "
+        "that is resumed keeps); give --trainer.devices auto"
+    )
     assert not (tmp_path / "runs").exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -350,3 +351,31 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(tmp_path: Path, para
     assert said.endswith(f"--resume {tmp_path / 'runs/cut'}")
     expect(run("--resume", str(tmp_path / "runs/cut")), 0)
     assert differences(tmp_path / "runs/whole", tmp_path / "runs/cut") == []
+
+
+@pytest.mark.parametrize("parallel", ["{expert: 2}", "{shard: 2}"])
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_save_costs_no_good_checkpoint(
+    tmp_path: Path, parallel: str
+) -> None:
+    """Each rank in turn, at once or some milliseconds after ranks have begun to write their parts."""
+    changes = LONG | {"trainer__devices": "2", "parallel": parallel}
+    changes |= {"checkpoints__every_n_steps": "1"}
+    expect(run(*options(tmp_path, run__name="whole", **changes)), 0)
+    folder = tmp_path / "runs/cut"
+    argv = options(tmp_path, run__name="cut", **changes)
+    for kill, delay in enumerate((0.0, 0.005, 0.02, 0.06)):
+        process = start(*argv)
+        seen = set((folder / "checkpoints").glob("*.shards")) if kill else set[Path]()
+        while len(set((folder / "checkpoints").glob("*.shards")) - seen) < 2:
+            assert process.poll() is None, finish(process).stderr
+            time.sleep(0.0005)
+        time.sleep(delay)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(process.pid if kill % 2 else int(children[0]), signal.SIGKILL)
+        assert finish(process, timeout=60).code != 0
+        argv = ["--resume", str(folder)]
+
+    expect(run(*argv), 0)
+
+    assert differences(tmp_path / "runs/whole", folder) == []

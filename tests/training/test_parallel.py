@@ -161,10 +161,10 @@ class CountSent(Callback):
     def __init__(self, layout: Layout, rank: int) -> None:
         self.sent = Sent(layout, rank)
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.sent.__enter__()
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.sent.__exit__(None, None, None)
 
 

@@ -38,6 +38,26 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
         super().__init__(f"{signal.Signals(signum).name} after step {step}")
 
 
+@contextmanager
+def ending_at_once(waits_for: str) -> Iterator[None]:
+    """Within this, where torch waits for other processes without Python, signals end this one at once.
+
+    Args:
+        waits_for: what is said after ten seconds.
+    """
+    line = f"waiting for {waits_for}\n"
+    clock = threading.Timer(10, lambda: os.write(sys.stderr.fileno(), line.encode()))
+    clock.daemon = True
+    before = {s: signal.signal(s, signal.SIG_DFL) for s in _ASKING if _is_main_thread()}
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 class StopRequest:
     """Whether a signal has asked this process to end; Ctrl-C a second time ends it at once."""
 
