@@ -122,7 +122,7 @@ class Family:
     fill: Callable[[Options], Options] = _no_change
     """Options for what ours may lack and this architecture has: it gets zeros, with which it adds nothing."""
     llama_cpp_renormalizes: bool | None = None
-    """Whether llama.cpp divides a token's weights by their sum whatever the config says; None where it obeys."""
+    """Whether llama.cpp divides the weights of a token by their sum; None where it asks the config."""
 
     @property
     def is_sparse(self) -> bool:
