@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ffn.config import Config
 from moe_ffn.config_files import RootConfig, nest, validate
 from moe_ffn.errors import ConfigError, first_line, nearest_or_all, reason, show
-from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.files import kind_of, read_object
 from moe_ffn.interop.families import FAMILIES, OUTSIDE, Family
 from moe_ffn.interop.layouts import Layout, Piece
@@ -32,7 +33,7 @@ from moe_ffn.interop.pretrained import (
     tied_names,
     weight_files,
 )
-from moe_ffn.model.decoder import Decoder, DecoderConfig
+from moe_ffn.model.decoder import Decoder
 
 _DTYPES = {
     "F64": torch.float64,
@@ -74,6 +75,10 @@ def load_transformers(folder: str | Path) -> Decoder:
     return decoder.eval()
 
 
+class _BlockConfig(Config, frozen=True):
+    ffn: FFNConfig
+
+
 def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     """The feed-forward block of one layer in a folder of transformers; see `load_transformers`."""
     folder = Path(folder)
@@ -86,12 +91,9 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
         options |= part.read(their)
     blocks = _blocks(options)[1]
     kind = "sparse" if layer in options["sparse_layers"] else "dense"
-    given = {"d_model": their.count("hidden_size"), "attention": {"num_heads": 1}}
-    config = _validate(
-        DecoderConfig, {**given, "ffn": blocks[kind], "positions": {"type": "learned"}}, their
-    )
+    config = _validate(_BlockConfig, {"ffn": blocks[kind]}, their)
     with torch.device("meta"):
-        block = config.ffn.build(config.d_model)
+        block = config.ffn.build(their.count("hidden_size"))
     expected = {f"layers.{layer}.ffn.{name}": value for name, value in block.state_dict().items()}
     parts = tuple(f"model.layers.{layer}.{name}." for name in ("mlp", "block_sparse_moe"))
     with _open(folder) as files:
