@@ -83,10 +83,9 @@ def load_ffn(folder: str | Path, layer: int) -> FFNBlock:
     """The feed-forward block of one layer in a folder of transformers; see `load_transformers`."""
     folder = Path(folder)
     family, their = _read_theirs(folder)
-    num_layers = their.count("num_hidden_layers")
-    if not 0 <= layer < num_layers:
-        raise ConfigError(f"layer must lie in [0, {num_layers}), got {layer}")
-    options: dict[str, Any] = {"num_layers": num_layers}
+    if layer not in their.layers():
+        raise ConfigError(f"layer must lie in [0, {len(their.layers())}), got {layer}")
+    options: dict[str, Any] = {}
     for part in family.ffn:
         options |= part.read(their)
     blocks = _blocks(options)[1]
@@ -138,7 +137,7 @@ def config_of(family: Family, their: Theirs) -> PretrainedConfig:
         options |= part.read(their)
     model, blocks = _blocks(options)
     sparse = options["sparse_layers"]
-    dense = [str(layer) for layer in range(model["num_layers"]) if layer not in sparse]
+    dense = [str(layer) for layer in their.layers() if layer not in sparse]
     model["ffn"] = blocks["sparse" if sparse else "dense"]
     if sparse:
         model["ffn_at"] = dict.fromkeys(dense, blocks.get("dense"))
@@ -271,10 +270,12 @@ def _is_known(name: str, their: Theirs, files: _Files) -> bool:
     if name == "lm_head.weight" and their.get("tie_word_embeddings"):
         embedding = files.whole.get("model.embed_tokens.weight")
         return embedding is not None and torch.equal(embedding(), files.whole[name]())
-    further = their.get("num_nextn_predict_layers") or 0  # modules that predict a second token
-    first = their.count("num_hidden_layers")
-    prefixes = tuple(f"model.layers.{first + n}." for n in range(further))
-    return name.endswith("rotary_emb.inv_freq") or (further > 0 and name.startswith(prefixes))
+    if their.get("num_nextn_predict_layers"):  # modules that predict a second token
+        prefix, _, rest = name.partition("model.layers.")
+        number = rest.partition(".")[0]
+        if not prefix and number.isdecimal() and int(number) not in their.layers():
+            return True
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _made(files: _Files, pieces: list[Piece], shape: Tensor, dtype: torch.dtype) -> Tensor:

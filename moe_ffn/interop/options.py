@@ -39,6 +39,13 @@ class Theirs:
             raise ConfigError(f"{self.where}: {key} is {show(value)}; give a whole number")
         return value
 
+    def layers(self) -> range:
+        """The numbers of all layers."""
+        count = self.count("num_hidden_layers")
+        if count > 10_000:
+            raise ConfigError(f"{self.where}: num_hidden_layers is {count}; give at most 10000")
+        return range(count)
+
     def require(self, key: str, *served: Any) -> None:
         """ConfigError unless this option, where it is given, has a value that ours can express."""
         if key in self.values and self[key] not in served:
@@ -143,7 +150,7 @@ def read_window(their: Theirs) -> Options:
     window = their.get("sliding_window")
     if window and their.get("use_sliding_window", True):
         length = their.count("max_position_embeddings")
-        if window < length:
+        if their.count("sliding_window") < length:
             raise their.refuse(
                 f"sliding_window is {show(window)}",
                 f"null, or at least max_position_embeddings ({length})",
@@ -169,7 +176,9 @@ def read_qwen_layers(their: Theirs) -> Options:
     """Qwen's sparse layers: every `decoder_sparse_step`th, but `mlp_only_layers`."""
     step = their.count("decoder_sparse_step")
     dense = their["mlp_only_layers"] or []
-    layers = range(their.count("num_hidden_layers") if their.count("num_experts", 0) else 0)
+    if not isinstance(dense, list):
+        raise their.refuse(f"mlp_only_layers is {show(dense)}", "a list of layers")
+    layers = their.layers() if their.count("num_experts", 0) else ()
     return {
         "sparse_layers": [n for n in layers if (n + 1) % step == 0 and n not in dense],
     }
@@ -183,7 +192,7 @@ def write_qwen_layers(options: Options) -> dict[str, Any]:
 
 def read_first_dense(their: Theirs) -> Options:
     first = their.count("first_k_dense_replace", 0)
-    return {"sparse_layers": list(range(first, their.count("num_hidden_layers")))}
+    return {"sparse_layers": [layer for layer in their.layers() if layer >= first]}
 
 
 def write_first_dense(options: Options) -> dict[str, Any]:
@@ -191,7 +200,7 @@ def write_first_dense(options: Options) -> dict[str, Any]:
 
 
 def read_all(their: Theirs) -> Options:
-    return {"sparse_layers": list(range(their.count("num_hidden_layers")))}
+    return {"sparse_layers": list(their.layers())}
 
 
 def read_groups(their: Theirs) -> Options:

@@ -71,8 +71,6 @@ def export_transformers(
 
     folder = Path(folder).absolute()
     export = choose_architecture(decoder)
-    if (kind := kind_of(folder)) is not None and (kind != "a folder" or any(folder.iterdir())):
-        raise ConfigError(f"'{folder}' is there already; give a folder that is not")
     sizes, tensors = _their_tensors(decoder, export)
     dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
     end = None if tokenizer is None else tokenizer.end_of_document
@@ -87,6 +85,8 @@ def export_transformers(
     }
     texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
     try:
+        if (kind := kind_of(folder)) is not None and (kind != "a folder" or any(folder.iterdir())):
+            raise ConfigError(f"'{folder}' is there already; give a folder that is not")
         with replacing_folder(folder) as unfinished:
             for name, content in texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)

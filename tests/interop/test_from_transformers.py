@@ -224,6 +224,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("qwen3", {"hidden_act": "relu2"}, "hidden_act is 'relu2', which"),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is given"),
     "no number": ("llama", {"hidden_size": "wide"}, "hidden_size is 'wide'; give a whole number"),
+    "no layers": ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'; give a whole"),
+    "endless": ("olmoe", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; give at"),
+    "no list": ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers is 1, which our model does"),
+    "no heads": ("qwen2", {"num_attention_heads": 0}, "attention.num_heads: must be at least 1"),
+    "no rotation": ("qwen2", {"rope_parameters": {"rope_theta": "x"}}, "positions.base: must be a"),
     "too many": ("olmoe", {"num_experts_per_tok": 9}, "router.k (9) must not exceed num_experts"),
     "one expert": ("mixtral", {"num_experts_per_tok": 1}, "the router would never learn"),
     "unknown": (
