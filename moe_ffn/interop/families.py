@@ -274,9 +274,7 @@ FAMILIES = (
         (
             *STREAM,
             only("attention_bias", False),
-            only(
-                "rms_norm_eps", 1e-6
-            ),  # the norms inside its attention have this one, whatever it says
+            only("rms_norm_eps", 1e-6),  # which the norms in its attention always have
             same("kv_lora_rank", "attention.latent.kv_rank", 1),
             same("q_lora_rank", "attention.latent.query_rank"),
             same("qk_nope_head_dim", "attention.head_dim"),
