@@ -104,6 +104,7 @@ ONLY_PLACES = {
     "yaml": {"moe_ffn/config_files.py"},
     "tokenizers": {"moe_ffn/data"},
     "safetensors": {"moe_ffn/interop", "moe_ffn/training/recovery"},
+    "transformers": {"moe_ffn/interop/transformers.py", "experiments/benchmark"},
     "datasets": {"moe_ffn/data"},
     "submitit": {"moe_ffn/cli/sweep.py"},
     "triton": {"moe_ffn/kernels/triton"},

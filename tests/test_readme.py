@@ -115,6 +115,14 @@ def test_every_command_succeeds(
         assert run([module, *arguments]) == 0
         assert OF_A_RUN[module] in capsys.readouterr().out
         return
+    if module == "experiments.convert":
+        assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
+        if arguments[0] == "models/theirs":
+            assert run([module, "runs/my-run", arguments[0]]) == 0
+        capsys.readouterr()
+        assert run([module, *arguments]) == 0
+        assert f"written: '{arguments[1]}', " in capsys.readouterr().out
+        return
     if module == "experiments.dashboard":
         assert run([module, *arguments, "--json", "-"]) == 0
         assert "routing/load_heatmap" in capsys.readouterr().out
@@ -202,6 +210,10 @@ def test_the_trained_model_is_loaded_and_saved():
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert run(["experiments.convert", "models/mine", "models/theirs"]) == 0
+    exec(compile(blocks("python")[3], "README.md", "exec"), names)
+    assert names["block"].routers()
+    assert Path("models/exported/tokenizer_config.json").is_file()
 
 
 def test_the_quoted_message_is_the_real_one(

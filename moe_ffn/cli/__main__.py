@@ -21,6 +21,7 @@ PROGRAMS = {
     "plan": "say how to divide a model among GPUs, and what each layout takes",
     "trace": "show which experts each token of a text goes to, layer by layer",
     "inspect": "show what the feed-forward blocks of a run store, unit by unit and expert by expert",
+    "convert": "write a model as a folder of transformers, or read one of theirs",
     "dashboard": "make a workspace in wandb that shows the runs",
 }
 """Module of this package -> what it does."""

@@ -1,1 +1,24 @@
 """Models outside of a run: folders with weights, config and tokenizer; our kernels in transformers."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_ffn.interop.from_transformers import load_ffn, load_transformers
+    from moe_ffn.interop.to_transformers import export_transformers
+
+_LAZY = {
+    "export_transformers": "to_transformers",
+    "load_ffn": "from_transformers",
+    "load_transformers": "from_transformers",
+}
+"""Imported on first use: they need YAML, which a user of the kernels may lack."""
+
+__all__ = ["export_transformers", "load_ffn", "load_transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    """One of the names that are imported when they are asked for."""
+    if name in _LAZY:
+        return getattr(import_module(f"moe_ffn.interop.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,15 +137,24 @@ def _require_replaceable(folder: Path) -> None:
 
 def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
     """Every tensor once, under the first of its names."""
-    from safetensors.torch import save_file
-
     state = decoder.state_dict()
     if kept := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ConfigError(
             f"'{kept[0]}' of the model is no tensor, so that safetensors cannot hold it"
         )
-    tied = _tied(decoder)
+    tied = tied_names(decoder)
     sizes = {name: value.nbytes for name, value in state.items() if name not in tied}
+    save_tensors(folder, sizes, weights)
+
+
+def save_tensors(folder: Path, sizes: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of these sizes in bytes, with an index where they need several files.
+
+    Args:
+        tensors: by name; those of one file are asked for at a time.
+    """
+    from safetensors.torch import save_file
+
     total = sum(sizes.values())
     files = split_into_files(sizes, max(MIN_FILE_BYTES, total * WEIGHTS_SHARE))
     places: dict[str, str] = {}
@@ -156,7 +165,7 @@ def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]
             places |= dict.fromkeys(names, file)
         # Of buffers that share memory each gets its own.
         found = {
-            name: weights[name].detach().clone(memory_format=torch.contiguous_format)
+            name: tensors[name].detach().clone(memory_format=torch.contiguous_format)
             for name in names
         }
         save_file(found, folder / file, metadata={"format": "pt"})
@@ -188,8 +197,14 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
     weights = _read_weights(folder)
     with _no_init_weights():
         decoder = config.build()
-    tied = _tied(decoder)
-    _require_fitting(folder, weights, decoder, tied)
+    _require_fitting(folder, weights, decoder, tied_names(decoder))
+    assign_weights(decoder, weights)
+    return decoder.eval()
+
+
+def assign_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Make these tensors the decoder's own, without copying them; what is tied stays so."""
+    tied = tied_names(decoder)
     decoder.load_state_dict(
         {**weights, **{n: weights[first] for n, first in tied.items()}}, assign=True
     )
@@ -201,7 +216,6 @@ def load_pretrained(folder: str | Path, *, trust_code: bool = False) -> Decoder:
         if name not in weights and buffer.is_floating_point():  # computed, and not loaded
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, buffer.to(dtype))
-    return decoder.eval()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -246,7 +260,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     weights: dict[str, Tensor] = {}
-    for path, names in _weight_files(folder).items():
+    for path, names in weight_files(folder).items():
         try:
             found = load_file(path)
         except (SafetensorError, OSError) as error:
@@ -258,7 +272,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The files with weights, and the names that each has to have, where an index says so."""
     if kind_of(folder / WEIGHTS_FILE) == "a file":
         return {folder / WEIGHTS_FILE: None}
@@ -308,7 +322,7 @@ def _require_fitting(
             )
 
 
-def _tied(decoder: Decoder) -> dict[str, str]:
+def tied_names(decoder: Decoder) -> dict[str, str]:
     """Further names of a parameter -> its first."""
     first: dict[int, str] = {}
     return {

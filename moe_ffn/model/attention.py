@@ -46,8 +46,9 @@ class AttentionConfig(Config, frozen=True):
     norm_qk: Literal["head", "all"] | None = None
     """Normalise queries and keys by the model's `norm` before they are rotated: each head by itself (Qwen3,
     arXiv:2505.09388), or all heads together (OLMoE, arXiv:2409.02060)."""
-    bias: bool = False
-    """Add a bias to the four projections."""
+    bias: bool | Literal["qkv"] = False
+    """Add a bias to the four projections, or to those of queries, keys and values alone: `qkv` (Qwen2,
+    arXiv:2407.10671)."""
     latent: LatentConfig | None = None
     """Multi-head latent attention, `{kv_rank: 512}`; null has keys and values of their own."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -109,6 +110,10 @@ class AttentionConfig(Config, frozen=True):
             (heads * value_dim, d_model),
         )
 
+    def biases(self, d_model: int) -> tuple[bool, ...]:
+        """Whether each of `projections` has a bias; the last is that of the output."""
+        return (*[bool(self.bias)] * (len(self.projections(d_model)) - 1), self.bias is True)
+
     def widths(self, d_model: int) -> tuple[int, int]:
         """Of all queries, and of all keys or values."""
         head_dim = self.head_width(d_model)
@@ -122,7 +127,8 @@ class AttentionConfig(Config, frozen=True):
         return widths[self.norm_qk]
 
     def num_params(self, d_model: int, norm: NormConfig) -> int:
-        matrices = sum(linear_params(*widths, self.bias) for widths in self.projections(d_model))
+        each = zip(self.projections(d_model), self.biases(d_model), strict=True)
+        matrices = sum(linear_params(*widths, bias) for widths, bias in each)
         return matrices + sum(map(norm.num_params, self.normed_widths(d_model)))
 
     def flops_per_token(self, d_model: int, seq_len: int, causal: bool = True) -> int:
@@ -150,11 +156,10 @@ class SelfAttention(nn.Module):
         self.num_kv_heads = config.kv_heads
         self.dropout = config.dropout
         self.norms_heads = config.norm_qk == "head"
-        d_query, d_kv = config.widths(d_model)
-        self.query = nn.Linear(d_model, d_query, bias=config.bias)
-        self.key = nn.Linear(d_model, d_kv, bias=config.bias)
-        self.value = nn.Linear(d_model, d_kv, bias=config.bias)
-        self.output = nn.Linear(d_query, d_model, bias=config.bias)
+        each = zip(config.projections(d_model), config.biases(d_model), strict=True)
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(*widths, bias=bias) for widths, bias in each
+        )
         self.query_norm = self.key_norm = None
         if widths := config.normed_widths(d_model):
             self.query_norm, self.key_norm = map(norm.build, widths)

@@ -10,6 +10,7 @@ PROGRAMS = (
     "report",
     "trace",
     "inspect",
+    "convert",
     "dashboard",
     "benchmark.__main__",
 )

@@ -58,14 +58,16 @@ def naive(module: SelfAttention, x_SD: Tensor, mask_S: Tensor, positions: Positi
 
 
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rope"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("bias", [False, True, "qkv"], ids=["no_bias", "bias", "qkv"])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [4, 6], ids=["d_model", "wider"])
 def test_attention_equals_the_loops(
-    num_kv_heads: int, bias: bool, rotated: bool, head_dim: int
+    num_kv_heads: int, bias: bool | str, rotated: bool, head_dim: int
 ) -> None:
     width = {} if head_dim == D_MODEL // 4 else {"head_dim": head_dim}
     module = attention(num_heads=4, num_kv_heads=num_kv_heads, bias=bias, **width)
+    assert (module.query.bias is not None) == bool(bias)
+    assert (module.output.bias is not None) == (bias is True)
     positions = RotaryConfig().build(D_MODEL, head_dim, 8) if rotated else Positions()
     x = tokens(2, 6)
     mask = torch.ones(2, 6, dtype=torch.bool)
@@ -124,7 +126,7 @@ def test_dropout_is_for_training_only() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"num_kv_heads": n, "bias": bias} for n in (1, 2, 4) for bias in (False, True)),
+        *({"num_kv_heads": n, "bias": bias} for n in (1, 2, 4) for bias in (False, True, "qkv")),
         *({"num_kv_heads": 2, "head_dim": 6, "norm_qk": which} for which in ("head", "all")),
     ],
     ids=str,

@@ -1,0 +1,90 @@
+"""Write a model of this library as a folder of transformers, or one of transformers as a folder of ours.
+
+    moe-ffn convert runs/NAME models/exported
+    moe-ffn convert models/theirs models/ours
+
+What SOURCE is says the direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_ffn import trust
+from moe_ffn.cli.parser import Parser
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError, command
+from moe_ffn.files import kind_of
+from moe_ffn.interop.from_transformers import architecture_of, load_transformers
+from moe_ffn.interop.pretrained import (
+    TOKENIZER_FILE,
+    is_model_folder,
+    load_pretrained,
+    load_tokenizer,
+    save_pretrained,
+)
+from moe_ffn.interop.to_transformers import export_transformers
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.runs.folder import is_run
+from moe_ffn.runs.reader import load_model
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog=command("convert"), description=__doc__)
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="folder of a run, of a model of ours, or of a model of transformers",
+    )
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to write")
+    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    given = parser.parse_args(argv)
+    if is_run(given.source) or is_model_folder(given.source):
+        _export(given.source, given.target, trust_code=given.trust_code)
+    else:
+        _import(given.source, given.target)
+    return 0
+
+
+def _export(source: Path, target: Path, *, trust_code: bool) -> None:
+    if is_model_folder(source):
+        decoder = load_pretrained(source, trust_code=trust_code)
+        has_tokenizer = kind_of(source / TOKENIZER_FILE) is not None
+        tokenizer = load_tokenizer(source) if has_tokenizer else None
+    else:
+        with trust.accepting_code(trust_code):
+            saved = load_model(source)
+        decoder, tokenizer = saved.decoder, saved.tokenizer
+    _say_read(source, "moe_ffn", decoder, tokenizer)
+    export = export_transformers(decoder, target, tokenizer)
+    print(f"written: '{target}', {export.family.architecture} of transformers")
+    for note in export.notes:
+        print(f"  {note}")
+
+
+def _import(source: Path, target: Path) -> None:
+    decoder = load_transformers(source)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(source)
+        without = ""
+    except ConfigError as error:
+        without = f"without a tokenizer: {error}"
+    _say_read(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
+    save_pretrained(decoder, target, tokenizer)
+    print(f"written: '{target}', a model folder of moe_ffn")
+    if without:
+        print(f"  {without}")
+
+
+def _say_read(source: Path, what: str, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
+    config = decoder.config
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    dtype = str(decoder.embedding.weight.dtype).removeprefix("torch.")
+    blocks = ", ".join(dict.fromkeys(ffn.describe() for ffn in config.layer_ffns()))
+    print(f"read: '{source}', {what}, {count:,} parameters in {dtype}")
+    print(f"  {config.num_layers} layers of width {config.d_model}: {blocks}")
+    if tokenizer is not None:
+        print(f"  a tokenizer of {tokenizer.vocab_size:,} tokens")

@@ -1,0 +1,115 @@
+"""Tensors of transformers as parts of ours, both ways.
+
+E experts, F hidden width, D model width, H heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ffn.interop.options import Theirs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of theirs, as a part of one of ours."""
+
+    name: str
+    part: Callable[[Tensor], Tensor] = lambda ours: ours
+    """The view of ours that it fills; of its shape."""
+    order: tuple[int, Tensor] | None = None
+    """(dimension, places): which of its rows or columns stands at each place of ours."""
+
+    def to_ours(self, theirs: Tensor) -> Tensor:
+        return theirs if self.order is None else theirs.index_select(*self.order)
+
+    def to_theirs(self, ours: Tensor) -> Tensor:
+        if self.order is None:
+            return ours
+        dimension, places = self.order
+        return ours.index_select(dimension, places.argsort().to(ours.device))
+
+
+Layout = Callable[[str, torch.Size, Theirs], list[list[Piece]]]
+"""(what their names begin with, the shape of ours, their options) -> ways in which theirs may hold it, the
+first of which is written."""
+
+
+def named(*names: str) -> Layout:
+    """The same tensor, under one of these names."""
+    return lambda prefix, shape, their: [[Piece(prefix + name)] for name in names]
+
+
+def stacked(fused: str, *each: str) -> Layout:
+    """The experts of a layer in one tensor, or in one for each expert, and for each of gate and up.
+
+    Args:
+        each: `{}` stands for the number of the expert.
+    """
+
+    def rows(expert: int, place: int, of: int) -> Callable[[Tensor], Tensor]:
+        return lambda ours: ours[expert].chunk(of, dim=0)[place]
+
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        by_expert = [
+            Piece(prefix + name.format(expert), rows(expert, place, len(each)))
+            for expert in range(shape[0])
+            for place, name in enumerate(each)
+        ]
+        return [by_expert, [Piece(prefix + fused)]]
+
+    return layout
+
+
+def alternating(name: str, is_transposed: bool) -> Layout:
+    """GPT-OSS's gate and up, whose columns alternate, of matrices (in, out)."""
+
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        columns = torch.arange(shape[1]).view(-1, 2).T.flatten()
+        part = _transpose if is_transposed else Piece.part
+        return [[Piece(prefix + name, part, (-1, columns))]]
+
+    return layout
+
+
+def transposed(name: str) -> Layout:
+    """Matrices (in, out)."""
+    return lambda prefix, shape, their: [[Piece(prefix + name, _transpose)]]
+
+
+def _transpose(ours: Tensor) -> Tensor:
+    return ours.mT
+
+
+def turned(stem: str, num_heads: str | None, plain_width: str) -> Layout:
+    """A matrix whose last rows, of each head or of all together, are turned by positions.
+
+    DeepSeek-V3 turns neighbours (0, 1), (2, 3), ...; ours, and theirs without `rope_interleave`, unit i with
+    unit i + half.
+    """
+
+    def layout(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        heads = their.count(num_heads) if num_heads else 1
+        plain, turned = their.count(plain_width), their.count("qk_rope_head_dim")
+        piece = Piece(prefix + stem + ".weight")
+        if their["rope_interleave"]:
+            rows_Hd = torch.arange(heads * (plain + turned)).view(heads, -1)
+            last_Hd = rows_Hd[:, plain:].unflatten(1, (-1, 2)).mT.flatten(1)
+            places = torch.cat([rows_Hd[:, :plain], last_Hd], dim=1).flatten()
+            piece = Piece(piece.name, order=(0, places))
+        return [[piece]]
+
+    return layout
+
+
+def linear(**stems: str) -> dict[str, Layout]:
+    """Weights and biases of modules; `__` in our names stands for a dot."""
+    return {
+        f"{ours.replace('__', '.')}.{kind}": named(f"{theirs}.{kind}")
+        for ours, theirs in stems.items()
+        for kind in ("weight", "bias")
+    }

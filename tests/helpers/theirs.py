@@ -1,0 +1,107 @@
+"""Tiny models of transformers with weights of which every part is seen in the logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+# All different where the architecture lets them be, so that no swapped tensor fits by chance.
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 20}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-heads": ("llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "llama-biases-gelu": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3},
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 12, "num_key_value_heads": 4}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12}),
+    "olmoe": ("olmoe", EXPERTS),
+    "olmoe-renormalised": ("olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "qwen2_moe": ("qwen2_moe", SHARED),
+    "qwen2_moe-renormalised": (
+        "qwen2_moe",
+        {**SHARED, "norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 12}),
+    "qwen3_moe-renormalised": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3-direct": (
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek_v3-no-groups": (
+        "deepseek_v3",
+        {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
+}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "swiglu_limit": 1.5}
+IDS_BS = torch.arange(40).view(2, 20) * 7 % 97
+
+
+def make(family: str, options: dict[str, Any], seed: int = 0) -> Any:
+    """A model with random weights, norms and biases too."""
+    config = CONFIG_MAPPING[family](**{**SIZES, "rope_theta": 500.0, **options})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        is_matrix = tensor.ndim > 1
+        deviation = 1.0 if "embed" in name else 0.3 if is_matrix else 0.2
+        tensor.normal_(mean=float("norm" in name), std=deviation, generator=generator)
+    return model
+
+
+def save(name: str, folder: Path, **options: Any) -> Any:
+    """The model of `MODELS` in a folder; `options` are those of `save_pretrained`."""
+    model = make(*MODELS[name])
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    """(B, S, V) of a model of theirs or of ours."""
+    with torch.no_grad():
+        return model(IDS_BS).logits
+
+
+def change(folder: Path, **options: Any) -> None:
+    """Other options in the config.json of a folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
