@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Fixed(nn.Module):
     """Answers with given logits, and notes what it was shown."""
 
     max_seq_len = 4
+    config = SimpleNamespace(not_cached_because="it keeps nothing")
 
     def __init__(self, logits_V: list[float]) -> None:
         super().__init__()
