@@ -54,7 +54,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of every layer, in memory that is taken once; latent attention keeps its narrow vectors.
+    """Keys and values of every layer, in memory that is taken once; of latent attention its narrow vectors.
 
         cache = decoder.new_cache(batch_size=2, capacity=512)
         decoder(prompts_BS, mask_BS, cache=cache)  # shorter prompts are padded behind their last token
@@ -125,5 +125,5 @@ class KVCache:
 
 
 def _seen(places: Tensor, end: int) -> Tensor:
-    """bool (..., L): the places up to each one."""
+    """Bool (..., L): the places up to each one."""
     return torch.arange(end, device=places.device) <= places.unsqueeze(-1)

@@ -74,10 +74,10 @@ class Sampling:
 class Decoding:
     """Sequences that a model continues together, each as it would alone: `for new_ids in decoding`.
 
-    Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two things are
-    computed from all of their tokens at every step, about as slowly as `max_seq_len` tokens are read: rows that
-    have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, the rows of a model
-    whose tokens cannot be computed alone (`DecoderConfig.not_cached_because`).
+    Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two kinds of rows
+    are computed again as a whole at every step, which takes as long as to read so many tokens: those that
+    have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, those of a model whose
+    tokens cannot be computed alone (`DecoderConfig.not_cached_because`).
     """
 
     def __init__(
@@ -136,9 +136,7 @@ class Decoding:
     def read(self) -> Tensor:
         """Logits of the token after each open row, (R, V)."""
         max_len = self.model.max_seq_len
-        fit = [
-            row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len
-        ]
+        fit = [row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len]
         if fit != self._cached:
             self._cache.keep([self._cached.index(row) for row in fit])
             self._cached = fit
@@ -155,9 +153,7 @@ class Decoding:
 
     def _read_new(self, rows: Sequence[int]) -> Tensor:
         lengths = self._cache.lengths
-        new = [
-            self.tokens[row][length:] for row, length in zip(rows, lengths, strict=True)
-        ]
+        new = [self.tokens[row][length:] for row, length in zip(rows, lengths, strict=True)]
         counts = list(map(len, new))
         longest = max(counts)
         ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in new], device=self._device)
