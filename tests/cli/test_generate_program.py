@@ -38,7 +38,7 @@ def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr(dropless_run: P
     run = load_model(dropless_run)
     ids = generate(run.decoder, torch.tensor(list(b"the ")), 30, temperature=0)
     assert done.code == 0
-    assert done.stdout == f"the {run.tokenizer.decode(ids)}\n"
+    assert done.stdout == f"the {run.tokenizer.decode(ids.tolist())}\n"
     assert re.fullmatch(r"30 tokens in [\d.]+ s, [\d.]+ tokens/s", done.own_lines[-1])
 
 

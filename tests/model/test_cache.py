@@ -220,8 +220,9 @@ def test_recorded_experts_give_the_run_again_and_others_another(router: dict[str
     assert torch.equal(model(ids, replay=recorded).logits, output.logits)
 
     with torch.no_grad():  # the router has moved since, as that of a trainer has
-        for layer in model.routers().values():
-            layer.projection.weight.add_(torch.randn(4, 16))  # pyright: ignore
+        for built in model.routers().values():
+            (weight,) = built.parameters()
+            weight.add_(torch.randn(4, 16))
     moved = model(ids)
     assert not torch.equal(model.recorded_experts(moved)["layer_00"], recorded["layer_00"])
     replayed = model(ids, replay=recorded)
@@ -236,9 +237,10 @@ def test_recorded_experts_give_the_run_again_and_others_another(router: dict[str
             weights, scores_TE.gather(1, recorded["layer_00"].flatten(0, 1)).flatten()
         )
     replayed.logits.square().sum().backward()
-    for layer in model.routers().values():
-        gradient = layer.projection.weight.grad  # pyright: ignore
-        assert gradient.abs().sum() > 0
+    for built in model.routers().values():
+        (weight,) = built.parameters()
+        assert weight.grad is not None
+        assert weight.grad.abs().sum() > 0
 
 
 @torch.no_grad()
