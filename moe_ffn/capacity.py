@@ -46,6 +46,15 @@ class CapacityConfig(Config, frozen=True):
             f"drop '{self.drop}' lets later tokens displace earlier ones", "use 'position'"
         )
 
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why, in evaluation, a token computed alone may be kept where its sequence drops it."""
+        if self.eval_factor is None:
+            return None
+        return Refusal(
+            f"eval_factor ({self.eval_factor:g}) lets tokens displace each other", "set it to null"
+        )
+
     def limit(self, routing: Routing, *, training: bool) -> Routing:
         """Apply `limit` with these options; nothing is random in evaluation."""
         factor = self.factor if training else self.eval_factor

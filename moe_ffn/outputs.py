@@ -40,7 +40,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True)
 class TokenContext:
-    """Padding mask, token ids and sequence length: what some blocks need besides the vectors."""
+    """Padding mask, token ids and the like: what some blocks need besides the vectors."""
 
     mask: Tensor | None = None
     """bool, the leading shape of `x`: True where a token is real, False where it is padding. Padded
@@ -52,6 +52,10 @@ class TokenContext:
     sequence_length: int | None = None
     """S, for an `x` whose batch and sequence axes are flattened already (token t has position t % S).
     None: the last leading axis of `x`."""
+
+    expert_ids: Tensor | None = None
+    """int64, the leading shape of `x` and K: the experts of each token, which a router that `replays` takes
+    instead of choosing. None: routers choose."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -67,6 +71,11 @@ class TokenContext:
             raise ValueError(
                 f"TokenContext.token_ids must be integers, but is {self.token_ids.dtype}; "
                 "use token_ids.long()"
+            )
+        if isinstance(self.expert_ids, Tensor) and self.expert_ids.dtype != torch.int64:
+            raise ValueError(
+                f"TokenContext.expert_ids must be int64, but is {self.expert_ids.dtype}; use "
+                "expert_ids.long()"
             )
         if isinstance(self.sequence_length, bool):
             raise TypeError("TokenContext.sequence_length must be an int, but is of type bool")
@@ -363,7 +372,7 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
             f"context must be a TokenContext, but is of type {type(context).__name__}; "
             "use TokenContext(mask=..., token_ids=...)"
         )
-    for name in ("mask", "token_ids"):
+    for name in ("mask", "token_ids", "expert_ids"):
         value = getattr(context, name)
         if value is None:
             continue
@@ -371,7 +380,7 @@ def _check_context(context: TokenContext, leading_shape: torch.Size, device: tor
             raise TypeError(
                 f"TokenContext.{name} must be a torch.Tensor, but is of type {type(value).__name__}"
             )
-        if value.shape != leading_shape:
+        if (value.shape[:-1] if name == "expert_ids" else value.shape) != leading_shape:
             raise ValueError(
                 f"TokenContext.{name} must have the leading shape of x, {tuple(leading_shape)}, "
                 f"but has {tuple(value.shape)}"
@@ -418,6 +427,7 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
     flat = TokenContext(
         mask=None if context.mask is None else context.mask.reshape(-1),
         token_ids=None if context.token_ids is None else context.token_ids.reshape(-1),
+        expert_ids=None if context.expert_ids is None else context.expert_ids.flatten(0, -2),
         sequence_length=max(length, 1),
     )
     return x.reshape(-1, x.shape[-1]), flat

@@ -19,6 +19,7 @@ import torch
 
 import moe_ffn
 from experiments.benchmark import suites
+from experiments.benchmark.generation import generation
 from experiments.benchmark.peers import PEERS
 from experiments.benchmark.session import Session, write_files
 from experiments.benchmark.shapes import parse_shape
@@ -36,6 +37,7 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "width": suites.width,
     "skew": suites.skew,
     "decoding": suites.decoding,
+    "generation": generation,
     "training": training,
     "memory": suites.memory,
     "blocks": suites.blocks,
@@ -113,7 +115,7 @@ def processor_name() -> str:
 
 def _parser() -> Parser:
     listed = "\n".join(
-        f"  {name:9} {(suite.__doc__ or '').partition(chr(10))[0]}"
+        f"  {name:10} {(suite.__doc__ or '').partition(chr(10))[0]}"
         for name, suite in SUITES.items()
     )
     parser = Parser(

@@ -1,6 +1,10 @@
 """Continue a prompt with a trained run's best weights.
 
-moe-ffn generate runs/NAME --prompt "def "
+moe-ffn generate runs/NAME --prompt "def " [--trace]
+
+The text appears as it is written; tokens per second come on stderr. A prompt may be as long as the sequences
+that the run was trained on (data.seq_len). A text that outgrows them goes on from its last so many tokens,
+which are all computed again for each new one, and that is slow.
 
 A terminal is shown control characters of the text as escapes; a file or a pipe gets the text as it is.
 """
@@ -8,16 +12,22 @@ A terminal is shown control characters of the text as escapes; a file or a pipe 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, command, printable
+from moe_ffn.model.decoder import DecoderOutput
+from moe_ffn.report.trace import check_routes, trace_of
+from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
-from moe_ffn.training.sampling import SampleConfig, sample_text
+from moe_ffn.training.sampling import SampleConfig, encode_prompt, stream_texts
 from moe_ffn.trust import accepting_code
 
 
@@ -26,20 +36,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_run()
     parser.add_argument("--seed", default="0", help="another seed, another text")
     parser.add_argument("--prompt", help="what to start from; by default what the run itself did")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the text before this one; may be repeated",
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="show the experts of every token after the text"
+    )
     for name, field in SampleConfig.model_fields.items():
-        if name != "prompt":
+        if name not in ("prompt", "stop"):
             flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, default=str(field.default), help=field.description)
+            default = "null" if field.default is None else str(field.default)
+            parser.add_argument(flag, default=default, help=field.description)
     options = vars(parser.parse_args(argv))
-    folder, seed, prompt, trust_code = (
-        options.pop(name) for name in ("run", "seed", "prompt", "trust_code")
+    folder, seed, prompt, stop, traces, trust_code = (
+        options.pop(name) for name in ("run", "seed", "prompt", "stop", "trace", "trust_code")
     )
     number = whole_number(seed, most=2**63 - 1)
     if number is None:
         raise ConfigError(f"--seed: must be a whole number from 0 to 2**63 - 1, got '{seed}'")
     values = {name: parse_value(value, f"--{name}") for name, value in options.items()}
     # A prompt is text whatever it looks like; the rest are numbers or null.
-    sample = validate(SampleConfig, {**values, "prompt": prompt})
+    sample = validate(SampleConfig, {**values, "prompt": prompt, "stop": stop})
     check_has_weights(folder)
     if prompt is None:
         prompt = own_prompt(folder)
@@ -50,9 +71,35 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    text = prompt + sample_text(run.decoder, run.tokenizer, prompt, sample, number)
-    print(printable(text, also="\n\t") if sys.stdout.isatty() else text)
+    ids = encode_prompt(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
+    outputs: list[tuple[DecoderOutput, int]] = []
+
+    def keep(output: DecoderOutput, num_new: int) -> None:
+        check_routes(run, output.routings)
+        outputs.append((output, num_new))
+
+    began = time.perf_counter()
+    pieces = stream_texts(
+        run.decoder, run.tokenizer, [ids], sample, number, keep if traces else None
+    )
+    new_ids: list[int] = []
+    for _, token_id, piece in pieces:
+        _show(piece if new_ids else prompt + piece)
+        new_ids.append(token_id)
+    seconds = time.perf_counter() - began
+    _show("\n" if new_ids else f"{prompt}\n")
+    if new_ids:
+        speed = f"{len(new_ids)} tokens in {seconds:.2f} s, {len(new_ids) / seconds:.1f} tokens/s"
+        print(speed, file=sys.stderr)
+    if outputs:
+        console = Console(highlight=False)
+        console.print()
+        console.print(table(trace_of(run, ids + new_ids, outputs), console.width))
     return 0
+
+
+def _show(text: str) -> None:
+    print(printable(text, also="\n\t") if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def own_prompt(folder: Path) -> str:

@@ -51,6 +51,7 @@ from moe_ffn.training.monitoring.loggers import MetricsFile, close
 from moe_ffn.training.recovery.checkpoint_file import BEST_NAME, newest_first
 from moe_ffn.training.recovery.guard import Diverged
 from moe_ffn.training.recovery.stopping import Interrupted, lost_rank
+from moe_ffn.training.sampling import run_prompt
 from moe_ffn.trust import trust
 
 
@@ -73,6 +74,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     precision, layout = assemble.check_trainer(config)
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
+        run_prompt(config.sample, data, config.data.seq_len)  # refused before there is a folder
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, layout)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))

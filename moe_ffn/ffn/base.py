@@ -81,11 +81,26 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     is_sparse: ClassVar[bool] = False
     """True where each token uses a part of the parameters, so that the block returns a Routing."""
+    by_token: ClassVar[bool] = False
+    """True where, in evaluation, what a token becomes depends on that token alone, its id included."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
         """Why a token's output may depend on later tokens, and what to use instead; None if causal."""
         return None
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why, in evaluation, a token computed alone may become something else than in its sequence.
+
+        None where it does not, so that a decoder may keep keys and values, and compute new tokens alone.
+        """
+        if self.by_token:
+            return None
+        return self.not_causal_because or Refusal(
+            f"type '{self.type}' does not say that it takes each token by itself",
+            "set by_token in its config if it does",
+        )
 
     def routers(self) -> dict[str, RouterInfo]:
         """The routers of the block, named as in `FFNOutput.routings`."""

@@ -40,6 +40,8 @@ class IdentityConfig(FFNConfig, frozen=True):
 
     type: Literal["identity"] = "identity"
 
+    by_token: ClassVar[bool] = True
+
     def build(self, d_model: int) -> FFNBlock:
         return IdentityFFN(d_model)
 
@@ -82,6 +84,8 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
     activation: Activation = "gelu"
     """Element-wise function between the two matrices."""
 
+    by_token: ClassVar[bool] = True
+
     def build(self, d_model: int) -> FFNBlock:
         return DenseFFN(self, d_model)
 
@@ -98,6 +102,7 @@ class GatedConfig(HiddenWidthConfig, frozen=True):
     """The default hidden width is rounded to a multiple of this."""
 
     num_matrices: ClassVar[int] = 3
+    by_token: ClassVar[bool] = True
 
     def width(self, d_model: int) -> int:
         return given_width(self.d_ff) or gated_width(d_model, self.multiple_of)
@@ -127,6 +132,14 @@ class ConvConfig(HiddenWidthConfig, frozen=True):
             return None
         return Refusal(
             f"causal (false) with kernel_size ({self.kernel_size}) looks ahead", "set it to true"
+        )
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        if self.kernel_size == 1:
+            return None
+        return Refusal(
+            f"kernel_size ({self.kernel_size}) looks at earlier tokens", "use kernel_size 1"
         )
 
     def build(self, d_model: int) -> FFNBlock:

@@ -76,6 +76,11 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
             )
         return first_refusal({"ffn": self.ffn.not_causal_because})
 
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        parts = {"router": self.router, "ffn": self.ffn}
+        return first_refusal({option: part.not_cached_because for option, part in parts.items()})
+
     def routers(self) -> dict[str, RouterInfo]:
         inner = {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
         return {"routing": RouterInfo(self.router, 1, is_gate=True)} | within("inner", inner)

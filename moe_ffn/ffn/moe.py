@@ -88,6 +88,11 @@ class MoEConfig(FFNConfig, frozen=True):
         parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
         return first_refusal({option: part.not_causal_because for option, part in parts.items()})
 
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        parts = {"router": self.router, "capacity": self.capacity} | self.inner_blocks()
+        return first_refusal({option: part.not_cached_because for option, part in parts.items()})
+
     def routers(self) -> dict[str, RouterInfo]:
         info = RouterInfo(
             self.router,

@@ -14,8 +14,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
-from moe_ffn.model.positions import Positions
+from moe_ffn.model.positions import Placed
 from moe_ffn.sizes import linear_flops, linear_params
 
 
@@ -164,18 +165,31 @@ class SelfAttention(nn.Module):
         if widths := config.normed_widths(d_model):
             self.query_norm, self.key_norm = map(norm.build, widths)
 
-    def forward(self, x_BSD: Tensor, positions: Positions, mask_BS: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        positions: Placed,
+        mask_BS: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """Mix each token's values with those of the tokens before it.
 
         Args:
             positions: rotates queries and keys, if they are rotary ones.
             mask_BS: True for real tokens; no token attends to padding, but padding to itself.
+            cache: keeps the keys and values, and has those of the tokens before these.
         """
         query = self._heads(self.query(x_BSD), self.num_heads, self.query_norm)
         key = self._heads(self.key(x_BSD), self.num_kv_heads, self.key_norm)
         value = rearrange(self.value(x_BSD), "b s (h d) -> b h s d", h=self.num_kv_heads)
         dropout = self.dropout if self.training else 0.0
         query, key = positions.rotate(query), positions.rotate(key)
+        if cache is not None:
+            kept_key, kept_value = cache.extend(key, value)
+            if not cache.new.is_first:
+                mixed = _mixed_with_kept(query, kept_key, kept_value, cache.new.seen)
+                return self.output(rearrange(mixed, "b h s d -> b s (h d)"))
+            mask_BS = None  # padding comes last, where no token looks
         return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
 
     def _heads(self, x_BSD: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
@@ -214,19 +228,49 @@ class LatentAttention(nn.Module):
         self.kv_down, self.kv_up, self.output = kv_down, kv_up, output
         self.kv_norm = norm.build(latent.kv_rank)
 
-    def forward(self, x_BSD: Tensor, positions: Positions, mask_BS: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        positions: Placed,
+        mask_BS: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
         """See `SelfAttention.forward`."""
         heads = self.num_heads
         query = rearrange(self.query(x_BSD), "b s (h d) -> b h s d", h=heads)
         latent, shared_key = self.kv_down(x_BSD).tensor_split([self.kv_rank], dim=-1)
-        key_value = rearrange(self.kv_up(self.kv_norm(latent)), "b s (h d) -> b h s d", h=heads)
-        key, value = key_value.tensor_split([self.head_dim], dim=-1)
+        latent = self.kv_norm(latent)
         plain, rotated = query.tensor_split([self.head_dim], dim=-1)
-        shared_key = positions.rotate(shared_key[:, None]).expand(-1, heads, -1, -1)
-        query = torch.cat([plain, positions.rotate(rotated)], dim=-1)
-        key = torch.cat([key, shared_key], dim=-1)
+        rotated, shared_key = positions.rotate(rotated), positions.rotate(shared_key[:, None])
+        if cache is not None:
+            (kept,) = cache.extend(torch.cat([latent[:, None], shared_key], dim=-1))
+            if not cache.new.is_first:
+                return self.output(self._mixed_latents(plain, rotated, kept, cache.new.seen))
+            mask_BS = None  # padding comes last, where no token looks
+        key_value = rearrange(self.kv_up(latent), "b s (h d) -> b h s d", h=heads)
+        key, value = key_value.tensor_split([self.head_dim], dim=-1)
+        query = torch.cat([plain, rotated], dim=-1)
+        key = torch.cat([key, shared_key.expand(-1, heads, -1, -1)], dim=-1)
         dropout = self.dropout if self.training else 0.0
         return self.output(_mixed(query, key, value, mask_BS, self.causal, dropout))
+
+    def _mixed_latents(
+        self, plain: Tensor, rotated: Tensor, kept: Tensor, seen: Tensor | None
+    ) -> Tensor:
+        """What new tokens see, (B, S, H d), without making the keys and values of those before them.
+
+        q . (K c) = (K^T q) . c, and the sum of V c is V times the sum of c: both matrices meet the new token
+        alone (section 2.1.2, "absorbed").
+
+        Args:
+            kept: narrow vectors, each before its rotated key, (B, 1, L, kv_rank + rotated_dim).
+        """
+        up_HdR = rearrange(self.kv_up.weight, "(h d) r -> h d r", h=self.num_heads)
+        key_HdR, value_HdR = up_HdR.tensor_split([self.head_dim], dim=1)
+        query = torch.cat([plain @ key_HdR, rotated], dim=-1)
+        scale = (plain.shape[-1] + rotated.shape[-1]) ** -0.5
+        mixed = _mixed_with_kept(query, kept, kept, seen, scale)[..., : self.kv_rank]
+        return rearrange(mixed @ value_HdR.mT, "b h s d -> b s (h d)")
 
 
 def _mixed(
@@ -234,17 +278,32 @@ def _mixed(
 ) -> Tensor:
     """The values that each token sees, weighted and side by side, (B, S, H d); all (B, H, S, d)."""
     width = value.shape[-1]
+    if key.shape[-1] > width:
+        # Fused kernels take one width; without one, memory grows with the square of the length.
+        value = F.pad(value, (0, key.shape[-1] - width))
     mixed = F.scaled_dot_product_attention(
         query,
         key,
-        # Fused kernels take one width; without one, memory grows with the square of the length.
-        F.pad(value, (0, max(key.shape[-1] - width, 0))),
+        value,
         attn_mask=None if mask_BS is None else attention_mask(mask_BS, causal),
         is_causal=causal and mask_BS is None,
         dropout_p=dropout,
         enable_gqa=key.shape[1] != query.shape[1],
     )
     return rearrange(mixed[..., :width], "b h s d -> b s (h d)")
+
+
+def _mixed_with_kept(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """What new tokens see of all that is kept, (B, H, S, d); one head of keys serves several of queries."""
+    num_heads, num_new, groups = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
+    # The queries of a group stand below each other before their keys, which are not copied.
+    query = query.reshape(len(query), key.shape[1], groups * num_new, query.shape[-1])
+    if seen is not None and num_new > 1:
+        seen = seen.repeat(1, 1, groups, 1)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    return mixed.reshape(len(mixed), num_heads, num_new, mixed.shape[-1])
 
 
 def attention_mask(mask_BS: Tensor, causal: bool) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb
@@ -23,8 +23,9 @@ from moe_ffn.errors import ConfigError, Refusal, first_refusal
 from moe_ffn.ffn import FFNConfig, MoEConfig, WidthMatch, solve_widths
 from moe_ffn.ffn.base import FFNBlock, RouterInfo
 from moe_ffn.model.attention import AttentionConfig
+from moe_ffn.model.cache import KVCache, LayerCache
 from moe_ffn.model.norm import NormConfig, RMSNormConfig
-from moe_ffn.model.positions import Positions, PositionsConfig, RotaryConfig
+from moe_ffn.model.positions import Placed, PositionsConfig, RotaryConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext, brief, within
 from moe_ffn.routing.base import Router
 from moe_ffn.sizes import linear_flops
@@ -134,6 +135,16 @@ class DecoderConfig(Config, frozen=True):
             of_layer = {name: info.inside(option) for name, info in ffn.routers().items()}
             routers |= within(layer_name(layer), of_layer)
         return routers
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why a token cannot be computed alone after those that a cache keeps; None where it can."""
+        if not self.causal:
+            return Refusal("causal (false) lets a token see later ones", "set causal: true")
+        parts = {"positions": self.positions.not_cached_because}
+        return first_refusal(
+            parts | {option: ffn.not_cached_because for option, ffn in self._layers()}
+        )
 
     def refusal_on(self, device: str) -> Refusal | None:
         """Why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
@@ -281,13 +292,20 @@ class Block(nn.Module):
         self.recomputes_ffn = config.activation_checkpointing == "ffn"
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Positions, context: TokenContext) -> FFNOutput:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Placed,
+        context: TokenContext,
+        cache: LayerCache | None = None,
+    ) -> FFNOutput:
         """The residual stream after this layer, and where its tokens were routed."""
         if self.pre_norm:
-            x = x + self.dropout(self.attention(self.attention_norm(x), positions, context.mask))
+            attended = self.attention(self.attention_norm(x), positions, context.mask, cache)
+            x = x + self.dropout(attended)
             ffn = self._run_ffn(self.ffn_norm(x), context)
             return replace(ffn, hidden=x + self.dropout(ffn.hidden))
-        attended = self.dropout(self.attention(x, positions, context.mask))
+        attended = self.dropout(self.attention(x, positions, context.mask, cache))
         x = self.attention_norm(x + attended)
         ffn = self._run_ffn(x, context)
         return replace(ffn, hidden=self.ffn_norm(x + self.dropout(ffn.hidden)))
@@ -360,13 +378,22 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.unembedding.weight = self.embedding.weight
 
-    def forward(self, token_ids: Tensor, mask: Tensor | None = None) -> DecoderOutput:
+    def forward(
+        self,
+        token_ids: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        replay: Mapping[str, Tensor] | None = None,
+    ) -> DecoderOutput:
         """Logits over the vocabulary at every position.
 
         Args:
             token_ids: integers (B, S), S at most `max_seq_len`; a model that is not causal also takes
                 `mask_token_id`, which stands behind the vocabulary.
             mask: bool (B, S), True for real tokens; None when all are.
+            cache: of `new_cache`; the tokens are those that follow what it keeps, and it keeps them too.
+            replay: the experts of the tokens, int64 (B, S, K), by the name of the routing, as
+                `recorded_experts` gives them: routers weigh these instead of choosing.
 
         Raises:
             TypeError, ValueError: a shape or a dtype is wrong, the sequence is longer than `max_seq_len`, or
@@ -379,16 +406,76 @@ class Decoder(nn.Module):
                 f"max_seq_len ({self.max_seq_len})"
             )
         context = TokenContext(mask=mask, token_ids=token_ids)
-        x = self.positions.embed(self._embed(token_ids) * self.embedding_scale)
+        contexts = [context] * len(self.layers)
+        if replay is not None:
+            contexts = self._replaying(context, replay)
+        positions: Placed = self.positions
+        if cache is not None:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    "a cache has no gradient: call the model under torch.no_grad(), or without a cache"
+                )
+            positions = self.positions.at(cache.begin(token_ids, mask).places)
+        x = positions.embed(self._embed(token_ids) * self.embedding_scale)
         x = self.dropout(x)
         routings: dict[str, Routing] = {}
         shared_shares: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            output = self._run(layer, x, context)
+            if cache is None:
+                output = self._run(layer, x, contexts[index])
+            else:
+                output = layer(x, positions, contexts[index], cache.layers[index])
             x = output.hidden
             routings |= within(layer_name(index), output.routings)
             shared_shares |= within(layer_name(index), output.shared_shares)
+        if cache is not None:
+            cache.end()
         return DecoderOutput(self.unembedding(self.final_norm(x)), routings, shared_shares)
+
+    def new_cache(self, batch_size: int, capacity: int | None = None) -> KVCache:
+        """An empty cache of keys and values, for `forward`.
+
+        Args:
+            capacity: the most tokens of a sequence, `max_seq_len` at most and by default.
+
+        Raises:
+            ValueError: a token of this model cannot be computed alone; see `not_cached_because`.
+        """
+        if refusal := self.config.not_cached_because:
+            raise ValueError(f"the model takes no cache: {refusal}, or leave the cache out")
+        capacity = self.max_seq_len if capacity is None else min(capacity, self.max_seq_len)
+        return KVCache(len(self.layers), batch_size, capacity)
+
+    def recorded_experts(self, output: DecoderOutput) -> dict[str, Tensor]:
+        """The experts of each token, int64 (B, S, K), by the name of the routing, for `replay`.
+
+        Of the routers that take them; others choose again.
+        """
+        shape = output.logits.shape[:2]
+        return {
+            name: output.routings[name].expert_ids_N.reshape(*shape, -1)
+            for name, router in self.routers().items()
+            if _takes_replay(name, router)
+        }
+
+    def _replaying(self, context: TokenContext, replay: Mapping[str, Tensor]) -> list[TokenContext]:
+        """The context of each layer."""
+        taken = {name for name, router in self.routers().items() if _takes_replay(name, router)}
+        infos = self.config.routers()
+        for name, expert_ids in replay.items():
+            if name not in taken:
+                known = f"those of {', '.join(sorted(taken))}" if taken else "none of this model"
+                raise ValueError(
+                    f"replay: '{name}' has no router that takes recorded experts; {known} do"
+                )
+            num_experts = infos[name].num_experts
+            if expert_ids.numel() and not 0 <= expert_ids.min() <= expert_ids.max() < num_experts:
+                raise ValueError(
+                    f"replay: the experts of '{name}' must lie in [0, {num_experts}), but reach from "
+                    f"{int(expert_ids.min())} to {int(expert_ids.max())}"
+                )
+        names = map(layer_name, range(len(self.layers)))
+        return [replace(context, expert_ids=replay.get(name)) for name in names]
 
     def routers(self) -> dict[str, Router]:
         """The routers behind `DecoderOutput.routings`, under the same names."""
@@ -419,6 +506,11 @@ class Decoder(nn.Module):
         if self.config.activation_checkpointing in (True, "block"):
             return _recomputed(layer, x, self.positions, context)
         return layer(x, self.positions, context)
+
+
+def _takes_replay(name: str, router: Router) -> bool:
+    """A block inside another sees tokens that were chosen anew, in other places."""
+    return router.replays and not is_inner(name)
 
 
 def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:

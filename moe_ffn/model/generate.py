@@ -1,16 +1,198 @@
-"""Sampling text, one token at a time."""
+"""Sampling text, one token at a time.
+
+R rows, S sequence, V vocabulary
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.decoder import Decoder, DecoderOutput
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Raises:
+        ValueError: a number is none of these.
+    """
+
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the most probable token."""
+    top_k: int | None = 50
+    """Among this many most probable tokens; None takes all."""
+    top_p: float | None = None
+    """Among the fewest most probable ones that have this probability together, of those that `top_k` leaves
+    (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751, section 3.1); None takes all."""
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None:
+            _check_count("top_k", self.top_k, 1)
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature must be a finite number of at least 0, got {self.temperature!r}"
+            )
+        if self.top_p is not None and not (
+            isinstance(self.top_p, int | float) and 0 < self.top_p <= 1
+        ):
+            raise ValueError(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
+
+    def choose(self, logits_RV: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The next token of each row, int64 (R,).
+
+        Raises:
+            RuntimeError: a row's largest logit is NaN or infinite.
+        """
+        logits_RV = logits_RV.float()
+        best_R1, ids_R1 = logits_RV.max(dim=-1, keepdim=True)
+        if not best_R1.isfinite().all():
+            worst = best_R1[~best_R1.isfinite()][0]
+            raise RuntimeError(f"the model's largest logit is {worst}: there is no next token")
+        if self.temperature == 0:
+            return ids_R1.squeeze(-1)
+        if self.top_k is not None and self.top_k < logits_RV.shape[-1]:
+            least_R1 = logits_RV.topk(self.top_k).values[:, -1:]
+            logits_RV = logits_RV.masked_fill(logits_RV < least_R1, -torch.inf)
+        # From the best on, in float64: divided by a tiny temperature it would be infinite, its softmax NaN.
+        scaled_RV = (logits_RV - best_R1).double() / self.temperature
+        probs_RV = scaled_RV.float().softmax(-1)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
+            before_RV = sorted_RV.cumsum(-1) - sorted_RV  # the sum of the more probable ones
+            sorted_RV = sorted_RV.masked_fill(before_RV >= self.top_p, 0)
+            probs_RV = probs_RV.scatter(-1, order_RV, sorted_RV)
+        return torch.multinomial(probs_RV, 1, generator=generator).squeeze(-1)
+
+
+class Decoding:
+    """Sequences that a model continues together, each as it would alone: `for new_ids in decoding`.
+
+    Keys and values of earlier tokens are kept, so that a step computes new tokens alone. Two kinds of rows
+    are computed again as a whole at every step, which takes as long as to read so many tokens: those that
+    have outgrown `max_seq_len`, from their last `max_seq_len` tokens; and, one by one, those of a model whose
+    tokens cannot be computed alone (`DecoderConfig.not_cached_because`).
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompts: Sequence[Tensor],
+        num_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+        observe: Callable[[DecoderOutput, int], None] | None = None,
+    ) -> None:
+        """Begin with prompts, integers (S,) each, of any lengths up to `max_seq_len`.
+
+        Args:
+            num_tokens: how many are added to each.
+            sampling: greedy rows do not depend on each other; drawn ones take their turns at `generator`.
+            observe: called with every output of the model, and how many of its last tokens are new.
+
+        Raises:
+            TypeError, ValueError: a prompt is none of these, or longer than `max_seq_len`.
+        """
+        _check_count("num_tokens", num_tokens, 0)
+        for prompt_ids in prompts:
+            _check_prompt(prompt_ids, model.max_seq_len)
+        self.model, self.num_tokens, self.sampling = model, num_tokens, sampling
+        self.generator, self.observe = generator, observe
+        self.tokens: list[list[int]] = [prompt_ids.tolist() for prompt_ids in prompts]
+        """The tokens of each row so far."""
+        self.open = list(range(len(prompts)))
+        """The rows that go on."""
+        self._num_read = [0] * len(prompts)
+        self._device = prompts[0].device if prompts else torch.device("cpu")
+        self._cached: list[int] = []
+        self._is_cached = model.config.not_cached_because is None
+        if self._is_cached:
+            self._cached = list(self.open)
+            longest = max(map(len, self.tokens), default=0)
+            self._cache = model.new_cache(len(prompts), longest + num_tokens)
+
+    def __iter__(self) -> Iterator[dict[int, int]]:
+        """The next token of each row that is open, by row, `num_tokens` times."""
+        for _ in range(self.num_tokens):
+            if not self.open:
+                return
+            new_R = self.sampling.choose(self.read(), self.generator)
+            new_ids = dict(zip(self.open, new_R.tolist(), strict=True))
+            for row, token_id in new_ids.items():
+                self.tokens[row].append(token_id)
+            yield new_ids
+
+    def close(self, row: int) -> None:
+        """End a row."""
+        self.open.remove(row)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        """Logits of the token after each open row, (R, V)."""
+        max_len = self.model.max_seq_len
+        fit = [row for row in self._cached if row in self.open and len(self.tokens[row]) <= max_len]
+        if fit != self._cached:
+            self._cache.keep([self._cached.index(row) for row in fit])
+            self._cached = fit
+        others = [row for row in self.open if row not in fit]
+        with evaluating(self.model):
+            logits: dict[int, Tensor] = {}
+            if fit:
+                logits |= zip(fit, self._read_new(fit), strict=True)
+            if self._is_cached and others:
+                logits |= zip(others, self._read_windows(others), strict=True)
+            elif others:
+                logits |= {row: self._read_windows([row])[0] for row in others}
+        return torch.stack([logits[row] for row in self.open])
+
+    def _read_new(self, rows: Sequence[int]) -> Tensor:
+        lengths = self._cache.lengths
+        new = [self.tokens[row][length:] for row, length in zip(rows, lengths, strict=True)]
+        counts = list(map(len, new))
+        longest = max(counts)
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids in new], device=self._device)
+        if min(counts) == longest:
+            output = self.model(ids, cache=self._cache)
+            self._note(output, rows)
+            return output.logits[:, -1]
+        counts_R = torch.tensor(counts, device=self._device)
+        mask = torch.arange(longest, device=self._device) < counts_R.unsqueeze(-1)
+        output = self.model(ids, mask, cache=self._cache)
+        self._note(output, rows)
+        return output.logits[torch.arange(len(rows), device=self._device), counts_R - 1]
+
+    def _read_windows(self, rows: Sequence[int]) -> Tensor:
+        windows = [self.tokens[row][-self.model.max_seq_len :] for row in rows]
+        output = self.model(torch.tensor(windows, device=self._device))
+        self._note(output, rows)
+        return output.logits[:, -1]
+
+    def _note(self, output: DecoderOutput, rows: Sequence[int]) -> None:
+        if self.observe is not None:
+            self.observe(output, max(len(self.tokens[row]) - self._num_read[row] for row in rows))
+        for row in rows:
+            self._num_read[row] = len(self.tokens[row])
+
+
+@contextmanager
+def evaluating(model: Decoder) -> Iterator[None]:
+    """The model is in evaluation meanwhile, and afterwards in the mode it was in."""
+    was_training = model.training
+    if was_training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
+
+
 def generate(
     model: Decoder,
     prompt_ids: Tensor,
@@ -18,14 +200,14 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = 50,
     generator: torch.Generator | None = None,
+    top_p: float | None = None,
 ) -> Tensor:
-    """Continue a prompt; the model sees the last `max_seq_len` tokens.
+    """Continue a prompt; see `Decoding` for what is fast, and `Sampling` for the options.
 
     Args:
-        prompt_ids: integers (S,), at least one token.
+        prompt_ids: integers (S,), at least one token and at most `max_seq_len`. A longer text goes on from
+            its last `max_seq_len` tokens.
         num_tokens: how many to add.
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: sample among this many most probable tokens; None takes all.
 
     Raises:
         TypeError, ValueError: an argument is none of these.
@@ -35,46 +217,42 @@ def generate(
         int64 (num_tokens,), the new tokens. The model is in evaluation meanwhile, and afterwards in
         the mode it was in.
     """
-    _check_numbers(num_tokens, temperature, top_k)
+    return generate_batch(
+        model, [prompt_ids], num_tokens, Sampling(temperature, top_k, top_p), generator
+    )[0]
+
+
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Continue prompts of any lengths together; the new tokens of each, as `generate` returns them."""
+    decoding = Decoding(model, prompts, num_tokens, sampling, generator)
+    with evaluating(model):
+        for _ in decoding:
+            pass
+    return [
+        torch.tensor(ids[len(prompt_ids) :], dtype=torch.int64, device=prompt_ids.device)
+        for ids, prompt_ids in zip(decoding.tokens, prompts, strict=True)
+    ]
+
+
+def _check_prompt(prompt_ids: Tensor, max_seq_len: int) -> None:
     if not isinstance(prompt_ids, Tensor):
         kind = type(prompt_ids).__name__
         raise TypeError(f"prompt_ids must be a torch.Tensor, but is of type {kind}")
     if prompt_ids.ndim != 1 or prompt_ids.numel() == 0:
         raise ValueError(f"prompt_ids must be (S,) with S >= 1, got {tuple(prompt_ids.shape)}")
-    was_training = model.training
-    model.eval()
-    token_ids = prompt_ids
-    try:
-        for _ in range(num_tokens):
-            window = token_ids[-model.max_seq_len :]
-            logits = model(window[None]).logits[0, -1].float()
-            chosen = _choose(logits, temperature, top_k, generator)
-            token_ids = torch.cat([token_ids, chosen])
-    finally:
-        model.train(was_training)
-    return token_ids[len(prompt_ids) :]
+    if len(prompt_ids) > max_seq_len:
+        raise ValueError(
+            f"prompt_ids has {len(prompt_ids)} tokens, but the model was built for max_seq_len "
+            f"({max_seq_len}); give a shorter prompt, such as its last {max_seq_len} tokens"
+        )
 
 
-def _choose(
-    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """int64 (1,): the next token."""
-    best = logits_V.max()
-    if not best.isfinite():
-        raise RuntimeError(f"the model's largest logit is {best}: there is no next token")
-    if temperature == 0:
-        return logits_V.argmax(keepdim=True)
-    if top_k is not None and top_k < logits_V.numel():
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(top_k).values[-1], -torch.inf)
-    # From the best on, in float64: divided by a tiny temperature it would be infinite, its softmax NaN.
-    scaled_V = (logits_V - best).double() / temperature
-    return torch.multinomial(scaled_V.float().softmax(-1), 1, generator=generator)
-
-
-def _check_numbers(num_tokens: int, temperature: float, top_k: int | None) -> None:
-    counts = {"num_tokens": (num_tokens, 0), "top_k": (1 if top_k is None else top_k, 1)}
-    for name, (value, least) in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
-        raise ValueError(f"temperature must be a finite number of at least 0, got {temperature!r}")
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

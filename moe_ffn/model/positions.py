@@ -6,7 +6,8 @@ B batch, H heads, S sequence, D model width, d head width
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from einops import rearrange, repeat
@@ -14,13 +15,27 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config import TaggedConfig
+from moe_ffn.errors import Refusal
 
 
 class PositionsConfig(TaggedConfig, frozen=True):
     """How positions enter the model."""
 
+    has_places: ClassVar[bool] = False
+    """True where `Positions.at` is there."""
+
     @abstractmethod
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions: ...
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why one token cannot be placed by itself, as decoding with a cache asks for."""
+        if self.has_places:
+            return None
+        return Refusal(
+            f"type '{self.type}' does not say how one token is placed",
+            "define Positions.at, and set has_places",
+        )
 
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return 0
@@ -33,6 +48,7 @@ class RotaryConfig(PositionsConfig, frozen=True):
     """Rotary embeddings of queries and keys (Su et al. 2021, RoFormer, arXiv:2104.09864)."""
 
     type: Literal["rope"] = "rope"
+    has_places: ClassVar[bool] = True
     base: float = Field(default=10_000.0, gt=1)
     """The longest wavelength is about 2 pi * base positions."""
 
@@ -51,6 +67,7 @@ class SinusoidalConfig(PositionsConfig, frozen=True):
     """Fixed sines and cosines, added to the embeddings (Vaswani et al. 2017, section 3.5)."""
 
     type: Literal["sinusoidal"] = "sinusoidal"
+    has_places: ClassVar[bool] = True
 
     def check_widths(self, d_model: int, head_dim: int) -> None:
         if d_model % 2:
@@ -64,12 +81,21 @@ class LearnedConfig(PositionsConfig, frozen=True):
     """One learned vector per position, added to the embeddings."""
 
     type: Literal["learned"] = "learned"
+    has_places: ClassVar[bool] = True
 
     def num_params(self, d_model: int, max_seq_len: int) -> int:
         return max_seq_len * d_model
 
     def build(self, d_model: int, head_dim: int, max_seq_len: int) -> Positions:
         return Learned(d_model, max_seq_len)
+
+
+class Placed(Protocol):
+    """What adds positions to tokens: `Positions` those from 0 on, others those of `Positions.at`."""
+
+    def embed(self, x_BSD: Tensor) -> Tensor: ...
+
+    def rotate(self, x_BHSd: Tensor) -> Tensor: ...
 
 
 class Positions(nn.Module):
@@ -82,6 +108,41 @@ class Positions(nn.Module):
     def rotate(self, x_BHSd: Tensor) -> Tensor:
         """Queries or keys with their positions."""
         return x_BHSd
+
+    def at(self, places: slice | Tensor) -> Placed:
+        """The same for tokens at the positions of a slice, or at those of each row, int64 (B, S)."""
+        return self
+
+
+@dataclass(frozen=True)
+class Added:
+    """Vectors that are added to embeddings."""
+
+    table: Tensor
+    """(S, D) or (B, S, D)."""
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD + self.table
+
+    def rotate(self, x_BHSd: Tensor) -> Tensor:
+        return x_BHSd
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A rotation of queries and keys."""
+
+    cos: Tensor
+    """(S, d), or (B, 1, S, d)."""
+    sin: Tensor
+
+    def embed(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD
+
+    def rotate(self, x_BHSd: Tensor) -> Tensor:
+        first, second = x_BHSd.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return (x_BHSd * self.cos + turned * self.sin).to(x_BHSd.dtype)
 
 
 class Rotary(Positions):
@@ -100,11 +161,11 @@ class Rotary(Positions):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def rotate(self, x_BHSd: Tensor) -> Tensor:
-        length = x_BHSd.shape[-2]
-        first, second = x_BHSd.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-        rotated = x_BHSd * self.cos[:length] + turned * self.sin[:length]
-        return rotated.to(x_BHSd.dtype)
+        return self.at(slice(x_BHSd.shape[-2])).rotate(x_BHSd)
+
+    def at(self, places: slice | Tensor) -> Placed:
+        cos, sin = self.cos[places], self.sin[places]
+        return Turned(cos, sin) if isinstance(places, slice) else Turned(cos[:, None], sin[:, None])
 
 
 class Sinusoidal(Positions):
@@ -122,6 +183,9 @@ class Sinusoidal(Positions):
     def embed(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + self.table_SD[: x_BSD.shape[-2]]
 
+    def at(self, places: slice | Tensor) -> Placed:
+        return Added(self.table_SD[places])
+
 
 class Learned(Positions):
     """One trained vector per position."""
@@ -133,3 +197,6 @@ class Learned(Positions):
 
     def embed(self, x_BSD: Tensor) -> Tensor:
         return x_BSD + self.table.weight[: x_BSD.shape[-2]]
+
+    def at(self, places: slice | Tensor) -> Placed:
+        return Added(self.table.weight[places])

@@ -18,9 +18,9 @@ from moe_ffn.balancing.losses import normalized_scores
 from moe_ffn.errors import ConfigError, escaped
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.model.decoder import layer_number, short_name
+from moe_ffn.model.decoder import DecoderOutput, layer_number, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.reader import load_model
+from moe_ffn.runs.reader import SavedModel, load_model
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,42 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
             it, or a layer that it does not route in.
     """
     run = load_model(folder)
-    model, token_bytes = run.config.model, run.tokenizer.token_bytes
-    output = run.run(text, who="--text")
-    routings = output.routings
+    ids = run.tokenizer.encode(text).tolist()
+    return trace_of(run, ids, [(run.run(text, who="--text"), len(ids))], layers)
+
+
+def check_routes(run: SavedModel, routings: Mapping[str, Routing]) -> None:
+    """ConfigError where an output of the run's model has no routing."""
+    if routings:
+        return
+    unrouted = unrouted_layers(run.config.model.layer_ffns(), routings)
+    types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
+    raise ConfigError(
+        f"'{run.folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
+        "with model.ffn.type 'moe' or 'mixture_of_depths'"
+    )
+
+
+def trace_of(
+    run: SavedModel,
+    ids: Sequence[int],
+    outputs: Sequence[tuple[DecoderOutput, int]],
+    layers: Sequence[int] | None = None,
+) -> TextTrace:
+    """The trace of tokens that the model read at once, or as it wrote them.
+
+    Args:
+        ids: the tokens.
+        outputs: the outputs of the model, one row each, and how many of the tokens each adds, its last ones.
+        layers: as of `follow`.
+
+    Raises:
+        ConfigError: the model routes nothing, or not in one of the layers.
+    """
+    folder, model, token_bytes = run.folder, run.config.model, run.tokenizer.token_bytes
+    routings = outputs[-1][0].routings
+    check_routes(run, routings)
     unrouted = unrouted_layers(model.layer_ffns(), routings)
-    if not routings:
-        types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
-        raise ConfigError(
-            f"'{folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
-            "with model.ffn.type 'moe' or 'mixture_of_depths'"
-        )
     numbers = {name: layer_number(name) for name in routings}
     for layer in layers or ():
         if layer not in numbers.values():
@@ -143,17 +169,16 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
             )
     shown = [name for name, number in numbers.items() if layers is None or number in layers]
     infos = model.routers()
-    visits = visits_by_layer(routings, [name for name, info in infos.items() if info.is_gate])
-    tokens = [visible(token_bytes[token_id]) for token_id in run.tokenizer.encode(text).tolist()]
-    predictions: list[Prediction | None] = [None] * len(tokens)
-    if model.causal:
-        best = output.logits[0].float().softmax(dim=-1).max(dim=-1)
-        predictions = [
-            Prediction(visible(token_bytes[token_id]), probability)
-            for token_id, probability in zip(
-                best.indices.tolist(), best.values.tolist(), strict=True
-            )
-        ]
+    gates = [name for name, info in infos.items() if info.is_gate]
+    tokens = [visible(token_bytes[token_id]) for token_id in ids]
+    visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
+    predictions: list[Prediction | None] = []
+    for output, num_new in outputs:
+        for name, found in visits_by_layer(output.routings, gates).items():
+            visits[name] += found[-num_new:]
+        predictions += _predictions(output.logits[0, -num_new:], token_bytes)
+    if not model.causal:
+        predictions = [None] * len(tokens)
     return TextTrace(
         run=folder.resolve().name,
         layers=tuple(_layer(name, routings[name], infos.get(name)) for name in shown),
@@ -163,6 +188,14 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
         ),
         unrouted=unrouted if layers is None else {},
     )
+
+
+def _predictions(logits_SV: Tensor, token_bytes: Sequence[bytes]) -> list[Prediction]:
+    best = logits_SV.float().softmax(dim=-1).max(dim=-1)
+    return [
+        Prediction(visible(token_bytes[token_id]), probability)
+        for token_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
 
 
 def visits_by_layer(

@@ -28,11 +28,23 @@ class RouterConfig(TaggedConfig, frozen=True):
     """True where it returns `Routing.selection_probs_TE`, which the loss `load_cv2` needs."""
     learns: ClassVar[bool] = True
     """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
+    by_token: ClassVar[bool] = False
+    """True where, in evaluation, a token's experts depend on that token alone, its id included."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
         """Why a later token can change where an earlier one goes, and what to use instead; None if causal."""
         return None
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        """Why, in evaluation, a token routed alone may go elsewhere than in its sequence; None if not."""
+        if self.by_token:
+            return None
+        return self.not_causal_because or Refusal(
+            f"type '{self.type}' does not say that it routes each token by itself",
+            "set by_token in its config if it does",
+        )
 
     @property
     def has_correction_bias(self) -> bool:
@@ -109,6 +121,9 @@ class LinearTopKConfig(FixedKConfig, LinearRouterConfig, frozen=True):
 
 class Router(nn.Module, ABC):
     """Chooses experts for tokens. Holds no counters: all it observed is in the `Routing` it returns."""
+
+    replays: ClassVar[bool] = False
+    """True where it takes `TokenContext.expert_ids` for its own choice."""
 
     correction_bias_E: Tensor | None
     """float32, added to the scores for selection alone; a rule of `moe_ffn.balancing.bias_rules` moves

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 
@@ -28,6 +29,10 @@ class ForcedRouterConfig(LinearTopKConfig, frozen=True):
     """Share of the tokens that go to experts 0 to k - 1; the rest take turns. 0 is perfect balance."""
 
     learns: ClassVar[bool] = False
+
+    @property
+    def not_cached_because(self) -> Refusal:
+        return Refusal("type 'forced' routes by position", "use 'top_k'")
 
     def describe(self) -> str:
         return f"{self.type} k={self.k} skew={self.skew:g}"

@@ -5,7 +5,7 @@ T tokens, D model width, E experts
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import repeat
@@ -31,6 +31,8 @@ class ReLURouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     type: Literal["relu"] = "relu"
     k: float = Field(default=2.0, gt=0)
     """Experts per token that the sparsity rule aims at, on average; about half of all at the start."""
+
+    by_token: ClassVar[bool] = True
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return ReLURouter(self, d_model, num_experts)

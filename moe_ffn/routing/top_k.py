@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange, repeat
@@ -76,6 +76,8 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """Select by score + bias and weight by the score alone; `objective.bias_rule` moves the bias
     towards balance (Wang et al. 2024, arXiv:2408.15664)."""
 
+    by_token: ClassVar[bool] = True
+
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopKOptionsConfig:
         if self.k == 1 and self.renormalize:
@@ -134,7 +136,13 @@ class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
 
 
 class SelectingRouter(LinearRouter):
-    """A router that selects by score + correction bias, within the best groups, and weighs by the score."""
+    """A router that selects by score + correction bias, within the best groups, and weighs by the score.
+
+    `TokenContext.expert_ids` take the place of the selection; the weights, and their gradient, are those of
+    the scores all the same (R3, arXiv:2510.11370, section 3).
+    """
+
+    replays: ClassVar[bool] = True
 
     def __init__(self, config: TopKOptionsConfig, d_model: int, num_experts: int) -> None:
         super().__init__(config, d_model, num_experts)
@@ -142,8 +150,10 @@ class SelectingRouter(LinearRouter):
             bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
             self.register_buffer("correction_bias_E", bias_E)
 
-    def select(self, scores_TE: Tensor) -> Tensor:
-        """int64 (T, K), the best expert first."""
+    def select(self, scores_TE: Tensor, context: TokenContext) -> Tensor:
+        """int64 (T, K), the best expert first; or those that the context names."""
+        if context.expert_ids is not None:
+            return context.expert_ids
         k, groups = self.config.k, self.config.groups
         ranking_TE = scores_TE.detach()
         if self.correction_bias_E is not None:
@@ -173,7 +183,7 @@ class TopKRouter(SelectingRouter):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
-        expert_ids_TK = self.select(scores_TE)
+        expert_ids_TK = self.select(scores_TE, context)
         if self.config.softmax == "after":
             weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.config.scale
         else:
@@ -187,7 +197,7 @@ class SigmoidTopKRouter(SelectingRouter):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         scores_TE = logits_TE.sigmoid()
-        expert_ids_TK = self.select(scores_TE)
+        expert_ids_TK = self.select(scores_TE, context)
         weights_TK = self.weigh(scores_TE, expert_ids_TK)
         return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
 

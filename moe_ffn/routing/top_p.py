@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts listed per token
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -30,6 +30,8 @@ class TopPRouterConfig(LinearRouterConfig, frozen=True):
     """The most experts per token; num_experts by default."""
     renormalize: bool = False
     """Divide the weights of a token by their sum. Not for max_k = 1: it would be a constant 1."""
+
+    by_token: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopPRouterConfig:

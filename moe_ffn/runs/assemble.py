@@ -55,7 +55,7 @@ from moe_ffn.training.recovery.stopping import (
     StopRequest,
     ending_at_once,
 )
-from moe_ffn.training.sampling import first_words
+from moe_ffn.training.sampling import run_prompt
 from moe_ffn.training.strategy import ShardedStrategy
 
 
@@ -223,7 +223,7 @@ def make_callbacks(
             folder / SAMPLES_FILE,
             data.tokenizer,
             config.sample,
-            first_words(data) if config.sample.prompt is None else config.sample.prompt,
+            run_prompt(config.sample, data, config.data.seq_len),
             config.seed,
         ),
         StepLogger(config.logging, rules, AlarmLog(folder / ALARMS_FILE)),

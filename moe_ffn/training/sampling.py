@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -11,8 +14,9 @@ from pydantic import Field
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.data.prepare import PreparedData
 from moe_ffn.data.tokenizer import Tokenizer
-from moe_ffn.model.decoder import Decoder
-from moe_ffn.model.generate import generate
+from moe_ffn.errors import ConfigError
+from moe_ffn.model.decoder import Decoder, DecoderOutput
+from moe_ffn.model.generate import Decoding, Sampling
 
 
 class SampleConfig(Config, frozen=True):
@@ -26,6 +30,14 @@ class SampleConfig(Config, frozen=True):
     """Divides the logits before sampling; 0: always the most probable token."""
     top_k: int | None = Field(default=40, ge=1, le=MAX_COUNT)
     """Sample among this many most probable tokens; null: among all."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample among the fewest most probable tokens that have this probability together; null: among all."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts that end the text, which stops before the first of them."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 PROMPT_TOKENS, PROMPT_WORDS, PROMPT_CHARACTERS = 64, 4, 40
@@ -44,18 +56,118 @@ def first_words(data: PreparedData) -> str:
     return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str, max_seq_len: int, where: str) -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+        ConfigError: they are more than a sequence of the model; the sentence begins with `where`, an option.
+    """
+    ids = tokenizer.encode(prompt.encode()).tolist()
+    if len(ids) > max_seq_len:
+        raise ConfigError(
+            f"{where}: has {len(ids)} tokens, but the model takes sequences of {max_seq_len} "
+            "(data.seq_len); give a shorter prompt"
+        )
+    return ids
+
+
+def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
+    """What a run continues at each validation: the prompt that is given, or the first words that fit.
+
+    Raises:
+        ConfigError: the prompt that is given has more than `seq_len` tokens.
+    """
+    if options.prompt is not None:
+        encode_prompt(data.tokenizer, options.prompt, seq_len, "sample.prompt")
+        return options.prompt
+    words = first_words(data)
+    ids = data.tokenizer.encode(words.encode())
+    if len(ids) <= seq_len:
+        return words
+    return data.tokenizer.decode(ids[:seq_len]).rstrip("\N{REPLACEMENT CHARACTER}") or "\n"
+
+
+class TextStream:
+    """Text from tokens, a piece at a time; the pieces together are the text up to the first stop string.
+
+    A piece waits for the rest of a character that several tokens make, and while it may be the beginning of
+    a stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.has_stopped = False
+        self._token_bytes = tokenizer.token_bytes
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stop = stop
+        self._waiting = ""
+
+    def add(self, token_id: int) -> str:
+        """The text that is certain now."""
+        return self._take(self._characters.decode(self._token_bytes[token_id]))
+
+    def end(self) -> str:
+        """The rest, where no stop string came; of a character that was cut, U+FFFD."""
+        piece = self._take(self._characters.decode(b"", final=True))
+        return piece if self.has_stopped else piece + self._waiting
+
+    def _take(self, text: str) -> str:
+        if self.has_stopped:
+            return ""
+        text = self._waiting + text
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.has_stopped = bool(found)
+        if found:
+            return text[: min(found)]
+        cut = next((place for place in range(len(text)) if self._may_stop(text[place:])), len(text))
+        self._waiting = text[cut:]
+        return text[:cut]
+
+    def _may_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)
+
+
+def stream_texts(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    options: SampleConfig,
+    seed: int,
+    observe: Callable[[DecoderOutput, int], None] | None = None,
+) -> Iterator[tuple[int, int, str]]:
+    """Continue prompts together, the same for the same seed; a row ends with a stop string.
+
+    Args:
+        prompts: the ids of each.
+        observe: see `Decoding`; it is shown what the model makes of the last token, too.
+
+    Yields:
+        the number of a prompt, a new token, and the piece of text that is certain with it.
+    """
+    device = next(decoder.parameters()).device
+    decoding = Decoding(
+        decoder,
+        [torch.tensor(ids, dtype=torch.int64, device=device) for ids in prompts],
+        options.num_tokens,
+        options.sampling,
+        torch.Generator(device).manual_seed(seed),
+        observe,
+    )
+    texts = [TextStream(tokenizer, options.stop) for _ in prompts]
+    for step, new_ids in enumerate(decoding, 1):
+        for row, token_id in new_ids.items():
+            text = texts[row]
+            piece = text.add(token_id)
+            yield row, token_id, piece + (text.end() if step == options.num_tokens else "")
+        stopped = [row for row in new_ids if texts[row].has_stopped]
+        if observe is not None and (stopped or step == options.num_tokens):
+            decoding.read()
+        for row in stopped:
+            decoding.close(row)
+
+
 def sample_text(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, options: SampleConfig, seed: int
 ) -> str:
     """The text that the model writes after the prompt; the same for the same seed."""
-    device = next(decoder.parameters()).device
-    prompt_ids = tokenizer.encode(prompt.encode())
-    token_ids = generate(
-        decoder,
-        torch.tensor(prompt_ids, dtype=torch.int64, device=device),
-        options.num_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        generator=torch.Generator(device).manual_seed(seed),
-    )
-    return tokenizer.decode(token_ids.cpu().numpy())
+    ids = tokenizer.encode(prompt.encode()).tolist()
+    return "".join(piece for *_, piece in stream_texts(decoder, tokenizer, [ids], options, seed))

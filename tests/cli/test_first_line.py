@@ -35,7 +35,7 @@ ANSWERS = {
     "train --resume nowhere": (2, None),
     "generate --help": (0, ""),
     "generate nowhere": (2, None),
-    "generate RUN --prompt a": (0, ""),
+    "generate RUN --prompt a --num-tokens 0": (0, ""),  # of written ones the speed is said
     "report --help": (0, ""),
     "report nowhere --every soon": (2, None),
     "compare --help": (0, ""),

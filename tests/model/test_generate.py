@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig
 from moe_ffn.model.decoder import DecoderOutput
-from moe_ffn.model.generate import generate
+from moe_ffn.model.generate import Sampling, generate, generate_batch
 
 VOCAB, MAX_LEN = 7, 6
 
@@ -26,6 +28,7 @@ class Fixed(nn.Module):
     """Answers with given logits, and notes what it was shown."""
 
     max_seq_len = 4
+    config = SimpleNamespace(not_cached_because="it keeps nothing")
 
     def __init__(self, logits_V: list[float]) -> None:
         super().__init__()
@@ -79,6 +82,30 @@ def test_top_k_chooses_among_the_k_best() -> None:
     assert set(sample(model, temperature=2.0, top_k=99)) == {0, 1, 2, 3}
 
 
+def test_top_p_chooses_among_the_fewest_that_have_it_together() -> None:
+    model = Fixed([math.log(share) for share in (0.1, 0.5, 0.15, 0.25)])
+    for top_p, expected in (
+        (1e-9, {1}),
+        (0.5, {1}),
+        (0.51, {1, 3}),
+        (0.74, {1, 3}),
+        (0.89, {1, 2, 3}),
+        (0.91, {0, 1, 2, 3}),
+        (1, {0, 1, 2, 3}),
+    ):
+        assert set(sample(model, temperature=1.0, top_p=top_p)) == expected
+    # At temperature 0.5 the shares are squared, and the first has 0.725 of their sum.
+    assert set(sample(model, temperature=0.5, top_p=0.7)) == {1}
+    # Among the two that top_k leaves the first has 2 / 3.
+    assert set(sample(model, temperature=1.0, top_k=2, top_p=0.6)) == {1}
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.1, "a", float("nan")])
+def test_a_top_p_that_is_no_share_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^top_p must be a number above 0 and at most 1, got "):
+        sample(Fixed([0.0]), top_p=value)
+
+
 def test_temperature_divides_the_logits() -> None:
     # Logits (0, ln 3): probabilities 1/4 and 3/4. At temperature 0.5, (0, 2 ln 3): 1/10 and 9/10.
     model = Fixed([0.0, 1.0986123])
@@ -112,6 +139,20 @@ def test_evaluation_is_dropless_however_long_the_text() -> None:
 
 def test_no_tokens_to_write_give_an_empty_text() -> None:
     assert generate(decoder(), torch.tensor([1]), 0).shape == (0,)
+
+
+def test_a_prompt_longer_than_the_context_is_refused() -> None:
+    message = (
+        r"^prompt_ids has 7 tokens, but the model was built for max_seq_len \(6\); give a shorter "
+        "prompt, such as its last 6 tokens$"
+    )
+    with pytest.raises(ValueError, match=message):
+        generate(decoder(), torch.zeros(7, dtype=torch.int64), 1)
+    assert generate(decoder(), torch.zeros(6, dtype=torch.int64), 2).shape == (2,)
+
+
+def test_a_batch_of_no_prompts_gives_no_texts() -> None:
+    assert generate_batch(decoder(), [], 3, Sampling()) == []
 
 
 @pytest.mark.parametrize("shape", [(0,), (1, 3), ()], ids=str)

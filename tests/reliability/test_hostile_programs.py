@@ -166,7 +166,7 @@ TRACED: dict[str, tuple[tuple[str, ...], str | None]] = {
 GENERATED: dict[str, tuple[tuple[str, ...], str | None]] = {
     "an empty prompt": (("--prompt", "", "--num-tokens", "2"), "prompt"),
     "bytes that are no text": (("--prompt", "a\udcff", "--num-tokens", "2"), "prompt"),
-    "a prompt longer than a sequence": (("--prompt", "a" * 3_000, "--num-tokens", "2"), None),
+    "a prompt longer than a sequence": (("--prompt", "a" * 3_000, "--num-tokens", "2"), "--prompt"),
     "a seed beyond 64 bits": (("--seed", "9" * 30, "--num-tokens", "2"), "--seed"),
     "a negative seed": (("--seed=-9223372036854775809", "--num-tokens", "2"), "--seed"),
     "no tokens": (("--num-tokens", "0"), None),

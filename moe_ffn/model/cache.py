@@ -1,0 +1,129 @@
+"""What attention keeps of the tokens so far, so that new ones are computed alone.
+
+B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, d width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where the tokens of one forward pass stand in their sequences."""
+
+    places: slice | Tensor
+    """The positions of all rows, or those of each, int64 (B, S), where rows have different lengths."""
+    end: int
+    """L of the longest row."""
+    is_first: bool
+    """True where nothing was kept before: the pass is that of whole sequences."""
+    seen: Tensor | None
+    """bool (B or 1, 1, S, L), what each new token may attend to; None: one token, to all."""
+
+
+class LayerCache:
+    """The keys and values of one layer."""
+
+    new: NewTokens
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._kept: list[Tensor] = []
+
+    def extend(self, *new: Tensor) -> list[Tensor]:
+        """Write (B, H, S, d) behind what is kept; views of all of it, (B, H, L, d)."""
+        if not self._kept:
+            # Zeros: what is not seen has the weight 0, and 0 times a NaN of old memory is NaN.
+            self._kept = [x.new_zeros(*x.shape[:2], self.capacity, x.shape[-1]) for x in new]
+        places, end = self.new.places, self.new.end
+        for kept_BHCd, x_BHSd in zip(self._kept, new, strict=True):
+            if isinstance(places, slice):
+                kept_BHCd[:, :, places] = x_BHSd
+            else:
+                rows_B1 = torch.arange(len(places), device=places.device).unsqueeze(-1)
+                kept_BHCd[rows_B1, :, places] = x_BHSd.transpose(1, 2)
+        return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
+
+    def keep(self, rows: Tensor) -> None:
+        self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
+
+
+class KVCache:
+    """Keys and values of every layer, in memory that is taken once; of latent attention its narrow vectors.
+
+        cache = decoder.new_cache(batch_size=2, capacity=512)
+        decoder(prompts_BS, mask_BS, cache=cache)  # shorter prompts are padded behind their last token
+        decoder(next_B1, cache=cache)
+
+    The token in place j of a row has position j, whatever the lengths of the others.
+    """
+
+    def __init__(self, num_layers: int, batch_size: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.lengths = [0] * batch_size
+        """The tokens that are kept of each row."""
+        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+        self._counts = [0] * batch_size
+
+    def begin(self, token_ids: Tensor, mask: Tensor | None) -> NewTokens:
+        """Where new tokens (B, S) stand; `end` counts them, once all layers have kept them.
+
+        Raises:
+            ValueError: they do not fit, or padding stands before a real token.
+        """
+        num_rows, num_new = token_ids.shape
+        if num_rows != len(self.lengths):
+            raise ValueError(
+                f"token_ids has {num_rows} rows, but the cache was made for a batch of {len(self.lengths)}"
+            )
+        longest = max(self.lengths, default=0)
+        end = longest + num_new
+        if end > self.capacity:
+            raise ValueError(
+                f"{num_new} tokens after {longest} do not fit into the cache, whose capacity is "
+                f"{self.capacity}"
+            )
+        self._counts = [num_new] * num_rows
+        if mask is not None:
+            counts_B1 = mask.sum(dim=-1, keepdim=True)
+            if not torch.equal(mask, torch.arange(num_new, device=mask.device) < counts_B1):
+                raise ValueError(
+                    "mask must have each row's real tokens first and its padding behind them, where there "
+                    "is a cache"
+                )
+            self._counts = counts_B1.flatten().tolist()
+        new = self._place(longest, end, token_ids.device)
+        for layer in self.layers:
+            layer.new = new
+        return new
+
+    def _place(self, longest: int, end: int, device: torch.device) -> NewTokens:
+        is_first, num_new = longest == 0, end - longest
+        if all(length == longest for length in self.lengths):
+            places_S = torch.arange(longest, end, device=device)
+            seen = None if is_first or num_new == 1 else _seen(places_S, end)[None, None]
+            return NewTokens(slice(longest, end), end, is_first, seen)
+        lengths_B1 = torch.tensor(self.lengths, device=device).unsqueeze(-1)
+        places_BS = lengths_B1 + torch.arange(num_new, device=device)
+        return NewTokens(places_BS, end, False, _seen(places_BS, end).unsqueeze(1))
+
+    def end(self) -> None:
+        """The tokens of `begin` are in all layers."""
+        counted = zip(self.lengths, self._counts, strict=True)
+        self.lengths = [length + count for length, count in counted]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            layer.keep(torch.tensor(rows, dtype=torch.int64))
+
+
+def _seen(places: Tensor, end: int) -> Tensor:
+    """Bool (..., L): the places up to each one."""
+    return torch.arange(end, device=places.device) <= places.unsqueeze(-1)

@@ -1,0 +1,111 @@
+"""`python -m experiments.generate`: text as it is written, its speed, and where its tokens went."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ffn.model.generate import generate
+from moe_ffn.report.trace import follow
+from moe_ffn.runs.reader import load_model
+from tests.helpers.tiny_runs import Finished, run_here
+
+LENGTH = 16  # data.seq_len of the tiny runs
+
+
+def program(*argv: object) -> Finished:
+    return run_here(*map(str, argv), program="moe_ffn.cli.generate")
+
+
+def rows_of(shown: str) -> list[str]:
+    """The rows of the tokens; a line of the legend begins with a pair."""
+    return [line for line in shown.splitlines() if re.match(r" *\d+  ", line)]
+
+
+@pytest.fixture(scope="session")
+def dropless_run(run_train: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ffn = "{type: moe, num_experts: 4, shared_expert: swiglu}"
+    return run_train(tmp_path_factory.mktemp("dropless"), "--model.ffn", ffn).folder
+
+
+def test_the_text_is_that_of_generate_and_its_speed_is_on_stderr(dropless_run: Path) -> None:
+    done = program(dropless_run, "--prompt", "the ", "--num-tokens", 30, "--temperature", 0)
+
+    run = load_model(dropless_run)
+    ids = generate(run.decoder, torch.tensor(list(b"the ")), 30, temperature=0)
+    assert done.code == 0
+    assert done.stdout == f"the {run.tokenizer.decode(ids.tolist())}\n"
+    assert re.fullmatch(r"30 tokens in [\d.]+ s, [\d.]+ tokens/s", done.own_lines[-1])
+
+
+def test_it_ends_before_a_stop_string(dropless_run: Path) -> None:
+    argv = (dropless_run, "--prompt", "the ", "--num-tokens", 12, "--top-p", 0.9)
+    text = program(*argv).stdout.removesuffix("\n").removeprefix("the ")
+    stop = text[3:5]
+
+    stopped = program(*argv, "--stop", "\x00\x00", "--stop", stop)
+
+    assert stopped.stdout == f"the {text[: text.index(stop)]}\n"
+
+
+@pytest.mark.parametrize("length", [6, 12], ids=["in the context", "beyond the context"])
+def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: int) -> None:
+    argv = (dropless_run, "--prompt", "a mat ", "--num-tokens", length, "--temperature", 0)
+    done = program(*argv, "--trace")
+
+    text, shown = done.stdout.split("\n\n", 1)
+    rows = rows_of(shown)
+    whole = follow(dropless_run, text.encode()[:LENGTH])
+    assert len(rows) == 6 + length
+    for row, token in zip(rows, whole.tokens, strict=False):
+        visits = [visit for visit in token.visits.values() if visit is not None]
+        experts = [str(choice.expert) for visit in visits for choice in visit.choices]
+        assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts
+
+
+def test_a_trace_of_a_model_with_a_capacity(moe_run: Any) -> None:
+    """Every new token is routed with all before it, which a cache would not do."""
+    argv = (moe_run.folder, "--prompt", "a mat ", "--num-tokens", 4, "--temperature", 0)
+    assert len(rows_of(program(*argv, "--trace").stdout)) == 10
+
+
+REFUSED = {
+    "a long prompt": (
+        ("--prompt", "a" * 17),
+        "error: --prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a "
+        "shorter prompt",
+    ),
+    "an empty prompt": (("--prompt", ""), "error: prompt: must not be empty"),
+    "an empty stop": (
+        ("--prompt", "a", "--stop", ""),
+        "error: stop.0: must not be empty",
+    ),
+    "no share": (("--prompt", "a", "--top-p", "1.5"), "error: top_p: must be at most 1.0, got 1.5"),
+}
+
+
+@pytest.mark.parametrize(("argv", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_answered(dropless_run: Path, argv: tuple[str, ...], message: str) -> None:
+    done = program(dropless_run, *argv)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.own_lines[-1].startswith(message)
+
+
+def test_a_trace_of_a_run_without_routing_is_refused(run_train: Any, tmp_path: Path) -> None:
+    run = run_train(tmp_path, "--model.ffn", "swiglu", "--trainer.max_steps", "1").folder
+    done = program(run, "--prompt", "a", "--trace")
+    assert (done.code, done.stdout) == (2, "")
+    assert "routes no token: its feed-forward blocks are of type 'swiglu'" in done.stderr
+
+
+def test_a_long_prompt_of_a_config_is_refused_before_there_is_a_run(
+    run_train: Any, tmp_path: Path
+) -> None:
+    done = run_train(tmp_path, "--sample.prompt", "a" * 17)
+    assert done.code == 2
+    assert "error: sample.prompt: has 17 tokens, but the model takes sequences of 16" in done.stderr
+    assert not (tmp_path / "runs").exists()

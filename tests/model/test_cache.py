@@ -1,0 +1,273 @@
+"""Decoding with kept keys and values against whole sequences; and recorded experts replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.model.generate import Sampling, generate_batch
+
+VOCAB, MAX_LEN = 13, 12
+
+POSITIONS = ("rope", "sinusoidal", "learned")
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "heads": {},
+    "grouped": {"num_kv_heads": 2, "norm_qk": "head", "bias": True},
+    "latent": {"latent": {"kv_rank": 6, "rotated_dim": 4, "query_rank": 8, "value_dim": 3}},
+}
+
+FFNS: dict[str, dict[str, Any]] = {
+    "dense": {"type": "dense"},
+    "top_k": {"type": "moe", "num_experts": 4},
+    "training capacity": {"type": "moe", "num_experts": 4, "capacity": {"factor": 0.5}},
+    "shared": {"type": "moe", "num_experts": 4, "shared_expert": "swiglu"},
+    "sigmoid": {"type": "moe", "num_experts": 4, "router": {"type": "sigmoid_top_k"}},
+    "copies": {"type": "moe", "num_experts": 4, "zero_computation": {"num_copy": 2}},
+    "hash": {"type": "moe", "num_experts": 4, "router": "hash"},
+    "relu": {"type": "moe", "num_experts": 4, "router": "relu"},
+    "top_p": {"type": "moe", "num_experts": 4, "router": "top_p"},
+    "depths": {
+        "type": "mixture_of_depths",
+        "ffn": {"type": "moe", "num_experts": 4},
+        "router": {"type": "relu", "k": 0.5},
+    },
+}
+
+NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
+    "capacity": (
+        {"type": "moe", "num_experts": 4, "capacity": {"eval_factor": 1.0}},
+        r"ffn.capacity.eval_factor \(1\) lets tokens displace each other; set it to null",
+    ),
+    "forced": (
+        {"type": "moe", "num_experts": 4, "router": "forced"},
+        "ffn.router.type 'forced' routes by position; use 'top_k'",
+    ),
+    "conv": ({"type": "conv"}, r"ffn.kernel_size \(3\) looks at earlier tokens; use kernel_size 1"),
+    "inside a shared expert": (
+        {"type": "moe", "num_experts": 4, "shared_expert": "conv"},
+        r"ffn.shared_expert.kernel_size \(3\) looks at earlier tokens",
+    ),
+}
+
+CASES = [
+    *((positions, kind, "top_k") for positions in POSITIONS for kind in ATTENTION),
+    *(("rope", "heads", ffn) for ffn in FFNS if ffn != "top_k"),
+    ("learned", "latent", "shared"),
+    ("sinusoidal", "grouped", "depths"),
+]
+
+
+def decoder(
+    positions: str = "rope",
+    attention: Mapping[str, Any] | None = None,
+    ffn: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Decoder:
+    torch.manual_seed(0)
+    options = {
+        "d_model": 16,
+        "num_layers": 2,
+        "attention": {"num_heads": 4, **(attention or {})},
+        "positions": positions,
+        "ffn": ffn or FFNS["top_k"],
+        **config,
+    }
+    model = DecoderConfig.model_validate(options).build(VOCAB, MAX_LEN).double().eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)  # decided, so that tokens do not tie
+    return model
+
+
+def token_ids(*shape: int) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def greedy(model: Decoder, prompt_ids: Tensor, num_tokens: int) -> list[int]:
+    """The most probable token each time, from the last tokens as a whole."""
+    ids = prompt_ids
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids = torch.cat([ids, model(ids[None, -MAX_LEN:]).logits[0, -1].argmax()[None]])
+    return ids[len(prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize(("positions", "kind", "ffn"), CASES, ids=map("-".join, CASES))
+@torch.no_grad()
+def test_token_by_token_gives_what_the_whole_sequence_gives(
+    positions: str, kind: str, ffn: str
+) -> None:
+    model = decoder(positions, ATTENTION[kind], FFNS[ffn])
+    ids = token_ids(2, MAX_LEN)
+    whole = model(ids)
+    cache = model.new_cache(2)
+    parts = [model(part, cache=cache) for part in ids.split([5, 1, 1, 3, 2], dim=1)]
+
+    torch.testing.assert_close(
+        torch.cat([part.logits for part in parts], dim=1), whole.logits, rtol=0, atol=1e-5
+    )  # the tables of positions are float32
+    assert torch.equal(parts[0].logits, model(ids[:, :5]).logits)  # as without a cache, to the bit
+    for name, expert_ids in model.recorded_experts(whole).items():
+        assert torch.equal(
+            torch.cat([model.recorded_experts(part)[name] for part in parts], dim=1), expert_ids
+        )
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_rows_of_different_lengths_write_what_each_writes_alone(positions: str, kind: str) -> None:
+    model = decoder(positions, ATTENTION[kind])
+    prompts = [token_ids(9)[:length] for length in (3, 9, 1, 9)]
+    alone = [greedy(model, prompt_ids, 7) for prompt_ids in prompts]  # two outgrow the context
+
+    together = generate_batch(model, prompts, 7, Sampling(temperature=0))
+
+    assert [ids.tolist() for ids in together] == alone
+    assert len({tuple(ids) for ids in alone}) > 1
+
+
+@torch.no_grad()
+def test_rows_of_different_lengths_go_on_by_several_tokens() -> None:
+    model, ids = decoder(attention=ATTENTION["grouped"]), token_ids(2, 9)
+    cache = model.new_cache(2)
+    mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2])
+    model(ids[:, :4], mask, cache=cache)
+    first, second = ids[0, 4:7], ids[1, 2:5]
+    got = model(torch.stack([first, second]), cache=cache).logits
+
+    for row, length in ((0, 7), (1, 5)):
+        wanted = model(ids[row : row + 1, :length]).logits[0, -3:]
+        torch.testing.assert_close(got[row], wanted, rtol=0, atol=1e-5)
+    assert cache.lengths == [7, 5]
+
+
+@pytest.mark.parametrize(("ffn", "why"), NOT_CACHED.values(), ids=NOT_CACHED)
+def test_what_looks_at_other_tokens_is_computed_as_a_whole(ffn: dict[str, Any], why: str) -> None:
+    model = decoder(ffn=ffn)
+    with pytest.raises(ValueError, match=f"^the model takes no cache: {why}"):
+        model.new_cache(1)
+    prompts = [token_ids(5)[:length] for length in (5, 2)]
+
+    got = generate_batch(model, prompts, 4, Sampling(temperature=0))
+
+    assert [ids.tolist() for ids in got] == [greedy(model, prompt, 4) for prompt in prompts]
+
+
+def test_a_token_at_a_time_is_all_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = decoder(), []
+    forward = model.layers[0].forward
+
+    def noting(x: Tensor, *given: Any) -> Any:
+        shapes.append(tuple(x.shape[:2]))
+        return forward(x, *given)
+
+    monkeypatch.setattr(model.layers[0], "forward", noting)
+    generate_batch(model, [token_ids(4), token_ids(2)], 9, Sampling(temperature=0))
+
+    # The longer row outgrows the 12 tokens with its last one; the shorter never does.
+    assert shapes == [(2, 4), *[(2, 1)] * 8]
+    shapes.clear()
+    generate_batch(model, [token_ids(10), token_ids(4)], 5, Sampling(temperature=0))
+    assert shapes == [(2, 10), *[(2, 1)] * 2, *[(1, 1), (1, MAX_LEN)] * 2]
+
+
+def test_what_a_cache_cannot_hold_is_refused() -> None:
+    model, ids = decoder(), token_ids(1, 4)
+    with pytest.raises(ValueError, match=r"^a cache has no gradient: call .* torch.no_grad\(\)"):
+        model(ids, cache=model.new_cache(1))
+    with torch.no_grad():
+        cache = model.new_cache(1, capacity=6)
+        model(ids, cache=cache)
+        with pytest.raises(ValueError, match=r"^4 tokens after 4 do not fit .* capacity is 6$"):
+            model(ids, cache=cache)
+        with pytest.raises(ValueError, match=r"^token_ids has 1 rows, but .* a batch of 2$"):
+            model(ids, cache=model.new_cache(2))
+        mask = torch.tensor([[False, True, True, True]])
+        with pytest.raises(ValueError, match=r"^mask must have each row's real tokens first"):
+            model(ids, mask, cache=model.new_cache(1))
+    both = decoder(causal=False)
+    with pytest.raises(
+        ValueError, match=r"takes no cache: causal \(false\) lets a token see later"
+    ):
+        both.new_cache(1)
+
+
+# -- replay
+
+
+REPLAYED = {
+    "top_k": {"type": "top_k"},
+    "after": {"type": "top_k", "softmax": "after"},
+    "sigmoid": {"type": "sigmoid_top_k"},
+}
+
+
+@pytest.mark.parametrize("router", REPLAYED.values(), ids=REPLAYED)
+def test_recorded_experts_give_the_run_again_and_others_another(router: dict[str, Any]) -> None:
+    model = decoder(ffn={"type": "moe", "num_experts": 4, "router": router}).float()
+    ids = token_ids(2, 8)
+    output = model(ids)
+    recorded = model.recorded_experts(output)
+    assert {name: tuple(found.shape) for name, found in recorded.items()} == {
+        "layer_00": (2, 8, 2),
+        "layer_01": (2, 8, 2),
+    }
+    assert torch.equal(model(ids, replay=recorded).logits, output.logits)
+
+    with torch.no_grad():  # the router has moved since, as that of a trainer has
+        for built in model.routers().values():
+            (weight,) = built.parameters()
+            weight.add_(torch.randn(4, 16))
+    moved = model(ids)
+    assert not torch.equal(model.recorded_experts(moved)["layer_00"], recorded["layer_00"])
+    replayed = model(ids, replay=recorded)
+    assert not torch.equal(replayed.logits, moved.logits)
+    for name, expert_ids in model.recorded_experts(replayed).items():
+        assert torch.equal(expert_ids, recorded[name])
+    weights = replayed.routings["layer_00"].weights_N
+    scores_TE = replayed.routings["layer_00"].scores_TE
+    assert scores_TE is not None
+    if router == REPLAYED["top_k"]:  # its own scores of those experts
+        assert torch.equal(
+            weights, scores_TE.gather(1, recorded["layer_00"].flatten(0, 1)).flatten()
+        )
+    replayed.logits.square().sum().backward()
+    for built in model.routers().values():
+        (weight,) = built.parameters()
+        assert weight.grad is not None
+        assert weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_what_was_decoded_with_a_cache_is_replayed_as_a_sequence() -> None:
+    model, ids = decoder(), token_ids(1, 8)
+    cache = model.new_cache(1)
+    parts = [model(part, cache=cache) for part in ids.split([3, 1, 1, 1, 1, 1], dim=1)]
+    steps = [model.recorded_experts(part) for part in parts]
+    recorded = {name: torch.cat([step[name] for step in steps], dim=1) for name in steps[0]}
+    assert torch.equal(model(ids, replay=recorded).logits, model(ids).logits)
+
+
+def test_experts_that_cannot_be_replayed_are_refused() -> None:
+    model, ids = decoder(ffn_at={"1": FFNS["depths"]}), token_ids(1, 3)
+    recorded = model.recorded_experts(model(ids))
+    assert list(recorded) == ["layer_00"]
+    for name in ("layer_01", "layer_01/inner", "layer_7"):
+        with pytest.raises(
+            ValueError,
+            match=f"^replay: '{name}' has no router that takes recorded experts; those of layer_00 do$",
+        ):
+            model(ids, replay={name: recorded["layer_00"]})
+    with pytest.raises(
+        ValueError, match=r"'layer_00' must lie in \[0, 4\), but reach from 1 to 4$"
+    ):
+        model(ids, replay={"layer_00": torch.tensor([[[1, 4]] * 3])})
+    with pytest.raises(ValueError, match=r"expert_ids must have the leading shape of x, \(1, 3\)"):
+        model(ids, replay={"layer_00": recorded["layer_00"][:, 1:]})
+    with pytest.raises(ValueError, match=r"expert_ids must be int64, but is torch\.int32"):
+        model(ids, replay={"layer_00": recorded["layer_00"].int()})
