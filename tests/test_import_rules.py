@@ -61,6 +61,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
     # Sees FFNBlock and its configs, not what stands behind them.
     "model": FOUNDATION | {"ffn", "routing"},
+    # Models made of trained ones.
+    "initialising": FOUNDATION
+    | {"model", "ffn", "experts", "routing", "kernels", "config_files", "option_tree"},
     "metrics": FOUNDATION | {"balancing"},
     "data": FOUNDATION,
     "training": FOUNDATION
@@ -81,7 +84,7 @@ for _room, _below in {
     "interop": {"runs"},
     "studies": {"runs", "option_tree"},
     "report": {"studies"},
-    "cli": {"report", "interop", "option_tree"},
+    "cli": {"report", "interop", "option_tree", "initialising"},
 }.items():
     MAY_IMPORT[_room] = set().union(_below, *(MAY_IMPORT[name] for name in _below))
 MAY_IMPORT["__init__"] = FOUNDATION | {
@@ -114,7 +117,7 @@ ONLY_PLACES = {
         "moe_ffn/metrics/plotting.py",
         "moe_ffn/training/monitoring/loggers.py",
     },
-    "scipy": {"moe_ffn/studies"},
+    "scipy": {"moe_ffn/studies", "moe_ffn/initialising"},
     "matplotlib": {"moe_ffn/report"},
     "wandb_workspaces": {"moe_ffn/report/dashboard"},
 }

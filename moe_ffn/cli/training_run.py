@@ -27,6 +27,7 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, command, first_line, reason
 from moe_ffn.import_path import explaining_outside_errors
+from moe_ffn.interop.init_from import Source, fit_weights, read_source
 from moe_ffn.interop.pretrained import write_model_folder
 from moe_ffn.metrics import unigram_loss
 from moe_ffn.model.decoder import Decoder
@@ -72,6 +73,12 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
     precision, layout = assemble.check_trainer(config)
+    source: Source | None = None
+    if (
+        config.init_from is not None and resume is None
+    ):  # before data is prepared, which may take long
+        source = read_source(config.init_from, "init_from")
+        source.require_fitting(config.model)
     with explaining_outside_errors():
         data = prepare(config.data, progress=is_main)
         run_prompt(config.sample, data, config.data.seq_len)  # refused before there is a folder
@@ -89,6 +96,13 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             start = go_on(resume, data, module, say)
             if config.trainer.precision == "auto":
                 precision = first_precision(resume.folder, start, precision)
+        if config.init_from is not None and (start is None or start.checkpoint is None):
+            source = source or read_source(config.init_from, "init_from")
+            source.require_same_tokens(data.tokenizer)
+            weights, lines = fit_weights(source, module.decoder)
+            module.start_from(weights)
+            for line in lines:
+                say(line)
         run_id = (start and start.run_id) or new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
         saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)

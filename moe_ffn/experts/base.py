@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe_ffn.config import TaggedConfig
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import Memory
 
 
@@ -36,6 +37,10 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         """Forward FLOPs of one expert on one token."""
 
+    def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
+        """The same experts, as wide as now however many of them a token then goes to."""
+        return self
+
     def refusal_on(self, device: str) -> Refusal | None:
         """Why the experts do not run on a kind of device, `cpu` or `cuda`; None where they do."""
         return None
@@ -57,6 +62,10 @@ class Experts(nn.Module, ABC):
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         """Gather, compute, weight and add up as `plan` says; the shape and dtype of `x_TD`."""
+
+    def weights(self) -> ExpertWeights | None:
+        """The parameters themselves, as those of E networks with hidden units; None of any other kind."""
+        return None
 
     def memories(self, x_TD: Tensor, plan: Plan) -> list[Memory]:
         """The hidden units of each expert, and how its tokens activate them; empty where it has none."""

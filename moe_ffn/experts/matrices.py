@@ -65,6 +65,9 @@ class MatrixExpertsConfig(ExpertsConfig, frozen=True):
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
         return self.num_matrices * linear_flops(d_model, self.width(d_model, experts_per_token))
 
+    def with_fixed_width(self, d_model: int, experts_per_token: float) -> MatrixExpertsConfig:
+        return self.model_copy(update={"d_ff": self.width(d_model, experts_per_token)})
+
     def refusal_on(self, device: str) -> Refusal | None:
         needed = BACKEND_DEVICES.get(self.backend, device)
         if needed == device:

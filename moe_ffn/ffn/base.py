@@ -15,6 +15,7 @@ from moe_ffn.dispatch import Dispatcher
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig
 from moe_ffn.sizes import MatchConfig
@@ -115,6 +116,18 @@ class FFNConfig(TaggedConfig, frozen=True):
         """The experts in the option `experts`; None for a block without any."""
         return None
 
+    def as_experts(self, d_model: int) -> ExpertsConfig | None:
+        """Experts each of which is a network such as this block; None where experts of that kind are none."""
+        return None
+
+    def with_num_experts(self, num_experts: int, d_model: int) -> FFNConfig | None:
+        """The block with so many experts, each as wide as now; None where it has no experts of its own.
+
+        Raises:
+            ValueError: its router cannot serve so few.
+        """
+        return None
+
     def refusal_on(self, device: str) -> Refusal | None:
         """Why the block, or one inside it, does not run on a kind of device, `cpu` or `cuda`."""
         parts = {option: block.refusal_on(device) for option, block in self.inner_blocks().items()}
@@ -197,6 +210,13 @@ class FFNBlock(nn.Module, ABC):
 
         Nothing where no router chooses experts.
         """
+
+    def networks(self) -> ExpertWeights | None:
+        """Its weights as those of E networks, one of a dense block; None where they are of another kind.
+
+        Those of experts are the parameters themselves.
+        """
+        return None
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         """The hidden units of each network in the block, and how `x` activates them.

@@ -6,7 +6,7 @@ T tokens, B sequences, S tokens of a sequence, D model width
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.errors import Refusal
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.matrices import GatedExpertsConfig, MLPExpertsConfig
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.kernels.base import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
     Activation,
+    ExpertWeights,
     GatedType,
     check_dtype,
 )
@@ -86,6 +89,12 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
 
     by_token: ClassVar[bool] = True
 
+    def as_experts(self, d_model: int) -> ExpertsConfig:
+        width = self.width(d_model)
+        return MLPExpertsConfig(
+            activation=self.activation, d_ff=width, bias=self.bias, dropout=self.dropout
+        )
+
     def build(self, d_model: int) -> FFNBlock:
         return DenseFFN(self, d_model)
 
@@ -106,6 +115,10 @@ class GatedConfig(HiddenWidthConfig, frozen=True):
 
     def width(self, d_model: int) -> int:
         return given_width(self.d_ff) or gated_width(d_model, self.multiple_of)
+
+    def as_experts(self, d_model: int) -> ExpertsConfig:
+        width = self.width(d_model)
+        return GatedExpertsConfig(type=self.type, d_ff=width, bias=self.bias, dropout=self.dropout)
 
     def build(self, d_model: int) -> FFNBlock:
         return GatedFFN(self, d_model)
@@ -173,6 +186,9 @@ class IdentityFFN(FFNBlock):
 class HiddenWidthFFN(FFNBlock):
     """A block with a hidden width; checks its input and leaves the computation to `transform`."""
 
+    config: Any
+    """The config that built it, of the block's own class."""
+
     def __init__(self, config: HiddenWidthConfig, d_model: int, activation: Activation) -> None:
         super().__init__()
         self.config = config
@@ -226,6 +242,15 @@ class DenseFFN(HiddenWidthFFN):
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
 
+    def networks(self) -> ExpertWeights:
+        return ExpertWeights(
+            self.config.activation,
+            self.up.weight[None],
+            self.down.weight[None],
+            up_bias_EH=None if self.up.bias is None else self.up.bias[None],
+            down_bias_ED=None if self.down.bias is None else self.down.bias[None],
+        )
+
     @property
     def values_FD(self) -> Tensor:
         return self.down.weight.t()
@@ -247,6 +272,17 @@ class GatedFFN(HiddenWidthFFN):
 
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
+
+    def networks(self) -> ExpertWeights:
+        into, bias = (self.gate, self.up), self.gate.bias
+        return ExpertWeights(
+            GATE_ACTIVATIONS[self.config.type],
+            torch.cat([linear.weight for linear in into])[None],
+            self.down.weight[None],
+            gated=True,
+            up_bias_EH=None if bias is None else torch.cat([linear.bias for linear in into])[None],
+            down_bias_ED=None if bias is None else self.down.bias[None],
+        )
 
     @property
     def values_FD(self) -> Tensor:

@@ -20,6 +20,7 @@ from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router
@@ -120,6 +121,11 @@ class MoEConfig(FFNConfig, frozen=True):
     def expert_stack(self) -> ExpertStack:
         return ExpertStack(self.experts, self.num_experts, self.experts_per_token)
 
+    def with_num_experts(self, num_experts: int, d_model: int) -> MoEConfig:
+        experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
+        options = {**dict(self), "num_experts": num_experts, "experts": experts}
+        return type(self).model_validate(options)
+
     def build(self, d_model: int) -> FFNBlock:
         return MoEFFN(self, d_model)
 
@@ -207,6 +213,9 @@ class MoEFFN(FFNBlock):
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts, self.num_experts)
+
+    def networks(self) -> ExpertWeights | None:
+        return self.experts.weights()
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
         x_TD, flat = flatten_tokens(x, context)

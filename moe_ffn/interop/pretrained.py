@@ -105,7 +105,7 @@ def write_model_folder(
     if tokenizer is not None and (definition := tokenizer.to_hugging_face()) is not None:
         texts[TOKENIZER_FILE] = json.dumps(definition, ensure_ascii=False) + "\n"
     try:
-        _require_replaceable(folder)
+        require_replaceable(folder)
         with replacing_folder(folder) as unfinished:
             for name, text in {**texts, **code_files(config)}.items():
                 write_file(unfinished, name, text)
@@ -117,7 +117,7 @@ def write_model_folder(
         ) from error
 
 
-def _require_replaceable(folder: Path) -> None:
+def require_replaceable(folder: Path) -> None:
     """ConfigError where something is there that would be lost."""
     if (kind := kind_of(folder)) is None:
         return

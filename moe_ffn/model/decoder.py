@@ -96,7 +96,7 @@ class DecoderConfig(Config, frozen=True):
         """The block of each layer, after the option that it comes from: `ffn` or `ffn_at.1::2`."""
         layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
-            chosen = range(self.num_layers)[_parse_slice(where)]
+            chosen = range(self.num_layers)[parse_slice(where)]
             if not chosen:
                 raise ValueError(
                     f"ffn_at '{where}' names none of the {self.num_layers} layers "
@@ -247,7 +247,7 @@ def short_name(name: str) -> str:
     return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
-def _parse_slice(text: str) -> slice:
+def parse_slice(text: str) -> slice:
     """`"1::2"` as a slice; a lone `"3"` is that one layer."""
     try:
         numbers = [int(part) if part.strip() else None for part in text.split(":")]

@@ -15,6 +15,7 @@ from moe_ffn.routing.base import routing_of_pairs as routing_of_pairs
 from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig as ExpertChoiceRouterConfig
 from moe_ffn.routing.forced import ForcedRouterConfig as ForcedRouterConfig
 from moe_ffn.routing.hash import HashRouterConfig as HashRouterConfig
+from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig as NeuronTopKRouterConfig
 from moe_ffn.routing.noisy_top_k import NoisyTopKRouterConfig as NoisyTopKRouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig as ReLURouterConfig
 from moe_ffn.routing.sinkhorn import SinkhornRouterConfig as SinkhornRouterConfig

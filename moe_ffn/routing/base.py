@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
-from moe_ffn.errors import Refusal
+from moe_ffn.errors import ConfigError, Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 
@@ -137,6 +137,17 @@ class Router(nn.Module, ABC):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         """Route flattened tokens; `context` is flattened too (`outputs.flatten_tokens`)."""
 
+    def rows(self) -> dict[str, Tensor]:
+        """Its parameters and buffers, by name, each of which has a row for each expert.
+
+        Raises:
+            ConfigError: something in it has none, so that its experts cannot be chosen from.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no row for each expert, so that its experts cannot be made others; "
+            "use router.type top_k or sigmoid_top_k"
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `module.bfloat16()` comes through here. A step of 0.001 is lost on a bfloat16 bias near 1.
         kept = self.correction_bias_E
@@ -166,6 +177,12 @@ class LinearRouter(Router):
             noise_TD = torch.empty_like(x_TD, dtype=self.projection.dtype_for(x_TD))
             x_TD = x_TD * noise_TD.uniform_(1 - jitter, 1 + jitter)
         return self.projection(x_TD)
+
+    def rows(self) -> dict[str, Tensor]:
+        found = self.state_dict(keep_vars=True)
+        num_experts = len(self.projection.weight)
+        have_rows = all(rows.ndim and len(rows) == num_experts for rows in found.values())
+        return found if have_rows else super().rows()
 
     def extra_repr(self) -> str:
         return describe_options(self.config, without=["type"])

@@ -55,6 +55,9 @@ class TrainConfig(Config, frozen=True):
     """Seed of the initial weights, the data order, dropout and sampling."""
     run: RunConfig = RunConfig()
     """Where the run is written."""
+    init_from: str | None = Field(default=None, min_length=1)
+    """Folder of a model, or of a run, whose weights it begins with; a resumed run reads its checkpoint.
+    What this model has and that one lacks is drawn anew."""
     model: DecoderConfig = DecoderConfig()
     """The Transformer, and its feed-forward block."""
     data: DataConfig = DataConfig()

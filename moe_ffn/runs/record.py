@@ -44,7 +44,9 @@ def new_run_id() -> str:
 
 def fixed_options(config: TrainConfig) -> dict[str, Any]:
     """The options that cannot be changed when a run is resumed."""
+    began_with = {} if config.init_from is None else {"init_from": config.init_from}
     return {
+        **began_with,
         "seed": config.seed,
         "model": _without_free(comparable_options(config.model)),
         "data": {

@@ -88,7 +88,8 @@ def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
 
 def identity(result: RunResult) -> str:
     """Equal for runs that differ in nothing but their seed, and what does not change training."""
-    kept = {key: value for key, value in result.config.items() if key not in UNCOMPARED}
+    # Null is what an option is of which older results know nothing.
+    kept = {k: v for k, v in result.config.items() if k not in UNCOMPARED and v is not None}
     return json.dumps(kept, sort_keys=True)
 
 

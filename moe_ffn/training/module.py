@@ -6,9 +6,10 @@ B batch, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.distributed
 from lightning import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -111,6 +112,7 @@ class LanguageModel(LightningModule):
         self._layout = layout
         self._compiles = compiles
         self._is_configured = False
+        self._initial_weights: Mapping[str, Tensor] = {}
         self._generator_state = torch.get_rng_state()
         self._default_dtype = torch.get_default_dtype()
         self.decoder: Decoder = (
@@ -145,6 +147,17 @@ class LanguageModel(LightningModule):
             logger=False,
         )
 
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with these in the place of weights that are drawn, by their names in the decoder.
+
+        Args:
+            weights: whole, and the same on every rank; a sharded model reads them in `configure_model`.
+        """
+        if self._layout.is_sharded:
+            self._initial_weights = weights
+        else:
+            _copy_into(self.decoder, weights)
+
     def setup(self, stage: str) -> None:
         # Before a checkpoint is read: Lightning converts after, which rounds float64 weights to float32.
         self.trainer.precision_plugin.convert_module(self)
@@ -171,11 +184,15 @@ class LanguageModel(LightningModule):
         """
         sharder = Sharder(self._layout, self.trainer.strategy.root_device.type)
         convert = self.trainer.precision_plugin.convert_module
+        weights, numbers = self._initial_weights, count()
 
         def shard(layer: Block) -> None:
+            _copy_into(layer, weights, f"layers.{next(numbers)}.")
             sharder.shard_layer(convert(layer))
 
         decoder = self._build(on_layer=shard)
+        _copy_into(decoder, {k: v for k, v in weights.items() if not k.startswith("layers.")})
+        self._initial_weights = {}
         sharder.shard_rest(cast("Decoder", convert(decoder)))
         return decoder
 
@@ -434,3 +451,11 @@ class LanguageModel(LightningModule):
         summed = self.trainer.strategy.reduce(value, reduce_op="sum")
         assert isinstance(summed, Tensor)
         return summed
+
+
+@torch.no_grad()
+def _copy_into(module: nn.Module, weights: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Put weights, as far as there are any, in the place of a module's own."""
+    for name, value in module.state_dict().items():
+        if (found := weights.get(prefix + name)) is not None:
+            value.copy_(found)

@@ -32,6 +32,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "sigmoid_top_k-groups": {"groups": {"num_groups": 2, "keep": 1}, "scale": 2.5},
     },
     "noisy_top_k": {"noisy_top_k": {}, "noisy_top_k-all": {"k": 4, "bias": True}},
+    "neuron_top_k": {
+        "neuron_top_k": {},
+        "neuron_top_k-k1": {"k": 1, "correction_bias": True, "bias": True},
+    },
     "top_p": {
         "top_p": {},
         "top_p-renormalized": {"p": 0.6, "max_k": 3, "renormalize": True},

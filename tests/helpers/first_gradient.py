@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ def fit(
     layout: Layout = WHOLE,
     *more: Callback,
     precision: str = "32-true",
+    weights: Mapping[str, Tensor] | None = None,
 ) -> LanguageModel:
-    """Train on the machine that the config asks for, with these callbacks beside those of a run."""
+    """Train on the machine that the config asks for, with these callbacks beside those of a run.
+
+    Args:
+        weights: what the decoder begins with in the place of what is drawn.
+    """
     data = prepare(config.data, progress=False)
     torch.manual_seed(config.seed)
     module = build_module(config, data, layout)
+    module.start_from(weights or {})
     callbacks = make_callbacks(config, data, folder)
     trainer: Any = build_trainer(config, folder, precision, [], callbacks, layout)
     trainer.callbacks += more

@@ -257,6 +257,37 @@ def test_ranks_begin_with_the_weights_of_one_process(
             assert torch.equal(weights[name], value), name
 
 
+def weights_from(
+    rank: int, config: TrainConfig, layout: Layout, folder: Path, given: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights with which a fit begins that was given some."""
+    keep = KeepFirstWeights()
+    fit(config, folder, layout, keep, weights=given)
+    return keep.weights
+
+
+@pytest.mark.parametrize("name", ["DDP 2", "FSDP 2", "EP 2 x FSDP 2"])
+def test_ranks_begin_with_weights_that_are_given(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    layout, generator = LAYOUTS[name], torch.Generator().manual_seed(5)
+    config = step_of(make_config, "shared", layout.num_ranks, layout.num_ranks)
+    alone = first_weights(0, step_of(make_config, "shared", 1, 1), Layout(), tmp_path, "32-true")
+    given = {
+        key.removeprefix("decoder."): torch.randn(value.shape, generator=generator)
+        for key, value in alone.items()
+        if ".router." not in key  # these are drawn, as in one process
+    }
+    of_ranks = on_ranks(layout.num_ranks, tmp_path, weights_from, config, layout, tmp_path, given)
+
+    assert 10 < len(given) < len(alone)
+    for weights in of_ranks:
+        assert weights.keys() == alone.keys()
+        for key, value in weights.items():
+            wanted = given.get(key.removeprefix("decoder."), alone[key])
+            assert torch.equal(value, wanted), key
+
+
 def compiled_on_a_rank(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> Any:
     """The step, and how many graphs torch traced for it."""
     compile_module, graphs = torch.nn.Module.compile, []

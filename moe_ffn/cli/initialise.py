@@ -1,0 +1,153 @@
+"""Make a model of trained ones, without training, and write it as a model folder.
+
+moe-ffn initialise --source runs/dense --output models/sparse --method.type upcycle
+
+A run begins with what it wrote by `--init_from models/sparse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import Field
+from torch import Generator, Tensor
+
+from moe_ffn import trust
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.parser import Parser
+from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.data.batches import TrainBatches
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
+from moe_ffn.errors import ConfigError, command
+from moe_ffn.initialising import InitialiserConfig, UpcycleConfig
+from moe_ffn.interop.init_from import Source, read_source
+from moe_ffn.interop.pretrained import require_replaceable, save_pretrained
+from moe_ffn.model.decoder import Decoder
+
+_COMPARED_SEQUENCES = 8
+
+
+class TextConfig(Config, frozen=True):
+    """The text that a model is looked at with."""
+
+    data: DataConfig | None = None
+    """The text, and how it is cut into sequences; null: what the run of the source read. Its tokenizer is
+    that of the source."""
+    num_tokens: int = Field(default=65_536, ge=1, le=MAX_COUNT)
+    """Tokens of the training split that are looked at, in whole sequences."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of all that is drawn, and of which text is looked at."""
+
+    def prepared(self, source: Source) -> tuple[DataConfig, PreparedData]:
+        """The text as tokens of the source, in sequences that it takes.
+
+        Raises:
+            ConfigError: none is named, it cannot be read, or the source has no tokenizer.
+        """
+        config = self.data
+        if config is not None:
+            config = config.model_copy(update={"tokenizer": source.tokenizer_config})
+        elif source.data is not None:
+            config = source.data
+        else:
+            raise ConfigError(
+                f"data: '{source.folder}' does not say what it was trained on; give a text, as in "
+                "--data.corpus '{type: text, paths: [FOLDER]}', or the folder of a run as the source"
+            )
+        seq_len = min(config.seq_len, source.decoder.max_seq_len)
+        config = config.model_copy(update={"seq_len": seq_len})
+        data = prepare(config)
+        source.require_same_tokens(data.tokenizer)
+        return config, data
+
+    def ids(self, config: DataConfig, data: PreparedData) -> Tensor:
+        """(B, S) tokens of the training split."""
+        count = max(1, self.num_tokens // config.seq_len)
+        batches = TrainBatches(data.train, seq_len=config.seq_len, batch_size=count, seed=self.seed)
+        return batches[0].input_ids
+
+    @property
+    def generator(self) -> Generator:
+        return Generator().manual_seed(self.seed)
+
+
+class InitialiseConfig(TextConfig, frozen=True):
+    """How a model is made of trained ones."""
+
+    method: InitialiserConfig = UpcycleConfig()
+    """What is made of them."""
+
+
+def main(argv: Sequence[str]) -> int:
+    flags, rest = _parser(add_help=False).parse_known_args(argv)
+    config = parse_config(rest, InitialiseConfig, command("initialise"), _add_flags)
+    if not flags.source or flags.output is None:
+        raise ConfigError(
+            "--source FOLDER and --output FOLDER are needed: a model or a run, and where to write what "
+            "is made"
+        )
+    method = config.method
+    if len(flags.source) > 1 and not method.takes_several:
+        raise ConfigError(
+            f"--source: names {len(flags.source)} folders, and method.type '{method.type}' is made of one; "
+            "give one, or use mix"
+        )
+    if flags.output.resolve() in [Path(folder).resolve() for folder in flags.source]:
+        raise ConfigError(f"--output: '{flags.output}' is a source too; choose another folder")
+    require_replaceable(flags.output.absolute())
+    sources = [
+        read_source(folder, "--source", trust_code=flags.trust_code) for folder in flags.source
+    ]
+    first = sources[0]
+    for other in sources[1:]:
+        if other.tokenizer is not None:
+            first.require_same_tokens(other.tokenizer)
+    ids_BS = config.ids(*config.prepared(first)) if method.needs_text else None
+    with torch.no_grad():
+        made = method.initialise([source.decoder for source in sources], ids_BS, config.generator)
+    save_pretrained(made, flags.output, first.tokenizer)
+    for line in _facts(first.decoder, made, ids_BS, config.generator):
+        print(line)
+    print(f"written: {flags.output}; a run begins with it by --init_from {flags.output}")
+    return 0
+
+
+def _parser(**options: bool) -> Parser:
+    parser = Parser(**options)
+    _add_flags(parser)
+    return parser
+
+
+def _add_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--source",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FOLDER",
+        help="the trained model: a model folder, or a run, whose best weights they are; several for mix",
+    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="the model folder to write")
+    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+
+
+@torch.no_grad()
+def _facts(
+    source: Decoder, made: Decoder, ids_BS: Tensor | None, generator: Generator
+) -> list[str]:
+    """How large the new model is, and how far its logits are from those of the (first) source."""
+    sizes = source.embedding.num_embeddings, source.max_seq_len
+    old, new = source.config, made.config
+    if ids_BS is None:
+        shape = (_COMPARED_SEQUENCES, min(128, sizes[1]))
+        ids_BS = torch.randint(sizes[0], shape, generator=generator)
+    ids_BS = ids_BS[:_COMPARED_SEQUENCES]
+    before, after = source(ids_BS).logits, made(ids_BS).logits
+    return [
+        f"parameters         {old.num_params(*sizes):,} -> {new.num_params(*sizes):,}",
+        f"active parameters  {old.num_active_params(*sizes):,} -> {new.num_active_params(*sizes):,}",
+        f"logits             differ by up to {(after - before).abs().max():.2g}, where those of the source "
+        f"are {before.abs().mean():.2g} in the mean",
+    ]

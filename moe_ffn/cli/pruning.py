@@ -1,0 +1,129 @@
+"""The loss of a model with fewer and fewer experts, chosen by importance, at random, or merged.
+
+moe-ffn pruning --source runs/sparse --num_experts '[6, 4, 2]'
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from moe_ffn import trust
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.cli.initialise import TextConfig
+from moe_ffn.cli.parser import Parser, check_output, write_output
+from moe_ffn.config import MAX_COUNT
+from moe_ffn.data.batches import ValidationBatches
+from moe_ffn.errors import ConfigError, command
+from moe_ffn.initialising import InitialiserConfig, MergeConfig, PruneConfig
+from moe_ffn.interop.init_from import read_source
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.training.data_module import validation_batches
+from moe_ffn.training.objective import cross_entropy_of
+
+Method = Literal["reap", "frequency", "random", "merge"]
+
+
+class PruningConfig(TextConfig, frozen=True):
+    """What is left out of a model, and how it is chosen."""
+
+    num_experts: Annotated[list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=1)] = (
+        Field(default=[6, 4, 2])
+    )
+    """Experts of each layer that are left: a row of the table each."""
+    methods: Annotated[list[Method], Field(min_length=1)] = Field(
+        default=["reap", "frequency", "merge", "random"]
+    )
+    """A column of the table each."""
+    num_draws: int = Field(default=5, ge=1, le=MAX_COUNT)
+    """Times that experts are chosen at random; the mean is shown, with the standard deviation."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(add_help=False)
+    _add_flags(parser)
+    flags, rest = parser.parse_known_args(argv)
+    config = parse_config(rest, PruningConfig, command("pruning"), _add_flags)
+    if flags.source is None:
+        raise ConfigError("--source FOLDER is needed: a model or a run with experts")
+    if flags.json is not None:
+        check_output("--json", flags.json, "{")
+    source = read_source(flags.source, "--source", trust_code=flags.trust_code)
+    if not source.decoder.config.causal:
+        raise ConfigError(
+            f"--source: '{source.folder}' guesses masked tokens (model.causal false), whose loss depends on "
+            "the mask; use a run with causal: true"
+        )
+    data_config, data = config.prepared(source)
+    ids_BS = config.ids(data_config, data)
+    batches = validation_batches(data_config, data)
+    losses: dict[int, dict[str, list[float]]] = {}
+    for num_experts in config.num_experts:
+        losses[num_experts] = {
+            name: [
+                mean_loss(method.initialise([source.decoder], ids_BS, generator), batches)
+                for generator in _generators(config, name)
+            ]
+            for name in config.methods
+            for method in [_method(name, num_experts)]
+        }
+    whole = mean_loss(source.decoder, batches)
+    stacks = [ffn.expert_stack for ffn in source.decoder.config.layer_ffns()]
+    most = max(stack.num_experts for stack in stacks if stack is not None)
+    Console(highlight=False).print(_table(whole, most, losses))
+    if flags.json is not None:
+        found = {"num_experts": most, "loss": whole, "losses": losses}
+        write_output("--json", flags.json, json.dumps(found) + "\n")
+    return 0
+
+
+def _add_flags(parser: Parser) -> None:
+    parser.add_argument("--source", metavar="FOLDER", help="a model folder, or a run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the losses too")
+    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+
+
+def _method(name: Method, num_experts: int) -> InitialiserConfig:
+    if name == "merge":
+        return MergeConfig(num_experts=num_experts)
+    return PruneConfig(num_experts=num_experts, by=name)
+
+
+def _generators(config: PruningConfig, name: Method) -> list[torch.Generator]:
+    draws = config.num_draws if name == "random" else 1
+    return [torch.Generator().manual_seed(config.seed + draw) for draw in range(draws)]
+
+
+@torch.no_grad()
+def mean_loss(decoder: Decoder, batches: ValidationBatches) -> float:
+    """The mean cross-entropy of the validation windows, in nats per token."""
+    nats, num_tokens = 0.0, 0
+    for index in range(len(batches)):
+        batch = batches[index]
+        found = cross_entropy_of(decoder(batch.input_ids).logits, batch.target_ids, "none")
+        nats, num_tokens = nats + found.double().sum().item(), num_tokens + found.numel()
+    return nats / num_tokens
+
+
+def _table(whole: float, most: int, losses: dict[int, dict[str, list[float]]]) -> Table:
+    names = list(next(iter(losses.values())))
+    table = Table(title=f"validation loss, nats per token; {whole:.4f} with all {most} experts")
+    for title in ("experts", "left out", *names):
+        table.add_column(title, justify="right")
+    for num_experts, by_method in losses.items():
+        cells = [_cell(found) for found in by_method.values()]
+        table.add_row(str(num_experts), f"{1 - num_experts / most:.0%}", *cells)
+    return table
+
+
+def _cell(found: list[float]) -> str:
+    mean = f"{statistics.fmean(found):.4f}"
+    return mean if len(found) == 1 else f"{mean} ± {statistics.stdev(found):.4f}"

@@ -1,0 +1,159 @@
+"""What every method shares: its interface, blocks put into a copy of a decoder, and what it is given to read.
+
+B sequences, S tokens of each, D model width
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Generator, Tensor
+
+from moe_ffn.config import TaggedConfig
+from moe_ffn.config_files import validate
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
+from moe_ffn.outputs import TokenContext
+
+_SEQUENCES_AT_ONCE = 8
+
+
+class InitialiserConfig(TaggedConfig, frozen=True):
+    """How a model is made of trained ones."""
+
+    needs_text: ClassVar[bool] = False
+    """Whether it looks at what the model does with text."""
+    takes_several: ClassVar[bool] = False
+    """Whether it is made of several models."""
+
+    @abstractmethod
+    def initialise(
+        self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
+    ) -> Decoder:
+        """A new decoder; the sources stay as they are.
+
+        Args:
+            sources: one, or several where `takes_several`; in evaluation.
+            ids_BS: tokens of the text that it looks at, where `needs_text`.
+            generator: of all that is drawn.
+
+        Raises:
+            ConfigError: it cannot be made of these.
+        """
+
+
+Look = Callable[[Tensor, TokenContext], None]
+"""Called with the tokens that come to a block, and their context."""
+
+
+def layer_blocks(decoder: Decoder) -> list[tuple[FFNConfig, FFNBlock]]:
+    """The feed-forward block of each layer, after its config."""
+    blocks = [cast("Block", layer).ffn for layer in decoder.layers]
+    return list(zip(decoder.config.layer_ffns(), blocks, strict=True))
+
+
+def build_block(config: FFNConfig, like: FFNBlock, d_model: int, generator: Generator) -> FFNBlock:
+    """A block with weights drawn from `generator`, of the dtype of `like`, in evaluation."""
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        block = config.build(d_model)
+    dtypes = [parameter.dtype for parameter in like.parameters()]
+    return block.to(dtypes[0] if dtypes else torch.get_default_dtype()).eval()
+
+
+@contextmanager
+def of_option(option: str) -> Iterator[None]:
+    """Within this a ConfigError names its option as one of `option`, where it stands on a command line."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option}.{error}") from error
+
+
+def with_blocks(
+    decoder: Decoder, blocks: Mapping[int, tuple[FFNConfig, FFNBlock]], option: str
+) -> Decoder:
+    """A copy of a decoder that has other blocks in some layers.
+
+    Args:
+        option: what a mistake is told of, such as `method`.
+
+    Raises:
+        ConfigError: the model refuses such a block.
+    """
+    configs = [
+        blocks[i][0] if i in blocks else c for i, c in enumerate(decoder.config.layer_ffns())
+    ]
+    last = configs[-1]
+    options: dict[str, Any] = {
+        **decoder.config.to_dict(),
+        "ffn": last.to_dict(),
+        "ffn_at": {str(i): c.to_dict() for i, c in enumerate(configs) if c != last},
+    }
+    try:
+        config = validate(DecoderConfig, options)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    replaced = {id(cast("Block", decoder.layers[i]).ffn): block for i, (_, block) in blocks.items()}
+    made = copy.deepcopy(decoder, replaced)  # which takes these blocks in the place of copies
+    made.config = config
+    return made
+
+
+@torch.no_grad()
+def look_at(decoder: Decoder, layer: int, ids_BS: Tensor, look: Look) -> None:
+    """Run a text through a decoder, and look at what comes to the feed-forward block of one layer."""
+    ffn = cast("Block", decoder.layers[layer]).ffn
+
+    def before(_: Any, args: tuple[Tensor, TokenContext]) -> None:
+        look(*args)
+
+    hook = ffn.register_forward_pre_hook(before)
+    try:
+        for ids in ids_BS.split(_SEQUENCES_AT_ONCE):
+            decoder(ids)
+    finally:
+        hook.remove()
+
+
+def resized_layers(
+    decoder: Decoder, num_experts: int, option: str
+) -> dict[int, tuple[FFNConfig, MoEFFN]]:
+    """The sparse blocks of a decoder by layer, each after what its config is with fewer experts.
+
+    Raises:
+        ConfigError: there is none, one has no more experts than that, or its router cannot serve so few.
+    """
+    found: dict[int, tuple[FFNConfig, MoEFFN]] = {}
+    for layer, (config, block) in enumerate(layer_blocks(decoder)):
+        stack = config.expert_stack
+        if stack is None:
+            continue
+        try:
+            smaller = config.with_num_experts(num_experts, decoder.config.d_model)
+        except ValueError as error:
+            why = str(error).split("Value error, ")[-1].split(" [type=")[0]
+            raise ConfigError(
+                f"{option}.num_experts ({num_experts}), layer {layer}: {why}"
+            ) from error
+        if smaller is None:
+            continue
+        if num_experts > stack.num_experts:
+            raise ConfigError(
+                f"{option}.num_experts ({num_experts}) must not exceed the experts of layer {layer} "
+                f"({stack.num_experts}); give fewer"
+            )
+        found[layer] = smaller, cast("MoEFFN", block)
+    if not found:
+        raise ConfigError(
+            f"{option}.type: no layer of this model has experts; use upcycle or carve first"
+        )
+    return found

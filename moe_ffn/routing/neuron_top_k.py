@@ -1,0 +1,77 @@
+"""Neuron top-k: an expert is scored by one hidden unit that stands for it, and weighs 1.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import (
+    LinearRouter,
+    LinearTopKConfig,
+    Router,
+    RouterLinear,
+    routing_of_pairs,
+)
+from moe_ffn.sizes import linear_params
+
+
+class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
+    """Top-k of |silu(gate x) * up x|, the activation of one SwiGLU unit of each expert (CMoE).
+
+    Pei et al. 2025, arXiv:2502.04416: the router of a dense block carved into experts, where that unit is
+    one of the expert's own, so that nothing has to be trained.
+    """
+
+    type: Literal["neuron_top_k"] = "neuron_top_k"
+    correction_bias: bool = False
+    """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
+
+    @property
+    def has_correction_bias(self) -> bool:
+        return self.correction_bias
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        gate = linear_params(d_model, num_experts, bias=False)
+        return super().num_params(d_model, num_experts) + gate + num_experts
+
+    def flops_per_token(self, d_model: int, num_experts: int) -> int:
+        return 2 * super().flops_per_token(d_model, num_experts)
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return NeuronTopKRouter(self, d_model, num_experts)
+
+
+class NeuronTopKRouter(LinearRouter):
+    """s = softmax(|silu(gate x) * up x|); the k largest s + bias choose, 1 + u s weighs, u of each expert.
+
+    Drawn anew u is 1. Of a carved block it is 0, so that experts add up to what they were carved from.
+    """
+
+    def __init__(self, config: NeuronTopKRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.gate = RouterLinear(d_model, num_experts)
+        self.slope_E = nn.Parameter(torch.ones(num_experts))
+        if config.correction_bias:
+            bias_E = torch.zeros(num_experts, dtype=torch.float32)
+            self.register_buffer("correction_bias_E", bias_E)
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        unit_TE = F.silu(self.gate(x_TD)) * self.logits(x_TD)
+        # Of two large numbers the product overflows, and of two infinities softmax would be NaN.
+        logits_TE = unit_TE.abs().clamp(max=torch.finfo(unit_TE.dtype).max)
+        scores_TE = logits_TE.softmax(dim=-1)
+        ranking_TE = scores_TE.detach()
+        if self.correction_bias_E is not None:
+            ranking_TE = ranking_TE + self.correction_bias_E
+        expert_ids_TK = ranking_TE.topk(self.config.k, dim=-1).indices
+        # Not above 0 by itself: a slope that training has made very negative would take an expert back.
+        weights_TE = (1 + self.slope_E.to(scores_TE.dtype) * scores_TE).clamp(min=0)
+        weights_TK = weights_TE.gather(-1, expert_ids_TK)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)

@@ -1,0 +1,79 @@
+"""Losses by the FLOPs of all training, and from where one arm is below another."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from moe_ffn.studies.crossover import Point, crossover, loss_by_flops
+from tests.helpers.results import make_result
+from tests.helpers.tiny_runs import run_here
+
+FOLDER = {"init_from": "models/x"}
+
+
+def points(*values: tuple[float, float]) -> list[Point]:
+    return [Point(flops, loss, None) for flops, loss in values]
+
+
+def test_a_run_that_began_with_a_folder_has_its_flops_too() -> None:
+    results = [
+        make_result("up,max_steps=100", 0, 2.0, options=FOLDER, steps=100, main_arm="up,max_steps=100"),
+        make_result("up,max_steps=100", 1, 2.2, options=FOLDER, steps=100, main_arm="up,max_steps=100"),
+        make_result("new,max_steps=50", 0, 2.5, steps=50),
+        make_result("new,max_steps=100", 0, None, steps=100),
+    ]  # fmt: skip
+    found = loss_by_flops(results, initial_flops=1e6)
+
+    (up,), (new,) = found["up"], found["new"]
+    assert up.flops == 1e6 + 3 * 1000 * 100 * 10
+    assert up.loss == pytest.approx(2.1)
+    assert up.sd == pytest.approx(math.sqrt(0.02))
+    assert (new.flops, new.loss, new.sd) == (3 * 1000 * 50 * 10, 2.5, None)
+
+
+UP = points((1e3, 3.0), (1e5, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("other", "wanted"),
+    [
+        (points((1e2, 4.0), (1e3, 3.5), (1e5, 1.5)), 1e4),  # halfway in log FLOPs
+        (points((1e3, 3.5), (1e4, 2.0), (1e5, 2.5)), None),  # is above in the end
+        (points((1e3, 2.5), (1e5, 1.5)), None),  # is below from the first
+        (points((1e6, 1.5), (1e7, 1.0)), None),  # was never measured at so many
+        (points((1e3, 2.5), (10**3.5, 4.0), (10**4.5, 2.0), (1e5, 1.0)), 10 ** (3.5 + 1.25 / 1.5)),
+    ],
+    ids=["once", "not at the end", "from the first", "elsewhere", "the last of several"],
+)
+def test_an_arm_is_below_from_the_last_crossing_on(
+    other: list[Point], wanted: float | None
+) -> None:
+    found = crossover(UP, other)
+
+    assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-6))
+
+
+def test_the_program_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    for arm, lengths in {"up": {50: 3.0, 450: 2.9}, "new": {150: 3.5, 550: 2.5}}.items():
+        for steps, loss in lengths.items():
+            options = FOLDER if arm == "up" else {}
+            make_result(f"{arm},max_steps={steps}", 0, loss, options=options, steps=steps).write(
+                tmp_path / "study"
+            )
+    base = make_result("dense", steps=100).write(tmp_path)
+    done = run_here(
+        str(tmp_path / "study"), "--base", str(base), program="experiments.crossover"
+    )  # fmt: skip
+
+    assert done.code == 0, done.stderr
+    assert "new is at or below up from " in done.stdout
+    assert "up is at or below" not in done.stdout
+    none = run_here(
+        str(base), "--base", str(base), program="experiments.crossover"
+    )  # fmt: skip
+    assert none.code == 2
+    assert "none of these runs has init_from" in none.stderr
