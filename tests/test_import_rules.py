@@ -81,7 +81,7 @@ for _room, _below in {
         "config_files",
         "import_path",
     },
-    "interop": {"runs"},
+    "interop": {"runs", "initialising"},
     "studies": {"runs", "option_tree"},
     "report": {"studies"},
     "cli": {"report", "interop", "option_tree", "initialising"},

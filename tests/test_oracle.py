@@ -32,6 +32,7 @@ D_MODEL, NUM_EXPERTS = 8, 4  # of `build_moe`
 EXPERTS_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "mlp": {
         "mlp-gelu": {"activation": "gelu"},
+        "mlp-gelu_tanh": {"activation": "gelu_tanh"},
         "mlp-relu_squared": {"activation": "relu_squared"},
         "mlp-sigmoid-bias": {"activation": "sigmoid", "bias": True},
     },
@@ -84,6 +85,7 @@ PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5}
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda z: torch.where(z > 0, z, 0),
     "gelu": lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda z: z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
     "silu": lambda z: z / (1 + torch.exp(-z)),
     "relu_squared": lambda z: torch.where(z > 0, z * z, 0),
     "sigmoid": lambda z: 1 / (1 + torch.exp(-z)),

@@ -20,6 +20,7 @@ import torch
 import moe_ffn
 from experiments.benchmark import suites
 from experiments.benchmark.generation import generation
+from experiments.benchmark.live_models import live_models
 from experiments.benchmark.peers import PEERS
 from experiments.benchmark.session import Session, write_files
 from experiments.benchmark.shapes import parse_shape
@@ -38,6 +39,7 @@ SUITES: dict[str, Callable[[Session], None]] = {
     "skew": suites.skew,
     "decoding": suites.decoding,
     "generation": generation,
+    "live_models": live_models,
     "training": training,
     "memory": suites.memory,
     "blocks": suites.blocks,
@@ -115,7 +117,7 @@ def processor_name() -> str:
 
 def _parser() -> Parser:
     listed = "\n".join(
-        f"  {name:10} {(suite.__doc__ or '').partition(chr(10))[0]}"
+        f"  {name:11} {(suite.__doc__ or '').partition(chr(10))[0]}"
         for name, suite in SUITES.items()
     )
     parser = Parser(

@@ -22,7 +22,7 @@ from moe_ffn.cli.parser import Parser, whole_number
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.model.decoder import DecoderOutput
-from moe_ffn.report.trace import check_routes, trace_of
+from moe_ffn.report.trace import check_routes, trace_of_decoder
 from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     outputs: list[tuple[DecoderOutput, int]] = []
 
     def keep(output: DecoderOutput, num_new: int) -> None:
-        check_routes(run, output.routings)
+        check_routes(folder, run.config.model, output.routings)
         outputs.append((output, num_new))
 
     began = time.perf_counter()
@@ -93,8 +93,9 @@ def main(argv: Sequence[str]) -> int:
         print(speed, file=sys.stderr)
     if outputs:
         console = Console(highlight=False)
+        trace = trace_of_decoder(folder, run.config.model, run.tokenizer, ids + new_ids, outputs)
         console.print()
-        console.print(table(trace_of(run, ids + new_ids, outputs), console.width))
+        console.print(table(trace, console.width))
     return 0
 
 

@@ -1,20 +1,35 @@
 """Shows which experts each token of a text goes to, layer by layer.
 
 moe-ffn trace runs/NAME --text "import os" [--html FILE]
+
+NAME is a run, a model folder of ours, or a sparse model of transformers with safetensors and tokenizer.json.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
 from moe_ffn.errors import ConfigError, command, reason
+from moe_ffn.interop.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.interop.transformers_folder import is_transformers_folder, route_text
+from moe_ffn.model.decoder import layer_number
 from moe_ffn.report.html import OPENING
-from moe_ffn.report.trace import follow
+from moe_ffn.report.trace import (
+    Prediction,
+    TextTrace,
+    follow,
+    trace_of,
+    trace_of_decoder,
+    visible,
+    visits_by_layer,
+)
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
 from moe_ffn.trust import accepting_code
@@ -27,13 +42,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", help="these layers alone, as in 0,3")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page too")
     given = parser.parse_args(argv)
-    check_has_weights(given.run)
     layers = None if given.layers is None else parse_layers(given.layers)
+    follow_text = _reader_of(given.run, trust_code=given.trust_code)
     text = read_text(given.text)
     if given.html is not None:
         check_output("--html", given.html, OPENING)
     with accepting_code(given.trust_code):
-        trace = follow(given.run, text, layers)
+        trace = follow_text(text, layers)
     if given.html is not None:
         write_output("--html", given.html, page(trace))
     console = Console(highlight=False)
@@ -41,6 +56,46 @@ def main(argv: Sequence[str]) -> int:
     if given.html is not None:
         print(f"\nwritten: {given.html}")
     return 0
+
+
+def _reader_of(folder: Path, *, trust_code: bool) -> Callable[[bytes, list[int] | None], TextTrace]:
+    """What makes the trace of a text, for this kind of folder."""
+    if is_model_folder(folder):
+        return partial(_of_model_folder, folder, trust_code)
+    if is_transformers_folder(folder):
+        return partial(_of_transformers, folder)
+    check_has_weights(folder)
+    return partial(follow, folder)
+
+
+def _of_model_folder(
+    folder: Path, trust_code: bool, text: bytes, layers: list[int] | None
+) -> TextTrace:
+    decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
+    ids = tokenizer.encode(text).tolist()
+    if len(ids) > decoder.max_seq_len:
+        raise ConfigError(
+            f"--text: has {len(ids)} tokens, but '{folder}' takes {decoder.max_seq_len}; give a shorter text"
+        )
+    with torch.no_grad():
+        output = decoder(torch.tensor([ids]))
+    return trace_of_decoder(folder, decoder.config, tokenizer, ids, [(output, len(ids))], layers)
+
+
+def _of_transformers(folder: Path, text: bytes, layers: list[int] | None) -> TextTrace:
+    found = route_text(folder, text)
+    numbers = {layer_number(name) for name in found.routings}
+    dense = {f"layer {n}": "dense" for n in range(found.num_layers) if n not in numbers}
+    return trace_of(
+        folder,
+        list(map(visible, found.tokens)),
+        found.routings,
+        visits_by_layer(found.routings, []),
+        [Prediction(visible(token), probability) for token, probability in found.predictions],
+        dense,
+        {},
+        layers,
+    )
 
 
 def parse_layers(text: str) -> list[int]:

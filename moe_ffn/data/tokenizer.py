@@ -318,6 +318,21 @@ def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
     return bytes(byte_of[character] for character in token)
 
 
+def bytes_of_token(token: str, *, byte_level: bool) -> bytes:
+    """What a token of any `tokenizer.json` stands for, as it is written there.
+
+    Args:
+        byte_level: its characters are bytes (GPT-2's kind); otherwise U+2581 is a space, `<0xE2>` a byte.
+    """
+    if byte_level:
+        byte_of = _alphabet()
+        known = set(token) <= byte_of.keys()  # not of a token that was added later
+        return bytes(byte_of[character] for character in token) if known else token.encode()
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
 def _alphabet() -> dict[str, int]:
     """The byte that each character of a token means.
 

@@ -1,20 +1,33 @@
-"""Models outside of a run: folders with weights, config and tokenizer; our kernels in transformers."""
+"""Models outside of a run: folders with weights, config, tokenizer; models of transformers, stored or live."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe_ffn.interop.from_transformers import load_ffn, load_transformers
+    from moe_ffn.interop.routings import watch
+    from moe_ffn.interop.swap import swap_ffn
     from moe_ffn.interop.to_transformers import export_transformers
+    from moe_ffn.interop.transformers import register
 
 _LAZY = {
     "export_transformers": "to_transformers",
     "load_ffn": "from_transformers",
     "load_transformers": "from_transformers",
+    "register": "transformers",
+    "swap_ffn": "swap",
+    "watch": "routings",
 }
-"""Imported on first use: they need YAML, which a user of the kernels may lack."""
+"""Imported on first use: what reads files needs packages that others lack."""
 
-__all__ = ["export_transformers", "load_ffn", "load_transformers"]
+__all__ = [
+    "export_transformers",
+    "load_ffn",
+    "load_transformers",
+    "register",
+    "swap_ffn",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Our kernels in the sparse models of transformers, which need not know of us.
 
-    moe_ffn.interop.transformers.register()
+    moe_ffn.interop.register()
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="moe_ffn")
 
 T tokens, D model width, E experts, K experts per token, F hidden width, H = 2 F gated or F plain
@@ -8,6 +8,7 @@ T tokens, D model width, E experts, K experts per token, F hidden width, H = 2 F
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.errors import ConfigError
 from moe_ffn.kernels.base import ACTIVATIONS, Activation, ClampedSwiGLU, ExpertWeights
 from moe_ffn.kernels.select import run_experts
+
+NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
 
 NAME = "moe_ffn"
 """By which transformers knows our kernels."""
@@ -37,9 +40,7 @@ def register() -> None:
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
-        raise ConfigError(
-            "transformers 5 or newer is not installed: pip install transformers"
-        ) from error
+        raise ConfigError(NOT_INSTALLED) from error
     ALL_EXPERTS_FUNCTIONS.register(NAME, run)
 
 
@@ -66,7 +67,7 @@ def run(experts: Any, hidden_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tens
 
 
 def weights_of(experts: Any) -> ExpertWeights:
-    """The weights of a module of experts, laid out as ours.
+    """The weights of a module of experts, as ours; where they can be, views of them.
 
     Raises:
         NotImplementedError: as `run`.
@@ -77,9 +78,13 @@ def weights_of(experts: Any) -> ExpertWeights:
     name = "gate_up_proj" if gated else "up_proj"
     up_EHD, down_EDF = getattr(experts, name), experts.down_proj
     up_bias_EH = getattr(experts, f"{name}_bias") if has_bias else None
+    down_bias_ED = experts.down_proj_bias if has_bias else None
     if experts.is_transposed:
         up_EHD, down_EDF = up_EHD.transpose(1, 2), down_EDF.transpose(1, 2)
-    if gated and not experts.is_concatenated:  # gate and up take turns
+    interleaved = gated and not experts.is_concatenated
+    # A copy of all takes far longer than the few tokens of generation; `triton` needs it, to train with.
+    if interleaved and up_EHD.is_cuda and torch.is_grad_enabled():
+        interleaved = False
         up_EHD = torch.cat([up_EHD[:, ::2], up_EHD[:, 1::2]], dim=1)
         if up_bias_EH is not None:
             up_bias_EH = torch.cat([up_bias_EH[:, ::2], up_bias_EH[:, 1::2]], dim=1)
@@ -90,8 +95,9 @@ def weights_of(experts: Any) -> ExpertWeights:
         down_EDF=down_EDF,
         gated=gated,
         up_bias_EH=up_bias_EH,
-        down_bias_ED=experts.down_proj_bias if has_bias else None,
+        down_bias_ED=down_bias_ED,
         clamped=clamped,
+        interleaved=interleaved,
     )
 
 
@@ -104,12 +110,11 @@ def _gate_of(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
 
 @torch.no_grad()
 def _find_gate(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
-    probe = torch.linspace(-12, 12, 97, dtype=torch.float32)  # further than GPT-OSS's limit of 7
     if not experts.has_gate:
-        for name, activation in ACTIVATIONS.items():
-            if _equal(experts.act_fn(probe), activation(probe)):
-                return name, None
+        if (found := activation_of(experts.act_fn)) is not None:
+            return found, None
         raise _refusal(experts, f"the activation {experts.act_fn}")
+    probe = _probe()
     gate, up = (values.flatten() for values in torch.meshgrid(probe, probe, indexing="ij"))
     both = (
         torch.cat([gate, up]) if experts.is_concatenated else torch.stack([gate, up], -1).flatten()
@@ -125,6 +130,17 @@ def _find_gate(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
             if _equal(out, clamped(gate, up)):
                 return "silu", clamped
     raise _refusal(experts, "a gate of its own")
+
+
+@torch.no_grad()
+def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
+    """Which of our activations gives the same numbers; None where none does."""
+    out = function(_probe())
+    return next((name for name, ours in ACTIVATIONS.items() if _equal(out, ours(_probe()))), None)
+
+
+def _probe() -> Tensor:
+    return torch.linspace(-12, 12, 97, dtype=torch.float32)  # further than GPT-OSS's limit of 7
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -22,8 +22,9 @@ from moe_ffn.outputs import on_this_rank, summarize
 
 # -- activations
 
-Activation = Literal["relu", "gelu", "silu", "relu_squared", "sigmoid", "identity"]
-"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, not tanh."""
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "relu_squared", "sigmoid", "identity"]
+"""`relu_squared` is relu(x)^2 (So et al. 2021, Primer); `gelu` is the exact one, `gelu_tanh` its
+approximation, as in GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2)."""
 
 GatedType = Literal["swiglu", "geglu", "reglu", "glu", "bilinear"]
 
@@ -43,6 +44,10 @@ def relu_squared(x: Tensor) -> Tensor:
     return x.relu().square()
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def identity(x: Tensor) -> Tensor:
     return x
 
@@ -50,6 +55,7 @@ def identity(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "relu_squared": relu_squared,  # no lambda: a block that holds one could not be pickled
     "sigmoid": torch.sigmoid,
@@ -91,6 +97,8 @@ class ExpertWeights:
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
     clamped: ClampedSwiGLU | None = None
     """Replaces act(gate x) * up x, where experts have a gate of this kind."""
+    interleaved: bool = False
+    """Rows of gate and up take turns, as in GPT-OSS; otherwise all of gate come first."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -135,7 +143,8 @@ class ExpertWeights:
         if not self.gated:
             hidden = act(up_NH)
         else:
-            gate, up = up_NH.chunk(2, dim=-1)
+            turns = up_NH[..., ::2], up_NH[..., 1::2]
+            gate, up = turns if self.interleaved else up_NH.chunk(2, dim=-1)
             hidden = act(gate) * up if self.clamped is None else self.clamped(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 

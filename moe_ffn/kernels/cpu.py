@@ -409,11 +409,12 @@ class BlockActivation:
         # The backend applies dropout, since it needs the mask again in backward.
         self.weights = replace(weights, dropout=0.0)
         self.workspace = workspace
+        self.by_autograd = weights.clamped is not None or weights.interleaved
         self.function, self.derivative = IN_PLACE[weights.activation]
 
     def hidden(self, up_NH: Tensor) -> Tensor:
         """(N, F) from the first product."""
-        if self.weights.clamped is not None:  # by autograd
+        if self.by_autograd:
             with torch.enable_grad():
                 self.up_NH = up_NH.detach().requires_grad_()
                 self.hidden_NF = self.weights.activate(self.up_NH)
@@ -427,7 +428,7 @@ class BlockActivation:
 
     def gradient(self, grad_NF: Tensor, up_NH: Tensor) -> Tensor:
         """(N, H), the gradient of the first product, from that of the hidden units (overwritten)."""
-        if self.weights.clamped is not None:
+        if self.by_autograd:
             (grad_up_NH,) = torch.autograd.grad(self.hidden_NF, self.up_NH, grad_NF)
             return grad_up_NH
         grad_up_NH = self.workspace("grad_up", *up_NH.shape)
@@ -459,6 +460,10 @@ def sigmoid_gradient(grad: Tensor, x: Tensor, grad_input: Tensor) -> Tensor:
 IN_PLACE: dict[Activation, tuple[Any, Any]] = {
     "relu": (aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0)),
     "gelu": (aten.gelu.out, aten.gelu_backward.grad_input),
+    "gelu_tanh": (
+        partial(aten.gelu.out, approximate="tanh"),
+        partial(aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
     "silu": (aten.silu.out, aten.silu_backward.grad_input),
     "relu_squared": (relu_squared, relu_squared_gradient),
     "sigmoid": (torch.sigmoid, sigmoid_gradient),

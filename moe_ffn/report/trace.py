@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from moe_ffn.balancing.losses import normalized_scores
+from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, escaped
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import RouterInfo
-from moe_ffn.model.decoder import DecoderOutput, layer_number, short_name
+from moe_ffn.model.decoder import DecoderConfig, DecoderOutput, layer_number, short_name
 from moe_ffn.outputs import Routing
-from moe_ffn.runs.reader import SavedModel, load_model
+from moe_ffn.runs.reader import load_model
 
 
 @dataclass(frozen=True)
@@ -125,41 +126,72 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
     """
     run = load_model(folder)
     ids = run.tokenizer.encode(text).tolist()
-    return trace_of(run, ids, [(run.run(text, who="--text"), len(ids))], layers)
+    outputs = [(run.run(text, who="--text"), len(ids))]
+    return trace_of_decoder(folder, run.decoder.config, run.tokenizer, ids, outputs, layers)
 
 
-def check_routes(run: SavedModel, routings: Mapping[str, Routing]) -> None:
-    """ConfigError where an output of the run's model has no routing."""
+def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
+    """ConfigError where an output of the model in `folder` has no routing."""
     if routings:
         return
-    unrouted = unrouted_layers(run.config.model.layer_ffns(), routings)
+    unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
     raise ConfigError(
-        f"'{run.folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
+        f"'{folder}' routes no token: its feed-forward blocks are of type {types}; give a run "
         "with model.ffn.type 'moe' or 'mixture_of_depths'"
     )
 
 
-def trace_of(
-    run: SavedModel,
+def trace_of_decoder(
+    folder: Path,
+    model: DecoderConfig,
+    tokenizer: Tokenizer,
     ids: Sequence[int],
     outputs: Sequence[tuple[DecoderOutput, int]],
     layers: Sequence[int] | None = None,
 ) -> TextTrace:
-    """The trace of tokens that the model read at once, or as it wrote them.
+    """The trace of tokens that a decoder read at once, or as it wrote them.
 
     Args:
+        folder: where it was read from.
         ids: the tokens.
-        outputs: the outputs of the model, one row each, and how many of the tokens each adds, its last ones.
+        outputs: of the decoder, one row each, and how many of the tokens each adds, its last ones.
         layers: as of `follow`.
 
     Raises:
-        ConfigError: the model routes nothing, or not in one of the layers.
+        ConfigError: the decoder routes nothing, or not in one of the layers.
     """
-    folder, model, token_bytes = run.folder, run.config.model, run.tokenizer.token_bytes
-    routings = outputs[-1][0].routings
-    check_routes(run, routings)
+    routings, token_bytes, infos = outputs[-1][0].routings, tokenizer.token_bytes, model.routers()
+    check_routes(folder, model, routings)
+    gates = [name for name, info in infos.items() if info.is_gate]
+    visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
+    predictions: list[Prediction | None] = []
+    for output, num_new in outputs:
+        for name, found in visits_by_layer(output.routings, gates).items():
+            visits[name] += found[-num_new:]
+        predictions += _predictions(output.logits[0, -num_new:], token_bytes)
+    if not model.causal:
+        predictions = [None] * len(ids)
+    tokens = [visible(token_bytes[token_id]) for token_id in ids]
     unrouted = unrouted_layers(model.layer_ffns(), routings)
+    return trace_of(folder, tokens, routings, visits, predictions, unrouted, infos, layers)
+
+
+def trace_of(
+    folder: Path,
+    tokens: Sequence[str],
+    routings: Mapping[str, Routing],
+    visits: Mapping[str, Sequence[Visit | None]],
+    predictions: Sequence[Prediction | None],
+    unrouted: Mapping[str, str],
+    infos: Mapping[str, RouterInfo],
+    layers: Sequence[int] | None,
+) -> TextTrace:
+    """The trace of one sequence of tokens; of the layers `layers` alone, where they are given.
+
+    Raises:
+        ConfigError: one of them routes nothing.
+    """
     numbers = {name: layer_number(name) for name in routings}
     for layer in layers or ():
         if layer not in numbers.values():
@@ -168,17 +200,6 @@ def trace_of(
                 f"--layers: '{folder}' routes nothing in layer {layer}; it routes in {known}"
             )
     shown = [name for name, number in numbers.items() if layers is None or number in layers]
-    infos = model.routers()
-    gates = [name for name, info in infos.items() if info.is_gate]
-    tokens = [visible(token_bytes[token_id]) for token_id in ids]
-    visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
-    predictions: list[Prediction | None] = []
-    for output, num_new in outputs:
-        for name, found in visits_by_layer(output.routings, gates).items():
-            visits[name] += found[-num_new:]
-        predictions += _predictions(output.logits[0, -num_new:], token_bytes)
-    if not model.causal:
-        predictions = [None] * len(tokens)
     return TextTrace(
         run=folder.resolve().name,
         layers=tuple(_layer(name, routings[name], infos.get(name)) for name in shown),

@@ -256,8 +256,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "activation": (
         {"type": "dense", "activation": "gelo"},
-        "activation: must be one of 'relu', 'gelu', 'silu', 'relu_squared', 'sigmoid' or 'identity', "
-        "got 'gelo'",
+        "activation: must be one of 'relu', 'gelu', 'gelu_tanh', 'silu', 'relu_squared', 'sigmoid' or "
+        "'identity', got 'gelo'",
     ),
     "backend": (
         {"type": "moe", "experts": {"type": "mlp", "backend": "bmm"}},

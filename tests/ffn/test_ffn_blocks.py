@@ -377,6 +377,10 @@ def test_identity_adds_nothing() -> None:
     [
         ("relu", lambda z: z.clamp(min=0)),
         ("gelu", lambda z: z * (1 + torch.erf(z / math.sqrt(2))) / 2),
+        (
+            "gelu_tanh",
+            lambda z: z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+        ),
         ("silu", lambda z: z / (1 + torch.exp(-z))),
         ("relu_squared", lambda z: z.clamp(min=0) ** 2),
         ("sigmoid", lambda z: 1 / (1 + torch.exp(-z))),

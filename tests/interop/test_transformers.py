@@ -2,74 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moe_ffn.interop.transformers import register, weights_of
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "max_position_embeddings": 4096,
-    "first_k_dense_replace": 0,
-    "moe_layer_start_index": 0,
-    "num_dense_layers": 0,
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "topk_group": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_implementation": "eager",
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": {},
-    "cohere2_moe": {},
-    "deepseek_v3": LATENT,
-    "dots1": {},
-    "ernie4_5_moe": {},
-    "exaone_moe": {},
-    "flex_olmo": {},
-    "glm4_moe": {},
-    "gpt_oss": {},
-    "granitemoe": {},
-    "hunyuan_v1_moe": {},
-    "jamba": {},
-    "minimax_m2": {},
-    "mixtral": {},
-    "nemotron_h": {},
-    "olmoe": {},
-    "phimoe": {},
-    "qwen2_moe": {},
-    "qwen3_moe": {},
-    "solar_open": {},
-}
-"""Each kind of experts: gated and plain, biased, transposed, interleaved, clamped."""
+from moe_ffn.interop import register
+from moe_ffn.interop.transformers import weights_of
+from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +21,6 @@ def _registered() -> None:
     register()
     # Of yarn on a model this short, and of kernels that are not installed.
     warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
-
-
-def model_of(family: str, options: dict[str, Any]) -> Any:
-    torch.manual_seed(0)
-    given: dict[str, Any] = {**SIZES, **options, "experts_implementation": "eager"}
-    config = CONFIG_MAPPING[family](**given)
-    return AutoModelForCausalLM.from_config(config).float().eval()
 
 
 def step(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -155,3 +92,20 @@ def test_a_norm_after_each_expert_is_named() -> None:
 
     with pytest.raises(NotImplementedError, match="NormedExperts, which has a norm after each"):
         weights_of(NormedExperts())
+
+
+def test_rows_of_gate_and_up_that_take_turns_are_not_copied() -> None:
+    experts = next(m for m in model_of("gpt_oss", {}).modules() if hasattr(m, "is_transposed"))
+    weights = weights_of(experts)
+    assert weights.interleaved
+    assert weights.up_EHD.data_ptr() == experts.gate_up_proj.data_ptr()
+    assert weights.down_EDF.data_ptr() == experts.down_proj.data_ptr()
+
+
+def test_the_package_gives_what_works_on_live_models_without_transformers() -> None:
+    code = (
+        "import sys; from moe_ffn.interop import register, swap_ffn, watch;"
+        "assert 'transformers' not in sys.modules and 'yaml' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

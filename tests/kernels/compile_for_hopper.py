@@ -78,6 +78,7 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any], list[triton.Conf
     epilogues = {
         "swiglu": swiglu,
         "gelu": {**swiglu, "ACTIVATION": "gelu", "GATED": False},
+        "gelu_tanh": {**swiglu, "ACTIVATION": "gelu_tanh", "GATED": False},
         "geglu": {**swiglu, "ACTIVATION": "gelu"},
         "clamped": {**swiglu, "ACTIVATION": "clamped_swiglu"},
         "relu_squared": {**swiglu, "ACTIVATION": "relu_squared", "GATED": False},

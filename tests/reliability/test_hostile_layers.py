@@ -305,7 +305,7 @@ def test_the_default_dtype_of_torch_does_not_narrow_a_router(
     assert routing.logits_TE.dtype == torch.promote_types(dtype, torch.float32)
 
 
-ACTIVATIONS = ("relu", "gelu", "silu", "relu_squared", "sigmoid", "identity")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "relu_squared", "sigmoid", "identity")
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return f"runs on GPUs, but the tokens are on the {x_TD.device.type}; use 'auto'"
     if x_TD.device.type == "cuda" and (why := _too_old(x_TD.device)) is not None:
         return why
+    if weights.interleaved:
+        return "needs all rows of a gate before those of up, but they take turns; use 'auto'"
     if transforms_at_work():
         return NOT_BY_TRANSFORMS
     dtype = compute_dtype(x_TD)

@@ -82,6 +82,11 @@ def activate(x, ACTIVATION: tl.constexpr):
         below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * below
         slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(u)) is sigmoid(2 u).
+        s = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+        value = x * s
+        slope = s * (1.0 + x * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
     elif ACTIVATION == "silu":
         s = tl.sigmoid(x)
         value = x * s

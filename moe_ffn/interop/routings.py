@@ -1,0 +1,262 @@
+"""The routings of a live model: what its own routers decide, as the values that our metrics read.
+
+T tokens, E experts, K experts per token, B batch, S sequence
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn.base import FFNBlock
+from moe_ffn.model.decoder import layer_name
+from moe_ffn.outputs import FFNOutput, Routing, TokenContext, within
+from moe_ffn.routing.base import routing_of_pairs
+
+Passes = list[dict[str, Routing]]
+"""A mapping from the names of layers (`layer_03`) to routings, for each forward pass."""
+
+
+@contextmanager
+def watch(model: nn.Module) -> Iterator[Passes]:
+    """The routings of a model of transformers, layer by layer, for each of its forward passes.
+
+        with watch(model) as passes:
+            model(**batch)
+        load_balancing_loss(passes[-1]["layer_03"])
+
+    The model computes what it computes without it. A pass is one call of `model`, in generation one for the
+    prompt and one for each further token; it is listed when it is over. Ids and weights are those that the
+    experts were given, and carry gradients where the model trains: of what is kept for long, keep
+    `routing.detach()`. What `attention_mask` calls padding is padding in the routing. Blocks of ours
+    (`swap_ffn`) are seen too.
+
+    Scores are the softmax, the sigmoid or the square root of the softplus of the router's logits, whichever
+    the weights are proportional to; the softmax where they are to none (Phi-MoE).
+
+    Raises:
+        ConfigError: the model routes nothing, or not in a way that can be seen; or, in a pass, its
+            `attention_mask` does not say for each token whether it is real.
+    """
+    with ExitStack() as hooks:
+        yield _Watcher(model, hooks).passes
+
+
+class _Watcher:
+    """The hooks in a model, and what they have seen."""
+
+    def __init__(self, model: nn.Module, hooks: ExitStack) -> None:
+        self.passes: Passes = []
+        self._signature = inspect.signature(model.forward)
+        self._seen: dict[str, Callable[[], dict[str, Routing]]] | None = None
+        """By layer, what makes the routings of the pass that is under way. They are made when it is over:
+        what is computed inside of a layer, activation checkpointing would want to compute again. Outside of
+        a pass nothing is noted."""
+        self._mask_BS: Tensor | None = None
+        self._length: int | None = None
+        self._router_outputs: dict[str, list[tuple[Any, ...]]] = {}
+        self._score: dict[str, Callable[[Tensor], Tensor]] = {}
+
+        def enter(handle: Any) -> None:
+            hooks.callback(handle.remove)
+
+        for name, path in routing_modules(model).items():
+            module = model.get_submodule(path)
+            if isinstance(module, FFNBlock):
+                enter(module.register_forward_hook(self._after_block(name)))
+                continue
+            for sibling in model.get_submodule(path.rpartition(".")[0]).children():
+                if sibling is not module:
+                    enter(sibling.register_forward_hook(self._after_sibling(name)))
+            enter(module.register_forward_pre_hook(self._before_experts(name), with_kwargs=True))
+        enter(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        enter(model.register_forward_hook(self._end, always_call=True))
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        found = (given.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states"))
+        tokens = next((value for value in found if isinstance(value, Tensor)), None)
+        self._length = None if tokens is None or tokens.ndim < 2 else tokens.shape[1]
+        mask = given.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and self._length):
+            raise ConfigError(
+                "attention_mask must be (batch, sequence), 1 for real tokens, or padding cannot be "
+                "told from tokens; leave it out where there is none"
+            )
+        # In generation it speaks of earlier tokens too.
+        self._mask_BS = None if mask is None else mask[:, -self._length :].bool()  # pyright: ignore[reportOptionalOperand]
+        self._seen = {}
+        self._router_outputs.clear()
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        seen, self._seen = self._seen, None
+        if seen is None or output is None:  # which it is after an error
+            return
+        routings: dict[str, Routing] = {}
+        for make in seen.values():
+            routings |= make()
+        self.passes.append(routings)
+
+    def _after_sibling(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if self._seen is not None and isinstance(output, tuple):
+                self._router_outputs.setdefault(name, []).append(output)
+
+        return note
+
+    def _before_experts(self, name: str) -> Callable[..., None]:
+        def note(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._seen is None:
+                return
+            _, ids_TK, weights_TK = (*args, *kwargs.values())[:3]
+            outputs = self._router_outputs.pop(name, [])
+            logits_TE = _logits_for(ids_TK, outputs)
+            if logits_TE is None or experts._is_expert_parallel:
+                raise ConfigError(
+                    f"the router before {type(experts).__name__} does not return its logits beside "
+                    "the experts that it chooses, or chooses among those of several processes"
+                )
+            self._seen[name] = partial(self._routing, name, logits_TE, ids_TK, weights_TK)
+
+        return note
+
+    def _routing(
+        self, name: str, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> dict[str, Routing]:
+        dtype = torch.promote_types(weights_TK.dtype, torch.float32)
+        logits_TE, weights_TK = logits_TE.to(dtype), weights_TK.to(dtype)
+        if name not in self._score:
+            self._score[name] = _score_function(logits_TE, ids_TK, weights_TK)
+        scores_TE = self._score[name](logits_TE)
+        context = self._context(len(ids_TK))
+        return {name: routing_of_pairs(weights_TK, ids_TK.long(), logits_TE, scores_TE, context)}
+
+    def _after_block(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: FFNOutput) -> None:
+            if self._seen is not None:
+                self._seen[name] = partial(self._routings_of_block, name, output)
+
+        return note
+
+    def _routings_of_block(self, name: str, output: FFNOutput) -> dict[str, Routing]:
+        found = within(name, output.routings)
+        own = found.get(name)
+        if own is not None and own.mask_T is None:
+            found[name] = replace(own, mask_T=self._context(own.num_tokens).mask)
+        return found
+
+    def _context(self, num_tokens: int) -> TokenContext:
+        """The mask and the sequence length of the tokens that came to a layer."""
+        mask_T = None if self._mask_BS is None else self._mask_BS.reshape(-1)
+        if mask_T is not None and len(mask_T) != num_tokens:
+            raise ConfigError(
+                f"attention_mask is of {len(mask_T)} tokens, but {num_tokens} came to a layer; leave "
+                "it out where nothing is padded"
+            )
+        return TokenContext(mask=mask_T, sequence_length=self._length)
+
+
+def routing_modules(model: nn.Module) -> dict[str, str]:
+    """What is watched, experts of transformers or blocks of ours: name of the layer -> path in the model.
+
+    Raises:
+        ConfigError: there is none, or two in a layer.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        # Neither the shared expert of a block of ours, nor the one inside a mixture of depths.
+        inside = any(path.startswith(f"{outer}.") for outer in found.values())
+        if inside or not (isinstance(module, FFNBlock) or is_experts(module)):
+            continue
+        number = layer_of(path)
+        if number is None or layer_name(number) in found:
+            raise ConfigError(
+                f"'{path}' of {type(model).__name__} is in no numbered layer, or the second in its "
+                "layer; give the part of the model that is one stack of layers"
+            )
+        found[layer_name(number)] = path
+    if not found:
+        why = (
+            "its experts are not given ids and weights, as those of most models of transformers are"
+        )
+        if not _has_router(model):
+            why = "it has no experts, and no block of ours"
+        raise ConfigError(f"nothing can be seen of a routing in {type(model).__name__}: {why}")
+    return found
+
+
+def _has_router(model: nn.Module) -> bool:
+    """Whether the model itself can list the logits of routers in it."""
+    recorders: list[Any] = []
+    for module in model.modules():
+        listed = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        recorders += listed if isinstance(listed, list) else [listed]
+    classes = tuple(getattr(recorder, "target_class", recorder) for recorder in recorders)
+    return any(isinstance(module, classes) for module in model.modules())
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` has decorated the class."""
+    return "is_concatenated" in vars(module)
+
+
+def layer_of(path: str) -> int | None:
+    """The first number in the path of a module: 3 of `model.layers.3.mlp.experts`."""
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(number[1]) if number else None
+
+
+def _logits_for(ids_TK: Tensor, outputs: list[tuple[Any, ...]]) -> Tensor | None:
+    """The first value of the tuple that has the ids too, (T, E); None where there is none."""
+    for output in outputs:
+        if any(value is ids_TK for value in output) and isinstance(output[0], Tensor):
+            logits = output[0]
+            if logits.is_floating_point() and logits.shape[:-1].numel() == len(ids_TK):
+                return logits.reshape(len(ids_TK), -1)
+    return None
+
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    return logits_TE.softmax(dim=-1)
+
+
+def _sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    return F.softplus(logits_TE).sqrt()
+
+
+SCORES = (_softmax, torch.sigmoid, _sqrt_softplus)
+
+
+@torch.no_grad()
+def _score_function(
+    logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """That of `SCORES` to which the weights are proportional, within each token or over all tokens."""
+
+    def spread(values: Tensor, dim: int | None) -> float:
+        """The distance of the factors from their mean, as a part of it, at a typical token."""
+        mean = values.mean() if dim is None else values.mean(dim, keepdim=True)
+        return ((values - mean) / mean).abs().mean().item()
+
+    def misfit(score: Callable[[Tensor], Tensor]) -> float:
+        factors_TK = weights_TK / score(logits_TE).gather(1, ids_TK.long())
+        alone = spread(factors_TK, 1) if factors_TK.shape[1] > 1 else 1.0
+        return min(alone, spread(factors_TK, None))
+
+    best = min(SCORES, key=misfit)
+    return best if misfit(best) < MAX_MISFIT else _softmax
+
+
+MAX_MISFIT = 0.02
+"""What bfloat16 leaves of a factor that is the same everywhere, and more."""

@@ -1,0 +1,213 @@
+"""Our feed-forward blocks in the dense layers of a live model of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Generator, Tensor, nn
+
+from moe_ffn.errors import ConfigError, explain, show
+from moe_ffn.ffn.base import FFNBlock, FFNConfig
+from moe_ffn.ffn.dense import DenseConfig, GatedConfig
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.interop.transformers import activation_of
+from moe_ffn.kernels.base import GATE_ACTIVATIONS, GatedType
+
+GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")
+"""The matrices of an FFN, of Llama and Qwen, and of GPT-2; ours are `gate`, `up`, `down` and `up`, `down`."""
+
+MAX_ERROR = {torch.float32: 1e-4, torch.float64: 1e-6}
+"""The difference that rounding may make, as a part of the largest output; more in narrower dtypes."""
+
+
+class SwappedFFN(nn.Module):
+    """A block of ours where transformers has an FFN, which returns a tensor and nothing else."""
+
+    def __init__(self, block: FFNBlock, dropout: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.dropout = dropout
+        """GPT-2's, of the output."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.dropout(self.block(hidden_states).hidden)
+
+
+def swap_ffn(
+    model: nn.Module, layers: Sequence[int], config: Mapping[str, Any] | str | FFNConfig
+) -> None:
+    """Replace the FFNs of a dense model of transformers by blocks of ours, in place.
+
+        swap_ffn(model, [1, 3], {"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}})
+
+    Llama's, Qwen's and GPT-2's FFNs are taken, and what is built like them. A dense or gated block gets
+    their weights and computes the same; its width, biases and activation are theirs, and need not be given.
+    The experts of a MoE are copies of the FFN (`moe_ffn.initialising.upcycle`). Any other block begins with
+    weights of its own.
+
+    The model trains and generates as before, and `watch` sees the routing. Padding is routed too, as in
+    transformers' own sparse models. A block that looks at earlier positions (`conv`) needs `use_cache=False`.
+    That transformers reads again what its `save_pretrained` writes is not promised: keep the `state_dict`,
+    and swap before loading it.
+
+    Args:
+        layers: numbers of layers, from 0.
+
+    Raises:
+        ConfigError: a layer has no such FFN, or the block cannot take its place; nothing has changed then.
+    """
+    found = _ffns(model)
+    try:
+        target = FFNConfig.model_validate(config)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"config.{line}" for line in explain(error))) from error
+    if (why := target.not_causal_because) is not None:
+        raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
+    made: dict[str, SwappedFFN] = {}
+    for layer in layers:
+        if layer not in found:
+            known = ", ".join(map(str, found)) or "no layer"
+            raise ConfigError(
+                f"swap_ffn: layer {layer} of {type(model).__name__} has no dense FFN of {', '.join(GATED)}, "
+                f"nor of {', '.join(PLAIN)}; there is one in {known}"
+            )
+        path = found[layer]
+        ffn = model.get_submodule(path)
+        made[path] = _swapped(ffn, target, f"layer {layer}")
+    for path, swapped in made.items():
+        model.set_submodule(path, swapped)
+
+
+def _ffns(model: nn.Module) -> dict[int, str]:
+    """Layer -> path of its dense FFN, which is a part of the layer itself: no shared expert is."""
+    found: dict[int, str] = {}
+    for path, module in model.named_modules():
+        number = re.search(r"(?:^|\.)(\d+)\.\w+$", path)
+        if number is None or _matrices(module) is None:
+            continue
+        if int(number[1]) in found:
+            raise ConfigError(
+                f"swap_ffn: '{path}' of {type(model).__name__} is the second FFN of layer {number[1]}; give "
+                "the part of the model that is one stack of layers"
+            )
+        found[int(number[1])] = path
+    return found
+
+
+def _matrices(ffn: nn.Module) -> dict[str, tuple[Tensor, Tensor | None]] | None:
+    """Weight, (out, in), and bias of each of our matrices; None where it is no FFN that we know."""
+    from transformers.pytorch_utils import Conv1D
+
+    for theirs, ours in ((GATED, ("gate", "up", "down")), (PLAIN, ("up", "down"))):
+        parts = [getattr(ffn, name, None) for name in theirs]
+        # Not those of a subclass, which may be quantised, or adapted.
+        if all(type(part) is nn.Linear for part in parts):
+            return {n: (p.weight, p.bias) for n, p in zip(ours, cast("Any", parts), strict=True)}
+        if all(type(part) is Conv1D for part in parts):
+            return {
+                n: (p.weight.t(), p.bias) for n, p in zip(ours, cast("Any", parts), strict=True)
+            }
+    return None
+
+
+def _swapped(ffn: nn.Module, target: FFNConfig, where: str) -> SwappedFFN:
+    own, block, weight = _as_block(ffn, where)
+    if isinstance(target, DenseConfig | GatedConfig):
+        kept = block.state_dict()
+        block = _like(own, target, where).build(weight.shape[1])
+        block.load_state_dict(kept)
+    elif isinstance(target, MoEConfig):
+        from moe_ffn.initialising.upcycle import upcycle  # needs YAML, which is optional
+
+        generator = Generator().manual_seed(int(torch.randint(2**62, ())))
+        config = _with_experts_like(own, target, weight.shape[1])
+        block = upcycle(block, config, weight.shape[1], generator)
+    else:
+        block = target.build(weight.shape[1])
+    swapped = SwappedFFN(block, getattr(ffn, "dropout", nn.Identity()))
+    return swapped.to(weight.device, weight.dtype).train(ffn.training)
+
+
+@torch.no_grad()
+def _as_block(ffn: nn.Module, where: str) -> tuple[DenseConfig | GatedConfig, FFNBlock, Tensor]:
+    """The FFN as a block of ours with copies of its weights, on the CPU; its config; one of its matrices.
+
+    Raises:
+        ConfigError: it computes something else.
+    """
+    matrices = _matrices(ffn)
+    assert matrices is not None
+    function = getattr(ffn, "act_fn", None) or getattr(ffn, "act", None)
+    activation = None if function is None else activation_of(function)
+    weight, bias = matrices["up"]
+    sizes: dict[str, Any] = {"d_ff": weight.shape[0], "bias": bias is not None}
+    gates: dict[str, GatedType] = {name: gate for gate, name in GATE_ACTIVATIONS.items()}
+    config = None
+    if "gate" not in matrices and activation is not None:
+        config = DenseConfig(activation=activation, **sizes)
+    elif activation in gates:
+        config = GatedConfig(type=gates[activation], **sizes)
+    if config is None:
+        raise ConfigError(
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, has the activation {function}, which no "
+            "block of ours of its kind computes"
+        )
+    block = config.build(weight.shape[1]).to(weight.dtype)
+    for name, (values, bias) in matrices.items():
+        linear = cast("nn.Linear", block.get_submodule(name))
+        linear.weight.copy_(values)
+        if bias is not None:
+            linear.bias.copy_(bias)
+    probe = torch.randn(8, weight.shape[1], generator=Generator().manual_seed(0)).to(weight.dtype)
+    was_training = ffn.training
+    expected = ffn.eval()(probe.to(weight.device)).cpu()
+    ffn.train(was_training)
+    error = (block(probe).hidden - expected).abs().max()
+    if not error <= MAX_ERROR.get(weight.dtype, 0.05) * expected.abs().max():
+        raise ConfigError(
+            f"swap_ffn: the FFN of {where}, {type(ffn).__name__}, computes something else than its matrices "
+            "and activation say"
+        )
+    return config, block, weight
+
+
+def _like(
+    own: DenseConfig | GatedConfig, target: DenseConfig | GatedConfig, where: str
+) -> DenseConfig | GatedConfig:
+    """`target`, with what it does not say as the FFN has it.
+
+    Raises:
+        ConfigError: it says otherwise, so that it cannot hold these weights.
+    """
+    given = {
+        "type": target.type,
+        **{name: getattr(target, name) for name in target.model_fields_set},
+    }
+    for name, value in own.to_dict().items():
+        if name in given and name not in _FREE and given[name] != value:
+            raise ConfigError(
+                f"swap_ffn: config.{name} is {show(given[name])}, but the FFN of {where} has {show(value)}; "
+                "leave it out"
+            )
+    return own.model_copy(update={name: given[name] for name in _FREE & given.keys()})
+
+
+_FREE = {"dropout", "multiple_of"}
+"""Options of a block that its weights do not decide."""
+
+
+def _with_experts_like(
+    own: DenseConfig | GatedConfig, target: MoEConfig, d_model: int
+) -> MoEConfig:
+    """`target`, with what it does not say of its experts as the FFN has it."""
+    experts = own.as_experts(d_model)
+    given = target.experts
+    if "experts" in target.model_fields_set:
+        said = {name: getattr(given, name) for name in given.model_fields_set}
+        known = {n: v for n, v in experts.to_dict().items() if n in type(given).model_fields}
+        experts = type(given).model_validate({**known, "type": given.type, **said})
+    return target.model_copy(update={"experts": experts})

@@ -1,0 +1,165 @@
+"""A sparse model of transformers and its tokenizer, read from their folder; a text on its way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ffn.data.tokenizer import bytes_of_token
+from moe_ffn.errors import ConfigError, first_line, show
+from moe_ffn.files import kind_of, read_object
+from moe_ffn.interop.pretrained import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from moe_ffn.interop.routings import routing_modules, watch
+from moe_ffn.interop.transformers import NOT_INSTALLED
+from moe_ffn.outputs import Routing
+
+
+@dataclass(frozen=True)
+class RoutedText:
+    """What a model decided about a text."""
+
+    tokens: Sequence[bytes]
+    """Of special tokens their names."""
+    routings: dict[str, Routing]
+    num_layers: int
+    predictions: Sequence[tuple[bytes, float]]
+    """After each token, the most probable next one and its probability."""
+
+
+def route_text(folder: Path, text: bytes) -> RoutedText:
+    """Give a text, as one sequence, to the model in a folder of transformers.
+
+    Only config.json, safetensors and tokenizer.json are read, and no code of the folder runs.
+
+    Raises:
+        ConfigError: transformers is missing; the folder is incomplete or damaged, or its weights are pickles;
+            it is of an unknown architecture, or routes nothing; or the text is too long, or no UTF-8.
+    """
+    model = _load_model(folder)
+    tokenizer, is_byte_level = _load_tokenizer(folder)
+    try:
+        ids: list[int] = tokenizer(text.decode())["input_ids"]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "--text: is no UTF-8, which the tokenizers of transformers need"
+        ) from error
+    config = model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or len(ids)
+    if not 0 < len(ids) <= longest:
+        raise ConfigError(
+            f"--text: has {len(ids)} tokens, but '{folder}' takes 1 to {longest}; give another text"
+        )
+    if max(ids) >= model.get_input_embeddings().num_embeddings:
+        raise ConfigError(
+            f"'{folder / TOKENIZER_FILE}' is that of another model: it has a token {max(ids)}, and this one "
+            f"knows {model.get_input_embeddings().num_embeddings}"
+        )
+
+    def shown(token_id: int) -> bytes:
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # a vocabulary may have rows to spare
+            return f"<{token_id}>".encode()
+        special = token_id in tokenizer.all_special_ids
+        return token.encode() if special else bytes_of_token(token, byte_level=is_byte_level)
+
+    with watch(model) as passes, torch.no_grad():
+        logits_BSV: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+    best = logits_BSV[0].float().softmax(dim=-1).max(dim=-1)
+    return RoutedText(
+        tokens=list(map(shown, ids)),
+        routings=passes[0],
+        num_layers=config.num_hidden_layers,
+        predictions=[
+            (shown(token_id), probability)
+            for token_id, probability in zip(
+                best.indices.tolist(), best.values.tolist(), strict=True
+            )
+        ],
+    )
+
+
+def is_transformers_folder(folder: Path) -> bool:
+    """Whether a folder has a config.json that names an architecture."""
+    return "model_type" in (read_object(folder / CONFIG_FILE) or {})
+
+
+def _load_model(folder: Path) -> Any:
+    transformers = import_transformers()
+    kind = (read_object(folder / CONFIG_FILE) or {}).get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"'{folder / CONFIG_FILE}': model_type is {show(kind)}, which transformers "
+            f"{transformers.__version__} does not know"
+        )
+    if not any(kind_of(folder / name) == "a file" for name in (WEIGHTS_FILE, INDEX_FILE)):
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        why = f"; '{pickles[0].name}' is a pickle, which may run code and is never read"
+        raise ConfigError(
+            f"'{folder}' has neither {WEIGHTS_FILE} nor {INDEX_FILE}{why if pickles else ''}"
+        )
+    try:
+        with _quietly(transformers):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of many kinds, for a damaged file
+        raise ConfigError(
+            f"'{folder}' cannot be read as a language model of type {show(kind)} ({first_line(error)})"
+        ) from error
+    # Otherwise they would be drawn at random.
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"'{folder}' lacks {show(missing[0])}, which its {CONFIG_FILE} asks for")
+    try:
+        routing_modules(model)
+    except ConfigError as error:
+        raise ConfigError(f"'{folder}': {error}; give a sparse model") from error
+    return model.eval()
+
+
+def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
+    """The tokenizer, and whether its tokens are bytes in GPT-2's alphabet."""
+    path = folder / TOKENIZER_FILE
+    definition = read_object(path)
+    if definition is None:
+        raise ConfigError(
+            f"'{folder}' has no whole {TOKENIZER_FILE}, so text cannot become tokens; put one there"
+        )
+    try:
+        tokenizer = import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # `tokenizers` raises nothing more precise
+        raise ConfigError(f"'{path}' cannot be read ({first_line(error)})") from error
+    return tokenizer, "'ByteLevel'" in str(definition.get("decoder"))
+
+
+def import_transformers() -> Any:
+    """The library; ConfigError where it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(NOT_INSTALLED) from error
+    return transformers
+
+
+@contextmanager
+def _quietly(transformers: Any) -> Iterator[None]:
+    """Without progress bars and remarks of the library, which are no lines of ours."""
+    logging = transformers.utils.logging
+    level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()

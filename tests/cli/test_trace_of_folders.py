@@ -1,0 +1,164 @@
+"""`python -m experiments.trace` of a model folder, ours or of transformers; what it does not read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+import moe_ffn
+from moe_ffn.data.tokenizer import BytesConfig
+from moe_ffn.model.decoder import DecoderConfig
+from tests.helpers.tiny_runs import Finished, run_here
+
+Trace = Callable[..., Finished]
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+}
+SPARSE = {
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.fixture
+def trace(monkeypatch: pytest.MonkeyPatch) -> Trace:
+    monkeypatch.setenv("COLUMNS", "100")
+    return lambda *argv: run_here(*map(str, argv), program="moe_ffn.cli.trace")
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "sparse"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SIZES, **SPARSE)).save_pretrained(folder)
+    tokenizer = BytesConfig().build(()).to_hugging_face()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_a_folder_of_transformers_is_traced_as_a_run_is(
+    sparse: Path, trace: Trace, tmp_path: Path
+) -> None:
+    code, out, err = trace(sparse, "--text", "a é", "--html", tmp_path / "page.html")
+
+    assert (code, err) == (0, "")
+    assert "Nothing is routed: dense (layer 1)." in out
+    rows = re.findall(r"^(\d)  (\S+) +(\d) \.\d\d +(\d) \.\d\d", out, re.MULTILINE)
+    assert [token for _, token, *_ in rows] == ["a", "␣", r"\xc3", r"\xa9"]
+    model = AutoModelForCausalLM.from_pretrained(sparse)
+    ids = list("a é".encode())
+    with torch.no_grad():
+        hidden: list[torch.Tensor] = []
+        gate = model.model.layers[0].mlp.gate
+        gate.register_forward_hook(lambda m, a, output: hidden.append(output[2]))
+        logits = model(input_ids=torch.tensor([ids])).logits[0]
+    assert [[int(first), int(second)] for *_, first, second in rows] == hidden[0].tolist()
+    best = bytes([int(logits[0].argmax())])
+    assert best.decode("latin-1") in out or f"\\x{best.hex()}" in out
+    assert "layer 2" in (tmp_path / "page.html").read_text()
+
+
+def test_a_model_folder_of_ours_is_traced(trace: Trace, tmp_path: Path) -> None:
+    config = DecoderConfig.model_validate({"num_layers": 2, "d_model": 16, "ffn": "moe"})
+    decoder = config.build(257, 8)
+    moe_ffn.save_pretrained(decoder, tmp_path / "ours", BytesConfig().build(()))
+
+    code, out, err = trace(tmp_path / "ours", "--text", "def", "--layers", "1")
+    too_long = trace(tmp_path / "ours", "--text", "123456789")
+
+    assert (code, err) == (0, "")
+    assert "layer 1" in out
+    assert "layer 0" not in out
+    assert too_long[0] == 2
+    assert "--text: has 9 tokens, but" in too_long[2]
+
+
+def without(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def with_config(**options: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **options}))
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def dense(folder: Path) -> None:
+    config = LlamaConfig(**SIZES, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "pickle": (pickled, "'pytorch_model.bin' is a pickle, which may run code and is never read"),
+    "no tokenizer": (without("tokenizer.json"), "has no whole tokenizer.json, so text cannot"),
+    "unknown": (with_config(model_type="mixtrol"), "model_type is 'mixtrol', which transformers"),
+    "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
+    "deeper": (with_config(num_hidden_layers=4), "lacks 'model.layers.3"),
+    "dense": (dense, "LlamaForCausalLM: it has no experts, and no block of ours; give a sparse"),
+    "small": (with_config(max_position_embeddings=2), "--text: has 3 tokens, but"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), BAD.values(), ids=BAD)
+def test_what_cannot_be_traced_is_one_sentence(
+    spoil: Callable[[Path], Any], sentence: str, sparse: Path, trace: Trace, tmp_path: Path
+) -> None:
+    folder = tmp_path / "spoilt"
+    shutil.copytree(sparse, folder)
+    spoil(folder)
+
+    code, out, err = trace(folder, "--text", "def", "--html", tmp_path / "page.html")
+
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_text_that_is_no_utf8_is_refused(sparse: Path, trace: Trace) -> None:
+    code, _, err = trace(sparse, "--text", "a\udcff")
+    assert (code, err.strip()) == (
+        2,
+        "error: --text: is no UTF-8, which the tokenizers of transformers need",
+    )
+
+
+def test_transformers_may_be_missing(
+    sparse: Path, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = trace(sparse, "--text", "def")
+    assert (code, err.strip()) == (
+        2,
+        "error: transformers 5 or newer is not installed: pip install transformers",
+    )

@@ -1,0 +1,209 @@
+"""`watch`: the routings of a live model are what its experts were given, and nothing else changes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moe_ffn import ConfigError, load_balancing_loss
+from moe_ffn.interop import watch
+from moe_ffn.metrics import LoadMetrics, TokenMetrics
+from tests.helpers.alarm_rules import make_rules
+from tests.helpers.transformers_models import FAMILIES, model_of
+
+SIGMOID = {
+    "afmoe",
+    "deepseek_v3",
+    "dots1",
+    "exaone_moe",
+    "glm4_moe",
+    "minimax_m2",
+    "nemotron_h",
+    "solar_open",
+}
+"""Families whose routers have a sigmoid; the others have a softmax."""
+
+IDS_BS = torch.tensor([[0, 0, 0, 9, 33, 7], [5, 21, 40, 8, 3, 60]])
+MASK_BS = (IDS_BS > 0).long()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+
+
+def routed(family: str) -> Any:
+    """A model whose routers are far from undecided."""
+    model = model_of(family, FAMILIES[family])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_router = "gate" in name or "router" in name
+            if is_router and "expert" not in name and parameter.ndim == 2:
+                parameter.normal_(std=0.4)
+    return model
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """What experts are given, seen by an implementation of our own in the place of `grouped_mm`."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def note(experts: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        seen.append((ids_TK.clone(), weights_TK.clone()))
+        return compute(experts, hidden, ids_TK, weights_TK)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "noting", note)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_the_experts_were_given(family: str, given: list[tuple[Tensor, Tensor]]) -> None:
+    model = routed(family)
+    model.set_experts_implementation("noting")
+    inputs = {"input_ids": IDS_BS, "attention_mask": MASK_BS, "use_cache": False}
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        given.clear()
+        with watch(model) as passes:
+            logits = model(**inputs).logits
+
+    assert torch.equal(logits, plain)
+    (routings,) = passes
+    assert len(routings) == len(given) > 0
+    assert list(routings)[-1] == "layer_01"
+    for routing, (ids_TK, weights_TK) in zip(routings.values(), given, strict=True):
+        assert torch.equal(routing.expert_ids_N, ids_TK.flatten())
+        assert torch.equal(routing.weights_N, weights_TK.flatten())
+        assert torch.equal(routing.token_ids_N.view(12, -1)[:, 0], torch.arange(12))
+        assert (routing.num_experts, routing.sequence_length) == (4, 6)
+        assert routing.mask_T is not None
+        assert torch.equal(routing.mask_T, MASK_BS.flatten().bool())
+        logits_TE, scores_TE = routing.require("logits_TE", ""), routing.require("scores_TE", "")
+        score = logits_TE.sigmoid() if family in SIGMOID else logits_TE.softmax(dim=-1)
+        assert torch.equal(scores_TE, score)
+        if family != "phimoe":  # whose second weight leaves the first expert out
+            factors_TK = weights_TK / scores_TE.gather(1, ids_TK)
+            torch.testing.assert_close(factors_TK, factors_TK[:, :1].expand_as(factors_TK))
+
+
+def test_a_generation_is_a_pass_for_each_token() -> None:
+    model = routed("mixtral")
+    with watch(model) as passes:
+        ids_BS = model.generate(
+            input_ids=IDS_BS, attention_mask=MASK_BS, max_new_tokens=4, min_new_tokens=4,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+    mask_BS = torch.cat([MASK_BS, torch.ones(2, 4, dtype=torch.long)], dim=1)
+    with watch(model) as whole, torch.no_grad():
+        model(input_ids=ids_BS, attention_mask=mask_BS)
+
+    assert [p["layer_00"].num_tokens for p in passes] == [12, 2, 2, 2]
+    for number, routings in enumerate(passes[1:], start=6):
+        for name, routing in routings.items():
+            assert routing.mask_T is not None
+            assert routing.mask_T.tolist() == [True, True]
+            at_once = whole[0][name].expert_ids_N.view(2, 10, -1)[:, number]
+            assert torch.equal(routing.expert_ids_N.view(2, -1), at_once)
+
+
+def test_it_leaves_no_hook_behind_whatever_happens() -> None:
+    model = routed("deepseek_v3")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    with watch(model) as passes:
+        model(input_ids=IDS_BS)
+        broken = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            model(input_ids=IDS_BS)
+        broken.remove()
+
+    assert len(passes) == 1, "the pass that failed is none"
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    assert not any(getattr(module, kind) for module in model.modules() for kind in kinds)
+
+
+def test_a_loss_of_ours_trains_a_router_of_theirs_with_checkpointing() -> None:
+    model = routed("qwen3_moe").train()
+    model.activation_checkpointing_enable()
+    with watch(model) as passes:
+        output = model(input_ids=IDS_BS, attention_mask=MASK_BS, use_cache=False)
+        loss = sum(load_balancing_loss(routing) for routing in passes[0].values())
+        (output.logits.mean() + loss).backward()
+
+    assert len(passes) == 1, "layers that are computed again are no pass"
+    assert model.model.layers[1].mlp.gate.weight.grad.abs().max() > 0
+    assert load_balancing_loss(passes[0]["layer_01"]).grad_fn is not None
+
+
+def test_metrics_and_alarms_read_it() -> None:
+    model = routed("olmoe").eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # of equal scores the first two are taken
+        model.model.layers[0].mlp.gate.weight.normal_(generator=torch.Generator().manual_seed(3))
+    with watch(model) as passes, torch.no_grad():
+        model(input_ids=IDS_BS, attention_mask=MASK_BS)
+    routings = passes[0]
+    rules, values = make_rules(), {}
+    for name, routing in routings.items():
+        found: dict[str, Tensor] = {"dead_experts": torch.tensor(0)}
+        for metric in (LoadMetrics(num_experts=4), TokenMetrics(num_experts=4)):
+            metric.update(routing)
+            found |= metric.compute()
+        values[name] = found
+
+    kinds = {(a.kind, a.layer) for a in rules.check(1, 20, 4.0, values)}
+    assert kinds == {("collapse", "layer_01")}
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("llama", "LlamaForCausalLM: it has no experts, and no block of ours"),
+        (
+            "llama4_text",
+            "Llama4ForCausalLM: its experts are not given ids and weights, as those of",
+        ),
+        ("jetmoe", "JetMoeForCausalLM: its experts are not given ids and weights, as those of"),
+    ],
+)
+def test_a_model_whose_routing_cannot_be_seen_is_named(family: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why), watch(model_of(family, {})):
+        pass
+
+
+def test_two_stacks_of_layers_are_refused() -> None:
+    both = nn.ModuleDict({"one": routed("mixtral"), "two": routed("mixtral")})
+    with (
+        pytest.raises(ConfigError, match=r"'two\.model\.layers\.0\.mlp\.experts' of ModuleDict is"),
+        watch(both),
+    ):
+        pass
+
+
+def test_a_mask_that_does_not_say_what_is_padding_is_refused() -> None:
+    model = routed("mixtral")
+    with (
+        pytest.raises(ConfigError, match=r"attention_mask must be \(batch, sequence\)"),
+        watch(model),
+    ):
+        model(input_ids=IDS_BS, attention_mask=torch.zeros(2, 1, 6, 6))
+
+
+def test_a_router_that_keeps_its_logits_is_named() -> None:
+    model = routed("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda m, a, out: (None, *out[1:]))
+    with (
+        pytest.raises(ConfigError, match="before MixtralExperts does not return its logits"),
+        watch(model),
+    ):
+        model(input_ids=IDS_BS)
