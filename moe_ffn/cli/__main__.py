@@ -14,6 +14,7 @@ from moe_ffn.errors import ConfigError, nearest_or_all, show
 PROGRAMS = {
     "train": "train a Transformer language model whose feed-forward block is one word of YAML",
     "generate": "continue a prompt with a run's best weights",
+    "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
     "report": "write the page of a run, or of several runs in the same plots",
     "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",
