@@ -106,6 +106,7 @@ ONLY_PLACES = {
     "safetensors": {"moe_ffn/interop", "moe_ffn/training/recovery"},
     "datasets": {"moe_ffn/data"},
     "submitit": {"moe_ffn/cli/sweep.py"},
+    "lm_eval": {"moe_ffn/interop/lm_eval.py"},
     "triton": {"moe_ffn/kernels/triton"},
     "plotly": {
         "experiments/benchmark",

@@ -10,6 +10,7 @@ takes the validation split of that corpus; --data config.yaml that of the corpus
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
     device = device_of(given.device)
     if given.stride is not None and whole_number(given.stride, least=1) is None:
         raise ConfigError(f"--stride: must be a whole number of at least 1, got '{given.stride}'")
+    if given.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'")
     if given.json is not None:
         check_output("--json", given.json, "{")
     names_text = given.data is not None or "corpus" in overrides
@@ -320,14 +323,8 @@ def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
 
 
 def run_tasks(model: Model, tasks: Sequence[str], batch_size: int) -> dict[str, dict[str, float]]:
-    try:
-        from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ConfigError(
-            "--tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'"
-        ) from error
+    from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
+
     return evaluate_tasks(HarnessModel(model.decoder, model.tokenizer, batch_size), tasks)
 
 

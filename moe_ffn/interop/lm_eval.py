@@ -186,14 +186,14 @@ def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[
     groups: Mapping[str, Any] = loaded.get("groups", {})
     grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
     alone = [task for name, task in loaded["tasks"].items() if name not in grouped]
-    results = simple_evaluate(
+    top: list[Any] = [*(groups[name] for name in names if name in groups), *alone]
+    results: Any = simple_evaluate(
         model=model,
-        tasks=[*(groups[name] for name in names if name in groups), *alone],
+        tasks=top,
         batch_size=model.batch_size,
         log_samples=False,
         task_manager=manager,
     )
-    assert results is not None
     return {name: _plain(values) for name, values in results["results"].items()}
 
 

@@ -1,4 +1,4 @@
-"""The loss of a model on a whole text: every token but the first is predicted once, behind as much text as fits."""
+"""The loss of a model on a whole text, in which every token but the first is predicted once."""
 
 from __future__ import annotations
 
