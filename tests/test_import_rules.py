@@ -110,6 +110,7 @@ ONLY_PLACES = {
     "transformers": {"moe_ffn/interop/transformers.py", "experiments/benchmark"},
     "datasets": {"moe_ffn/data"},
     "submitit": {"moe_ffn/cli/sweep.py"},
+    "lm_eval": {"moe_ffn/interop/lm_eval.py"},
     "triton": {"moe_ffn/kernels/triton"},
     "plotly": {
         "experiments/benchmark",

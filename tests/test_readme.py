@@ -34,6 +34,7 @@ PYTHON_COMMANDS = [command for command in commands() if command.startswith("pyth
 
 # Programs that look at a finished run, and what they print of it.
 OF_A_RUN = {
+    "experiments.evaluate": "bits per byte",
     "experiments.generate": "class ",
     "experiments.inspect": "inspect.html",
     "experiments.report": "report.html",
@@ -214,6 +215,11 @@ def test_the_trained_model_is_loaded_and_saved():
     exec(compile(blocks("python")[3], "README.md", "exec"), names)
     assert names["block"].routers()
     assert Path("models/exported/tokenizer_config.json").is_file()
+    pytest.importorskip("peft", reason="peft is not installed here")
+    exec(compile(blocks("python")[4], "README.md", "exec"), names)
+    trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
+    assert all(p.grad is not None for p in trained)
+    assert {path.name for path in Path("models/adapted").iterdir()} == written
 
 
 def test_the_quoted_message_is_the_real_one(

@@ -16,6 +16,7 @@ PROGRAMS = {
     "initialise": "make a model of trained ones: dense into sparse, or with fewer experts",
     "pruning": "show the loss of a model with fewer and fewer experts",
     "generate": "continue a prompt with a run's best weights",
+    "evaluate": "measure a trained model on a text, or on tasks of lm-eval",
     "report": "write the page of a run, or of several runs in the same plots",
     "compare": "compare runs that exist: losses with intervals, differences, cost",
     "sweep": "train the runs of a study, several at a time, and go on where it was interrupted",

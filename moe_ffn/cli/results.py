@@ -75,7 +75,7 @@ def print_results(
 ) -> None:
     """The numbers of a `summary_of`, the load of every expert, a sample, and the files in `folder`."""
     loss, unigram_loss = summary["validation_loss"], summary["unigram_loss"]
-    samples, routing = callbacks.samples, _plain(summary["routing"])
+    samples, routing = callbacks.samples, plain_values(summary["routing"])
 
     def say(text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)  # brackets in it are no markup
@@ -124,23 +124,25 @@ def write_summary(folder: Path, summary: Mapping[str, Any], callbacks: RunCallba
         write_whole(folder / "profile.txt", callbacks.profile.text)
     else:  # one that was resumed may have had it before
         (folder / "profile.txt").unlink(missing_ok=True)
-    write_whole(folder / SUMMARY_FILE, json.dumps(_plain(summary), indent=2) + "\n")
+    write_whole(folder / SUMMARY_FILE, json.dumps(plain_values(summary), indent=2) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """A value for JSON: null for NaN and infinity; a matrix to four digits, and none of very many experts."""
     if isinstance(value, Mapping):
         return {
-            key: _plain(item)
+            key: plain_values(item)
             for key, item in value.items()
             if not isinstance(item, Tensor)
             or item.ndim < 2
             or len(item) <= MAX_COACTIVATION_EXPERTS
         }
     if isinstance(value, Tensor):
-        return _plain((value if value.ndim < 2 else value.double().round(decimals=4)).tolist())
+        return plain_values(
+            (value if value.ndim < 2 else value.double().round(decimals=4)).tolist()
+        )
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -22,7 +22,7 @@ from moe_ffn.cli.results import (
     write_summary,
 )
 from moe_ffn.config_files import to_yaml
-from moe_ffn.data.prepare import PreparedData, prepare
+from moe_ffn.data.prepare import PreparedData, prepare, validation_batches
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.environment import is_first_rank
 from moe_ffn.errors import ConfigError, command, first_line, reason
@@ -45,7 +45,6 @@ from moe_ffn.runs.resume import (
     go_back,
     how_to_go_on,
 )
-from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close

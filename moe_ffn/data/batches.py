@@ -6,6 +6,7 @@ B sequences in a batch, S tokens in a sequence. A window is a sequence and its n
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -224,6 +225,9 @@ class ValidationBatches(_Batches):
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):

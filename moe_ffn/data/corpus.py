@@ -140,35 +140,42 @@ class TextConfig(CorpusConfig, frozen=True):
         moving a corpus does not change its split. Raises ConfigError for a path that is not there, a
         named file that is not text, and where there is no text at all.
         """
-        files = self._files()
-        _refuse_records(files)
-        num_bytes = 0
-        for file in files:
-            size = _text_size(file.path)
-            if size is not None:
-                yield Document(file.name, file_blocks(file.path))
-                num_bytes += size
-            elif file.is_given:
-                raise ConfigError(
-                    f"data.corpus.paths: '{file.path}' is not UTF-8 text; "
-                    "convert it to UTF-8 or leave it out"
-                )
-        if not num_bytes:
-            raise ConfigError(
-                f"data.corpus.paths: {', '.join(map(repr, self.paths))} is empty, or has no UTF-8 text "
-                "file that is not hidden"
-            )
+        return text_documents(self.paths)
 
     def stamp(self) -> str | None:
-        return _stamp([(file.name, file.path) for file in self._files()])
+        return _stamp([(file.name, file.path) for file in _distinct_files(self.paths, PATHS_KEY)])
 
-    def _files(self) -> list[_File]:
-        """The files that `paths` name, each once."""
-        files: dict[Path, _File] = {}
-        for given in self.paths:
-            for file in files_of(given):
-                files.setdefault(file.path.resolve(), file)
-        return list(files.values())
+
+PATHS_KEY = "data.corpus.paths"
+
+
+def text_documents(paths: Sequence[str], key: str = PATHS_KEY) -> Iterator[Document]:
+    """See `TextConfig.documents`; `key` is what the paths are called in messages."""
+    files = _distinct_files(paths, key)
+    _refuse_records(files, key)
+    num_bytes = 0
+    for file in files:
+        size = _text_size(file.path)
+        if size is not None:
+            yield Document(file.name, file_blocks(file.path))
+            num_bytes += size
+        elif file.is_given:
+            raise ConfigError(
+                f"{key}: '{file.path}' is not UTF-8 text; convert it to UTF-8 or leave it out"
+            )
+    if not num_bytes:
+        raise ConfigError(
+            f"{key}: {', '.join(map(repr, paths))} is empty, or has no UTF-8 text file that is not hidden"
+        )
+
+
+def _distinct_files(paths: Sequence[str], key: str) -> list[_File]:
+    """The files that the paths name, each once."""
+    files: dict[Path, _File] = {}
+    for given in paths:
+        for file in files_of(given, key):
+            files.setdefault(file.path.resolve(), file)
+    return list(files.values())
 
 
 _NOT_SOURCE = frozenset(
@@ -189,7 +196,7 @@ class _File:
     """Named by the user, rather than found in a folder or by a glob."""
 
 
-def files_of(given: str, key: str = "data.corpus.paths") -> Iterator[_File]:
+def files_of(given: str, key: str = PATHS_KEY) -> Iterator[_File]:
     """The files that one of the paths of an option names: itself, those in a folder, or that match a glob."""
     path = expand_path(given, key)
     if _is_file(path):
@@ -291,12 +298,12 @@ def unreadable(path: Path | str, error: OSError) -> ConfigError:
     return ConfigError(f"data.corpus: '{path}' cannot be read ({reason(error)})")
 
 
-def _refuse_records(files: Collection[_File]) -> None:
+def _refuse_records(files: Collection[_File], key: str) -> None:
     """ConfigError for a file of fields that the user named, or where nothing else was found."""
     is_all = all(_not_plain_text(file.path) for file in files)
     for file in files:
         if (file.is_given or is_all) and (why := _not_plain_text(file.path)):
-            raise ConfigError(f"data.corpus.paths: '{file.path}' {why}")
+            raise ConfigError(f"{key}: '{file.path}' {why}")
 
 
 def _not_plain_text(path: Path) -> str:

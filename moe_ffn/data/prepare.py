@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from moe_ffn.config import MAX_COUNT, Config
-from moe_ffn.data.batches import require_window
+from moe_ffn.data.batches import ValidationBatches, require_window
 from moe_ffn.data.cache import building, read_meta, seal, write_json, writing
 from moe_ffn.data.corpus import CorpusConfig, Document, Split, StdlibConfig, TokenFiles
 from moe_ffn.data.split import MAX_NAMED, Documents, Piece, SplitPlan, plan_split, split_pieces
@@ -148,6 +148,16 @@ def prepare(config: DataConfig, progress: bool = True) -> PreparedData:
     )
 
 
+def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
+    """The batches of every validation, and of the unigram baseline."""
+    return ValidationBatches(
+        data.validation,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        num_tokens=config.validation_tokens,
+    )
+
+
 def _read_and_build(
     config: DataConfig, cache_dir: Path, progress: bool
 ) -> tuple[Documents, Path, dict[str, Any]]:
@@ -250,7 +260,7 @@ def _key(config: DataConfig, corpus_sha256: str) -> str:
     parts = {
         "format": _FORMAT,
         "corpus": corpus_sha256,
-        "tokenizer": config.tokenizer.to_dict(),
+        "tokenizer": config.tokenizer.identity(),
         "validation_percent": config.validation_percent,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

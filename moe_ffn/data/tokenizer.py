@@ -82,6 +82,10 @@ class TokenizerConfig(TaggedConfig, frozen=True):
         """The most token ids there can be, as far as options say: by default 256 bytes and an end."""
         return 257
 
+    def identity(self) -> dict[str, Any]:
+        """Plain values that differ where the same text would give other tokens."""
+        return self.to_dict()
+
     @abstractmethod
     def build(self, text: Iterable[bytes]) -> Tokenizer:
         """The tokenizer for `text`, which is the training split, read at most once."""
@@ -197,6 +201,9 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
     @property
     def max_vocab_size(self) -> int:
         return self._read().vocab_size
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "file", "tokenizer": self._read().to_dict()}  # at whatever path
 
     def build(self, text: Iterable[bytes]) -> Tokenizer:
         return self._read()

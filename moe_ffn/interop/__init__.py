@@ -1,4 +1,4 @@
-"""Models outside of a run: folders with weights, config, tokenizer; models of transformers, stored or live."""
+"""Models outside of a run: model folders; models of transformers, stored or live."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -73,8 +73,14 @@ def save_pretrained(
     """Write a decoder and its tokenizer as a model folder; one that is there is replaced, with all in it.
 
     Raises:
-        ConfigError: something else is there, or it cannot be written; nothing has changed then.
+        ConfigError: something else is there, or it cannot be written, or the model has adapters of peft;
+            nothing has changed then.
     """
+    if any(type(module).__module__.split(".")[0] == "peft" for module in decoder.modules()):
+        raise ConfigError(
+            "the model has adapters of peft, which a model folder does not hold; save what "
+            "merge_and_unload() returns"
+        )
     write_model_folder(Path(folder), decoder, decoder.state_dict(), tokenizer)
 
 

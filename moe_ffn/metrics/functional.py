@@ -6,6 +6,7 @@ T tokens, E experts, K experts of a token, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -70,6 +71,18 @@ def load_cv(load_E: Tensor) -> Tensor:
     load_E = _floating(load_E)
     tiny = torch.finfo(load_E.dtype).tiny
     return load_E.std(dim=-1, correction=0) / load_E.mean(dim=-1).clamp(min=tiny)
+
+
+@_takes_tensors(_LOAD)
+def load_entropy(load_E: Tensor) -> Tensor:
+    """The entropy of the load over log E: 1 at balance, 0 when one expert has everything; nan without any.
+
+    Leading axes are kept; of a single expert it is 1.
+    """
+    load_E = _floating(load_E)
+    share_E = load_E / load_E.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(share_E).sum(dim=-1)
+    return entropy / math.log(load_E.shape[-1]) if load_E.shape[-1] > 1 else entropy + 1
 
 
 @_takes_tensors(_LOAD)

@@ -6,6 +6,7 @@ E experts
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -109,6 +110,10 @@ class LanguageMetrics(Metric):
         self.nats += nats.sum()
         self.num_tokens += nats.numel()
         self.num_bytes += num_bytes.sum()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Any:
+        # What converts the model around it, for bf16-true, moves these sums and does not round them.
+        return super()._apply(lambda value: value.to(fn(value).device), exclude_state)
 
     @property
     def loss_so_far(self) -> Tensor:

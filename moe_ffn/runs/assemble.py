@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from moe_ffn.data.batches import require_equal_shares
-from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.environment import check_number_of_processes, processes_here
 from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, WHOLE, Layout
@@ -35,7 +35,7 @@ from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.outside_code import portable_options
 from moe_ffn.runs.record import RUN_ID, checkpoint_identity, tokenizer_sha256
 from moe_ffn.training.config import resolve_precision
-from moe_ffn.training.data_module import TokenData, validation_batches
+from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
 from moe_ffn.training.monitoring.callbacks import (

@@ -9,7 +9,7 @@ import torch
 from lightning import LightningDataModule, Trainer
 
 from moe_ffn.data.batches import Batch, TrainBatches, ValidationBatches
-from moe_ffn.data.prepare import DataConfig, PreparedData
+from moe_ffn.data.prepare import DataConfig, PreparedData, validation_batches
 from moe_ffn.training.module import LanguageModel, LoadedBatch
 from moe_ffn.training.objective import IGNORED_TARGET
 
@@ -116,13 +116,3 @@ class TokenData(LightningDataModule):
     def val_dataloader(self) -> ValidationLoader:
         batches = validation_batches(self.config, self.data)
         return ValidationLoader(batches, self.trainer.global_rank, self.trainer.world_size)
-
-
-def validation_batches(config: DataConfig, data: PreparedData) -> ValidationBatches:
-    """The batches of every validation, and of the unigram baseline."""
-    return ValidationBatches(
-        data.validation,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        num_tokens=config.validation_tokens,
-    )

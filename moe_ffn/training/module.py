@@ -33,7 +33,7 @@ from moe_ffn.training.objective import (
     Objective,
     ObjectiveConfig,
     cross_entropy_of,
-    mask_tokens,
+    inputs_and_targets,
     needs_step_totals,
     objective,
 )
@@ -409,16 +409,13 @@ class LanguageModel(LightningModule):
     def _inputs_and_targets(
         self, batch: LoadedBatch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.decoder.config.causal:
-            return batch["input_ids"], batch["target_ids"]
-        input_ids, target_ids = mask_tokens(
+        return inputs_and_targets(
+            self.decoder,
             batch["input_ids"],
+            batch["target_ids"],
             self.objective_config.masked_fraction,
-            self.decoder.mask_token_id,
             generator,
         )
-        filler = batch["target_ids"] == IGNORED_TARGET
-        return input_ids, target_ids.masked_fill(filler, IGNORED_TARGET)
 
     @property
     def _counts_ahead(self) -> bool:

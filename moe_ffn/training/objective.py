@@ -26,6 +26,7 @@ from moe_ffn.balancing.losses import (
     StepTotals,
     pairs_per_expert,
 )
+from moe_ffn.model.decoder import Decoder
 from moe_ffn.outputs import Routing
 from moe_ffn.routing.base import Router
 
@@ -155,6 +156,27 @@ def mask_tokens(
     shown_BS = torch.where(lot_BS >= 1 - SHOWN_AS_IS, token_ids_BS, shown_BS)
     inputs_BS = torch.where(guessed_BS, shown_BS, token_ids_BS)
     return inputs_BS, token_ids_BS.masked_fill(~guessed_BS, IGNORED_TARGET)
+
+
+def inputs_and_targets(
+    decoder: Decoder,
+    token_ids_BS: Tensor,
+    next_ids_BS: Tensor,
+    masked_fraction: float,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What a model is given and what it has to predict: the next tokens, or if not causal masked ones.
+
+    Args:
+        next_ids_BS: the tokens one later; where it is `IGNORED_TARGET` nothing is predicted.
+        masked_fraction, generator: as in `mask_tokens`.
+    """
+    if decoder.config.causal:
+        return token_ids_BS, next_ids_BS
+    inputs_BS, targets_BS = mask_tokens(
+        token_ids_BS, masked_fraction, decoder.mask_token_id, generator
+    )
+    return inputs_BS, targets_BS.masked_fill(next_ids_BS == IGNORED_TARGET, IGNORED_TARGET)
 
 
 Reduce = Callable[[Tensor], Tensor]

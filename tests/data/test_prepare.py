@@ -501,3 +501,18 @@ def test_the_bar_is_told_each_stage_from_start_to_end(
         assert all(before < after for before, after in pairwise(done))
         assert done[-1] == 40 * 1_000 * 3 - 10 * 1_000  # two digits and a line end, one for 0..9
         assert totals == ({None} if stage == "reading" else {done[-1]})
+
+
+def test_a_tokenizer_file_is_known_by_what_it_holds(prepared: Prepare, tmp_path: Path) -> None:
+    """Another one at the same path gives other tokens, and the same one elsewhere the same folder."""
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    bpe = BPEConfig(vocab_size=512).build([b"a line of a text with an \xc3\xa9 in it\n" * 9])
+    for path, tokenizer in ((first, BytesConfig().build(())), (second, bpe)):
+        path.write_text(json.dumps(tokenizer.to_dict()))
+    before = prepared(tokenizer={"type": "file", "path": str(first)})
+    after = prepared(tokenizer={"type": "file", "path": str(second)})
+    shutil.copy(second, first)
+    again = prepared(tokenizer={"type": "file", "path": str(first)})
+
+    assert before.tokenizer.vocab_size != after.tokenizer.vocab_size
+    assert again.folder == after.folder != before.folder

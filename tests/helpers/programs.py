@@ -3,6 +3,7 @@
 PROGRAMS = (
     "train",
     "generate",
+    "evaluate",
     "compare",
     "sweep",
     "study_page",

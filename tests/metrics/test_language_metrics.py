@@ -34,6 +34,17 @@ def test_batches_count_by_their_tokens() -> None:
     assert metrics.loss_so_far.item() == metrics.compute()["loss"].item() == 2
 
 
+def test_sums_keep_their_digits_in_a_model_that_is_converted() -> None:
+    # bfloat16 has eight bits: 257 would be 256.
+    model = torch.nn.ModuleDict({"metrics": LanguageMetrics()}).to(torch.bfloat16)
+    metrics = model["metrics"]
+    assert isinstance(metrics, LanguageMetrics)
+    metrics.update(torch.full((257,), 1.001), torch.ones(257))
+    assert metrics.compute()["loss"].item() == pytest.approx(1.001, rel=1e-6)
+    metrics.reset()
+    assert metrics.nats.dtype == torch.float64
+
+
 def test_a_long_validation_keeps_its_digits() -> None:
     # 2^25 + 1 added in float32 would be 2^25.
     metrics = LanguageMetrics()

@@ -17,6 +17,7 @@ from moe_ffn.metrics.functional import (
     coactivation,
     coactivation_counts,
     load_cv,
+    load_entropy,
     logit_max,
     max_violation,
     nonfinite_tokens,
@@ -44,6 +45,21 @@ from moe_ffn.outputs import Routing
 def test_imbalance_of_a_load(load: list[float], violation: float, cv: float) -> None:
     assert max_violation(torch.tensor(load)).item() == pytest.approx(violation)
     assert load_cv(torch.tensor(load)).item() == pytest.approx(cv)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], 1),
+        ([5.0, 5.0, 0.0, 0.0], 0.5),  # log 2 / log 4; counts are taken too
+        ([1.0, 0.0], 0),
+        ([1.0], 1),
+        ([0.0, 0.0], math.nan),
+    ],
+)
+def test_the_entropy_of_a_load(load: list[float], expected: float) -> None:
+    found = load_entropy(torch.tensor(load)).item()
+    assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_ranks_wait_for_the_busiest_of_them() -> None:

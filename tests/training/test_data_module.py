@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from moe_ffn.data.batches import TrainBatches, ValidationBatches
-from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.data_module import (
     FILLER,
     TrainLoader,
     ValidationLoader,
-    validation_batches,
 )
 from moe_ffn.training.objective import IGNORED_TARGET
 

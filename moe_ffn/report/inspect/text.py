@@ -17,12 +17,11 @@ from types import MappingProxyType
 import numpy as np
 
 from moe_ffn.data.batches import spread_starts
-from moe_ffn.data.prepare import prepare
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, reason
 from moe_ffn.report.trace import visible
 from moe_ffn.runs.reader import Run
-from moe_ffn.runs.record import check_documents
+from moe_ffn.runs.texts import prepare_data
 
 BYTE_CLASSES = ("letter", "digit", "space", "newline", "punctuation", "non-ASCII", "end")
 SYNTAX_CLASSES = (
@@ -135,16 +134,7 @@ def text_of_run(run: Run, num_tokens: int) -> Text:
     Raises:
         ConfigError: the corpus cannot be read, or is not what the run was trained on.
     """
-    config = run.config.data
-    try:
-        data = prepare(config)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; or {_INSTEAD}") from error
-    check_documents(run.folder, data.documents, _INSTEAD)
-    if run.facts.corpus_sha256 not in (None, data.corpus_sha256):  # where that list is lost
-        raise ConfigError(
-            f"data.corpus: is not what '{run.folder}' began with; put back what it was, or {_INSTEAD}"
-        )
+    config, data = run.config.data, prepare_data(run, _INSTEAD)
     names = {digest: name for name, digest in data.documents.digests or ()}
     is_python = config.corpus.type == "stdlib"
     return text_of_tokens(

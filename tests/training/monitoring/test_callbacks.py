@@ -15,10 +15,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from moe_ffn.data.prepare import PreparedData
+from moe_ffn.data.prepare import PreparedData, validation_batches
 from moe_ffn.runs.assemble import build_module, make_callbacks, make_token_data
 from moe_ffn.runs.config import TrainConfig
-from moe_ffn.training.data_module import validation_batches
 from moe_ffn.training.module import LanguageModel, LoadedBatch, TrainStepOutput
 from moe_ffn.training.monitoring import callbacks
 from moe_ffn.training.monitoring import routing_window as routing_by_layer

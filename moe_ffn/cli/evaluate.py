@@ -1,0 +1,347 @@
+"""The loss of a trained model on a text, in nats, as perplexity and in bits per byte; how its sparse layers
+route that text; and the tasks of lm-eval.
+
+moe-ffn evaluate runs/NAME [--data FILE] [--stride N] [--json FILE]
+
+Without --data the text is the run's own validation split, in the very windows of its validations. The whole
+of --data is read, each token but the first predicted once. --data.corpus.type text --data.corpus.paths books
+takes the validation split of that corpus; --data config.yaml that of the corpus in another config.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from moe_ffn import trust
+from moe_ffn.cli.command_line import parse_overrides
+from moe_ffn.cli.parser import Parser, check_output, whole_number, write_output
+from moe_ffn.cli.results import plain_values
+from moe_ffn.config import Config
+from moe_ffn.config_files import merge, read_yaml, validate
+from moe_ffn.data.batches import Batch
+from moe_ffn.data.prepare import DataConfig, PreparedData, prepare, validation_batches
+from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
+from moe_ffn.errors import ConfigError, command
+from moe_ffn.interop.pretrained import is_model_folder, load_pretrained, load_tokenizer
+from moe_ffn.metrics.load_summary import percent
+from moe_ffn.metrics.table import LAYER_METRICS
+from moe_ffn.model.decoder import Decoder, short_name
+from moe_ffn.report.html import number
+from moe_ffn.runs.folder import TOKENIZER_FILE, check_has_weights
+from moe_ffn.runs.reader import Run, load_run
+from moe_ffn.runs.texts import prepare_data, tokens_of_path
+from moe_ffn.training.evaluation import Evaluation, evaluate, strided_batches
+from moe_ffn.training.objective import ObjectiveConfig
+
+_OF_ANOTHER = ("corpus", "validation_percent", "validation_tokens", "cache_dir")
+"""What `--data config.yaml` takes of a config; how text becomes tokens and windows is the model's."""
+
+
+class _Options(Config, frozen=True):
+    """What may be given by path."""
+
+    data: DataConfig = DataConfig()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder, and what its folder says of it."""
+
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    masked_fraction: float
+    precision: str
+    run: Run | None
+    """None where the folder is that of a model alone."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser(prog=command("evaluate"), description=__doc__)
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="of a run with a best checkpoint, or of a model"
+    )
+    parser.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="a text, a folder of texts or a file of tokens (.bin, .npy), all of it; or a config (.yaml); "
+        "--data.seq_len, --data.batch_size and so on are as in training",
+    )
+    parser.add_argument(
+        "--stride",
+        metavar="N",
+        help="tokens between the starts of two windows, 1 to data.seq_len: fewer give each token more text "
+        "before it, and take longer (default: data.seq_len)",
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="tasks of lm-eval, with commas between them: names, or folders of task files",
+    )
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: a GPU where there is one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures too")
+    words, options = _split(argv)
+    given = parser.parse_args(words)
+    overrides = parse_overrides(options).get("data", {})
+    device = device_of(given.device)
+    if given.stride is not None and whole_number(given.stride, least=1) is None:
+        raise ConfigError(f"--stride: must be a whole number of at least 1, got '{given.stride}'")
+    if given.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("--tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'")
+    if given.json is not None:
+        check_output("--json", given.json, "{")
+    names_text = given.data is not None or "corpus" in overrides
+    if is_model_folder(given.folder):
+        if not names_text and given.tasks is None:
+            raise ConfigError(
+                f"'{given.folder}' is the folder of a model, which has no text of its own; give one with "
+                "--data"
+            )
+        model = of_model_folder(given.folder, device, trust_code=given.trust_code)
+    else:
+        check_has_weights(given.folder)
+        model = of_run(load_run(given.folder, trust_code=given.trust_code), device)
+    config = data_config(model, given.data, overrides)
+    console = Console(highlight=False)
+    written: dict[str, Any] = {"model": str(given.folder)}
+    if names_text or given.tasks is None:
+        text = text_of(model, config, given.data, given.stride)
+        found = evaluate(
+            model.decoder,
+            text.batches,
+            model.tokenizer.byte_lengths,
+            masked_fraction=model.masked_fraction,
+            precision=model.precision,
+        )
+        print_evaluation(console, f"{text.what}; {model.precision} on {device}", found)
+        written |= {"data": text.what, "precision": model.precision, **found.to_dict()}
+    if given.tasks is not None:
+        written["tasks"] = run_tasks(model, given.tasks.split(","), config.batch_size)
+        console.print(task_table(written["tasks"]))
+    if given.json is not None:
+        write_output("--json", given.json, json.dumps(plain_values(written), indent=2) + "\n")
+        print(f"written: {given.json}")
+    return 0
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of the parser, and `--data.KEY VALUE`, whose values would look like a folder to it."""
+    words: list[str] = []
+    options: list[str] = []
+    remaining = list(argv)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--data."):
+            words.append(word)
+            continue
+        options.append(word)
+        if "=" not in word and remaining and not remaining[0].startswith("--"):
+            options.append(remaining.pop(0))
+    return words, options
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; without one a GPU where there is one."""
+    has_gpu = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if has_gpu else "cpu")
+    try:
+        device = torch.device(name)
+        if device.type == "cpu" or (has_gpu and torch.empty(0, device=device) is not None):
+            return device
+    except RuntimeError:
+        pass
+    raise ConfigError(
+        f"--device: there is no '{name}' here; give cpu, or cuda on a machine with a GPU"
+    )
+
+
+# -- the model
+
+
+def of_model_folder(folder: Path, device: torch.device, *, trust_code: bool) -> Model:
+    tokenizer = load_tokenizer(folder)
+    decoder = load_pretrained(folder, trust_code=trust_code).to(device)
+    if tokenizer.vocab_size > decoder.embedding.num_embeddings:
+        raise ConfigError(
+            f"'{folder}': its {TOKENIZER_FILE} has {tokenizer.vocab_size} tokens and its model "
+            f"{decoder.embedding.num_embeddings}; put back the tokenizer of this model"
+        )
+    if not decoder.config.causal:
+        raise ConfigError(
+            f"'{folder}' has model.causal (false), and does not say how many tokens to mask "
+            "(objective.masked_fraction); give the run that it comes from"
+        )
+    bits = 8 * decoder.embedding.weight.element_size()
+    is_bf16 = decoder.embedding.weight.dtype == torch.bfloat16
+    precision = "bf16-true" if is_bf16 else f"{bits}-true"
+    return Model(folder, decoder, tokenizer, ObjectiveConfig().masked_fraction, precision, None)
+
+
+def of_run(run: Run, device: torch.device) -> Model:
+    """The best weights of a run, in the precision that it was trained in."""
+    decoder, precision = run.model.to(device), run.facts.precision or run.config.trainer.precision
+    if precision in ("bf16-true", "16-true"):
+        decoder = decoder.to(torch.bfloat16 if precision == "bf16-true" else torch.float16)
+    fraction = run.config.objective.masked_fraction
+    return Model(run.folder, decoder, run.tokenizer, fraction, precision, run)
+
+
+# -- the text
+
+
+def data_config(model: Model, path: Path | None, overrides: Mapping[str, Any]) -> DataConfig:
+    """The text and its windows: of the run, of the config in a file, and of options, later ones winning."""
+    if "tokenizer" in overrides:
+        raise ConfigError("--data.tokenizer: is that of the model; leave it out")
+    if path is not None and "corpus" in overrides:
+        raise ConfigError("--data and --data.corpus name two texts; give one of them")
+    seq_len = model.decoder.max_seq_len
+    options: dict[str, Any] = (
+        {"seq_len": seq_len} if model.run is None else model.run.config.data.to_dict()
+    )
+    if is_config(path):
+        section = read_yaml(path, where=f"--data {path}").get("data", {})
+        other = validate(_Options, {"data": section}).data.to_dict()
+        options |= {key: other[key] for key in _OF_ANOTHER}
+    config = validate(_Options, {"data": merge(options, overrides)}).data
+    if config.seq_len > seq_len:
+        raise ConfigError(
+            f"data.seq_len ({config.seq_len}) must not exceed the {seq_len} tokens that the model takes"
+        )
+    own = None if model.run is None else model.run.config.data
+    if own is not None and _is_same_text(config, own):
+        return config
+    file = FileTokenizerConfig(path=str(model.folder / TOKENIZER_FILE))
+    return config.model_copy(update={"tokenizer": file})
+
+
+def is_config(path: Path | None) -> TypeGuard[Path]:
+    return path is not None and path.suffix in (".yaml", ".yml")
+
+
+def _is_same_text(one: DataConfig, other: DataConfig) -> bool:
+    return (one.corpus, one.validation_percent) == (other.corpus, other.validation_percent)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is read, in batches."""
+
+    what: str
+    batches: Iterable[Batch]
+
+
+def text_of(model: Model, config: DataConfig, path: Path | None, stride: str | None) -> Text:
+    """All of the text in `path`, or the validation split of the corpus, in windows.
+
+    Raises:
+        ConfigError: it cannot be read or is too short, or the windows do not suit the model.
+    """
+    step = config.seq_len if stride is None else int(stride)
+    if step > config.seq_len:
+        raise ConfigError(f"--stride ({step}) must not exceed data.seq_len ({config.seq_len})")
+    if stride is not None and not model.decoder.config.causal:
+        raise ConfigError(
+            "--stride: the model guesses masked tokens (model.causal: false), so that no window is more than "
+            "another; leave it out"
+        )
+    if path is not None and not is_config(path):
+        tokens, what = tokens_of_path(path, model.tokenizer, "--data"), f"{path}"
+    else:
+        data = _prepared(model, config)
+        what = "validation split"
+        if stride is None:
+            what += f", {config.validation_tokens:,} tokens at most as in training"
+            return Text(what, validation_batches(config, data))
+        tokens = data.validation[:]
+    length = min(config.seq_len, len(tokens) - 1)
+    what += f", windows of {length} tokens {min(step, length)} apart"
+    return Text(what, strided_batches(tokens, config.seq_len, step, config.batch_size))
+
+
+def _prepared(model: Model, config: DataConfig) -> PreparedData:
+    run = model.run
+    if run is not None and _is_same_text(config, run.config.data):
+        return prepare_data(run, "give a text with --data")
+    return prepare(config)
+
+
+# -- what is shown
+
+
+def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
+    loss, bits = found.loss, found.bits_per_byte
+    lines = (
+        what,
+        f"loss           {loss:.4f} nats per token",
+        f"perplexity     {number(found.perplexity, '.4g')}",
+        f"bits per byte  {bits:.4f}",
+        f"predicted      {found.num_tokens:,} tokens, {found.num_bytes:,} bytes of text",
+    )
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    if found.routing:
+        console.print()
+        console.print(routing_table(found.routing))
+
+
+def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
+    """A row for each sparse layer."""
+    table = Table(box=None, pad_edge=False)
+    names = [LAYER_METRICS[key].label for key in ("max_violation", "dropped_fraction", "entropy")]
+    for name in ("layer", "experts", "load entropy", *names, "dead experts"):
+        table.add_column(name, justify="right")
+    for layer, values in routing.items():
+        load_E = values["load"]
+        table.add_row(
+            short_name(layer),
+            str(len(load_E)),
+            f"{values['load_entropy']:.3f}",
+            f"{values['max_violation']:.2f}",
+            f"{percent(values['dropped_fraction'].item())}%",
+            f"{values['entropy']:.2f}",
+            str(int((load_E == 0).sum())),
+        )
+    return table
+
+
+# -- tasks of lm-eval
+
+
+def run_tasks(model: Model, tasks: Sequence[str], batch_size: int) -> dict[str, dict[str, float]]:
+    from moe_ffn.interop.lm_eval import HarnessModel, evaluate_tasks
+
+    return evaluate_tasks(HarnessModel(model.decoder, model.tokenizer, batch_size), tasks)
+
+
+def task_table(tasks: Mapping[str, Mapping[str, float]]) -> Table:
+    """A row for each measure of each task, with the standard error that lm-eval gives it."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("task", "measure", "value", "standard error"):
+        table.add_column(name, justify="left" if name in ("task", "measure") else "right")
+    for task, values in tasks.items():
+        for key, value in values.items():
+            if "_stderr" not in key:
+                error = values.get(_error_of(key))
+                table.add_row(task, key, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    return table
+
+
+def _error_of(key: str) -> str:
+    """`acc_stderr` for `acc`, `exact_match_stderr,strict` for `exact_match,strict`."""
+    name, comma, filtered = key.partition(",")
+    return f"{name}_stderr{comma}{filtered}"

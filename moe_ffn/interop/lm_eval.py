@@ -1,0 +1,206 @@
+"""Our models in EleutherAI's lm-evaluation-harness (`lm-eval`).
+
+    from moe_ffn.interop.lm_eval import HarnessModel
+
+    lm_eval.simple_evaluate(model=HarnessModel(decoder, tokenizer), tasks=["lambada_openai"], limit=100)
+
+Every model answers with its own router, capacity and positions; an export has equals of some only.
+
+B requests, S tokens, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from moe_ffn.data.tokenizer import Tokenizer
+from moe_ffn.errors import ConfigError, did_you_mean, first_line
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.model.generate import generate
+
+MAX_NEW_TOKENS = 256
+"""Of a generated answer whose task names no number, as in lm-eval's own models."""
+
+
+class HarnessModel(TemplateLM):
+    """A causal decoder and its tokenizer as a model of lm-eval.
+
+    A text begins after an end of document, as in training.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, batch_size: int = 16) -> None:
+        """
+        Args:
+            decoder: in evaluation, on the device that computes.
+            batch_size: requests at once; those of a batch share the experts' capacity, where there is one.
+
+        Raises:
+            ConfigError: the decoder is not causal.
+        """
+        super().__init__()
+        if not decoder.config.causal:
+            raise ConfigError(
+                "model.causal is false: the model guesses masked tokens, and lm-eval asks for next ones; use "
+                "a run with causal: true"
+            )
+        self.decoder = decoder
+        self.text = tokenizer  # `tokenizer` is one of transformers, for what reads it there
+        self.batch_size = batch_size
+        self.max_length = decoder.max_seq_len
+        self._device = decoder.embedding.weight.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.text.end_of_document
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        return self.text.encode(string.encode()).tolist()
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        windows, owners = [], []
+        for owner, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((("", ""), *make_disjoint_window(window)))
+                owners.append(owner)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += value
+        return totals
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Nats, at most 0, of each continuation behind its context, and whether greedy decoding writes it."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        # Equally long ones together, so that little is padding.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
+        for first in range(0, len(order), self.batch_size):
+            places = order[first : first + self.batch_size]
+            rows = [self._row(*requests[place][1:]) for place in places]
+            length = max(map(len, rows)) - 1
+            ids_BS = torch.full((len(rows), length), self.eot_token_id)
+            mask_BS = torch.zeros(len(rows), length, dtype=torch.bool)
+            for row, ids in enumerate(rows):
+                ids_BS[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+                mask_BS[row, : len(ids) - 1] = True
+            output = self.decoder(ids_BS.to(self._device), mask=mask_BS.to(self._device))
+            for row, place in enumerate(places):
+                end, count = len(rows[row]) - 1, len(requests[place][2])
+                if not count:
+                    continue
+                logits_SV = output.logits[row, end - count : end]
+                targets_S = torch.tensor(requests[place][2], device=self._device)
+                nats = torch.log_softmax(logits_SV.double(), -1).gather(1, targets_S[:, None])
+                is_greedy = bool((logits_SV.argmax(-1) == targets_S).all())
+                found[place] = float(nats.sum()), is_greedy
+        return found
+
+    def _row(self, context: list[int], continuation: list[int]) -> list[int]:
+        """The tokens that the model needs to see, and the last one, which it only predicts."""
+        if len(continuation) > self.max_length:
+            raise ConfigError(
+                f"a task asks for a continuation of {len(continuation)} tokens, but the model takes "
+                f"sequences of {self.max_length} (data.seq_len); leave the task out"
+            )
+        return (context + continuation)[-(self.max_length + 1) :]
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        return [self._continue(*request.args) for request in requests]
+
+    def _continue(self, context: str, options: Mapping[str, Any]) -> str:
+        """The text behind `context`, up to the first of the stop strings in `options`."""
+        until = options.get("until") or []
+        stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        ids_S = torch.tensor(prompt, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(0)
+        text = ""
+        for _ in range(int(options.get("max_gen_toks") or MAX_NEW_TOKENS)):
+            next_id = generate(
+                self.decoder,
+                ids_S,
+                1,
+                temperature=float(options.get("temperature") or 1) if sampled else 0.0,
+                top_k=None,
+                generator=generator,
+            )
+            if int(next_id) == self.eot_token_id:
+                break
+            ids_S = torch.cat([ids_S, next_id])
+            text = self.text.decode(ids_S[len(prompt) :].tolist())
+            if any(stop in text for stop in stops):
+                break
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def evaluate_tasks(model: HarnessModel, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What lm-eval measures of a model on its tasks.
+
+    Args:
+        tasks: folders of task files, and names of tasks, groups and tags, in these folders or of lm-eval
+            itself; without a name all tasks of the folders. A task file may name code, which is run.
+
+    Returns:
+        task -> `acc`, `word_perplexity` and so on, and the same with `_stderr`, as far as there is one.
+
+    Raises:
+        ConfigError: there is no such task, or it cannot be loaded, such as without a network.
+    """
+    folders = [task for task in tasks if Path(task).is_dir()]
+    manager = TaskManager(include_path=[*folders], include_defaults=False)
+    names = [task for task in tasks if task not in folders]
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        manager = TaskManager(include_path=[*folders])  # seconds: there are thousands
+        for name in unknown:
+            if name not in manager.all_tasks:
+                hint = did_you_mean(name, manager.all_tasks)
+                raise ConfigError(
+                    f"--tasks: '{name}' is neither a folder nor a task that lm-eval knows{hint}"
+                )
+    for folder in folders if not names else []:
+        found = TaskManager(include_path=folder, include_defaults=False).all_subtasks
+        if not found:
+            raise ConfigError(f"--tasks: '{folder}' has no task file of lm-eval (.yaml)")
+        names += found
+    try:
+        loaded = manager.load(names)
+    except Exception as error:  # of whatever kind: a data set, a template, code that a file names
+        raise ConfigError(f"--tasks: lm-eval cannot load them: {first_line(error)}") from error
+    groups: Mapping[str, Any] = loaded.get("groups", {})
+    grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    alone = [task for name, task in loaded["tasks"].items() if name not in grouped]
+    top: list[Any] = [*(groups[name] for name in names if name in groups), *alone]
+    results: Any = simple_evaluate(
+        model=model,
+        tasks=top,
+        batch_size=model.batch_size,
+        log_samples=False,
+        task_manager=manager,
+    )
+    return {name: _plain(values) for name, values in results["results"].items()}
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`acc,none` as `acc`, `exact_match,strict` as it is; without what is no number."""
+    return {
+        key.removesuffix(",none"): float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) and key not in ("sample_len", "name")
+    }

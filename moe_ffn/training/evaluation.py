@@ -1,0 +1,149 @@
+"""A trained model on a text: its loss per token and byte, and how its sparse layers routed it.
+
+B sequences in a batch, S tokens in a sequence, E experts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_ffn.data.batches import Batch
+from moe_ffn.metrics.functional import load_entropy
+from moe_ffn.metrics.modular import LanguageMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.model.decoder import Decoder
+from moe_ffn.training.objective import (
+    IGNORED_TARGET,
+    ObjectiveConfig,
+    cross_entropy_of,
+    inputs_and_targets,
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a model on a text."""
+
+    loss: float
+    """Nats per predicted token."""
+    bits_per_byte: float
+    """The loss in bits over the bytes of text in the predicted tokens; infinite where these have none."""
+    num_tokens: int
+    """Tokens that were predicted."""
+    num_bytes: int
+    """Bytes of text in these tokens."""
+    routing: Mapping[str, Mapping[str, Tensor]]
+    """Sparse layer -> metric, see `metrics.table`, and `load_entropy` -> value over every token that went
+    through the model, those of overlapping windows as often as they did."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss."""
+        return math.exp(self.loss) if self.loss < 700 else self.loss * math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and lists by their names."""
+        figures = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
+        routing = {
+            layer: {key: value.tolist() for key, value in values.items()}
+            for layer, values in self.routing.items()
+        }
+        return {name: getattr(self, name) for name in figures} | {"routing": routing}
+
+
+def strided_batches(
+    tokens: np.ndarray, seq_len: int, stride: int, batch_size: int
+) -> Iterator[Batch]:
+    """Windows over a whole text, `stride` apart, in which every token but the first is predicted once.
+
+    A target that an earlier window has predicted is `IGNORED_TARGET`: the smaller the stride, the more text
+    stands before each token. The last window ends with the text, and so begins less than a stride after the
+    one before it.
+
+    Args:
+        tokens: (num_tokens,) ids, at least two.
+        seq_len: tokens of a window; of a shorter text all but one.
+        stride: from 1 to `seq_len`.
+    """
+    seq_len = min(seq_len, len(tokens) - 1)
+    last = len(tokens) - 1 - seq_len
+    starts = np.append(np.arange(0, last, stride), last)
+    num_new = np.diff(starts, prepend=-seq_len)
+    for first in range(0, len(starts), batch_size):
+        group = slice(first, first + batch_size)
+        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts[group]])
+        is_old = np.arange(seq_len) < seq_len - num_new[group, None]
+        windows = torch.from_numpy(windows.astype(np.int64))
+        targets = windows[:, 1:].masked_fill(torch.from_numpy(is_old), IGNORED_TARGET)
+        yield Batch(windows[:, :-1].contiguous(), targets)
+
+
+@torch.no_grad()
+def evaluate(
+    decoder: Decoder,
+    batches: Iterable[Batch],
+    byte_lengths: np.ndarray,
+    *,
+    masked_fraction: float = ObjectiveConfig().masked_fraction,
+    precision: str = "32-true",
+) -> Evaluation:
+    """The loss over all targets of the batches, summed as a validation during training sums it.
+
+    Args:
+        decoder: in evaluation, on the device that computes.
+        byte_lengths: (V,) bytes of text of each token.
+        masked_fraction: share of the tokens to guess where the model is not causal: the same in every call.
+        precision: as `trainer.precision`, of the products; a `-true` one has to be that of the weights.
+    """
+    device = decoder.embedding.weight.device
+    lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
+    language = LanguageMetrics().to(device)
+    layers: dict[str, tuple[LoadMetrics, TokenMetrics]] = {}
+    for index, batch in enumerate(batches):
+        input_ids, target_ids = inputs_and_targets(
+            decoder,
+            batch.input_ids.to(device),
+            batch.target_ids.to(device),
+            masked_fraction,
+            torch.Generator(device).manual_seed(index),
+        )
+        with autocast_of(precision, device):
+            output = decoder(input_ids)
+            nats = cross_entropy_of(output.logits, target_ids, "none")
+        targets = target_ids.flatten()
+        counted = targets != IGNORED_TARGET
+        language.update(nats[counted], lengths_V[targets[counted]])
+        for name, routing in output.routings.items():
+            if name not in layers:
+                experts = routing.num_experts
+                layers[name] = LoadMetrics(experts).to(device), TokenMetrics(experts).to(device)
+            for metrics in layers[name]:
+                metrics.update(routing, output.shared_shares.get(name))
+    found = language.compute()
+    return Evaluation(
+        loss=found["loss"].item(),
+        bits_per_byte=found["bits_per_byte"].item(),
+        num_tokens=int(language.num_tokens),
+        num_bytes=int(language.num_bytes),
+        routing={name: _values(*metrics) for name, metrics in sorted(layers.items())},
+    )
+
+
+def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What a `trainer.precision` that mixes formats computes in."""
+    if not precision.endswith("-mixed"):
+        return nullcontext()
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+    return torch.autocast(device.type, dtype)
+
+
+def _values(load: LoadMetrics, tokens: TokenMetrics) -> dict[str, Tensor]:
+    values = {key: value.cpu() for key, value in (load.compute() | tokens.compute()).items()}
+    return values | {"load_entropy": load_entropy(values["load"])}

@@ -1,0 +1,309 @@
+"""`python -m experiments.evaluate`: the figures of a validation again, of any text, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import moe_ffn
+from moe_ffn import DecoderConfig
+from moe_ffn.data.tokenizer import BytesTokenizer
+from moe_ffn.training.monitoring.json_lines import Row, read_lines
+from tests.helpers.tiny_runs import run_here, trained
+
+Evaluate = Callable[..., tuple[int, str, str]]
+TEXT = "the cat sat on a mat.\ndef f(x):\n    return x\n" * 5
+
+
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+    """The program as from a command line: its exit code, output, and errors without what is waited for."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*argv: str | Path) -> tuple[int, str, str]:
+        done = run_here(*map(str, argv), "--device", "cpu", program="moe_ffn.cli.evaluate")
+        return done.code, done.stdout, "\n".join(done.own_lines)
+
+    return run
+
+
+@pytest.fixture
+def figures(evaluate: Evaluate, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What `--json` writes."""
+
+    def run(*argv: str | Path) -> dict[str, Any]:
+        code, _, err = evaluate(*argv, "--json", tmp_path / "figures.json")
+        assert (code, err) == (0, "")
+        return json.loads((tmp_path / "figures.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__ffn": "{type: moe, num_experts: 4, capacity: {factor: 1.0, eval_factor: 1.0}}"},
+        {"model__ffn": "swiglu", "data__tokenizer": "{type: bpe, vocab_size: 512}"},
+        {"model__causal": "false"},
+        {"trainer__precision": "bf16-true"},
+        {"trainer__precision": "bf16-mixed"},
+    ],
+    ids=["experts", "dense bpe", "masked", "bf16-true", "bf16-mixed"],
+)
+def test_the_loss_of_the_best_validation_is_reproduced_to_the_bit(
+    figures: Callable[..., dict[str, Any]], changes: dict[str, str]
+) -> None:
+    run = trained(**changes)
+    rows = [dict(row) for row in read_lines(run / "metrics.jsonl", Row)]
+    best = min((r for r in rows if "validation/loss" in r), key=lambda r: r["validation/loss"])
+
+    found = figures(run)
+
+    assert found["loss"] == best["validation/loss"]
+    assert found["bits_per_byte"] == best["validation/bits_per_byte"]
+    assert found["perplexity"] == math.exp(found["loss"])
+    for layer, values in found["routing"].items():
+        for key in ("load", "max_violation", "dropped_fraction", "entropy"):
+            assert values[key] == pytest.approx(best[f"validation/routing/{layer}/{key}"], rel=1e-6)
+
+
+def test_it_says_loss_perplexity_bits_and_routing(evaluate: Evaluate, text: Path) -> None:
+    code, out, err = evaluate(trained(), "--data", text)
+
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"{text}, windows of 16 tokens 16 apart; 32-true on cpu"
+    assert lines[1].startswith("loss           ")
+    assert lines[1].endswith(" nats per token")
+    assert lines[2].startswith("perplexity     ")
+    assert lines[3].startswith("bits per byte  ")
+    assert lines[4] == f"predicted      {len(TEXT) - 1} tokens, {len(TEXT) - 1} bytes of text"
+    names = [
+        "layer",
+        "experts",
+        "load",
+        "entropy",
+        "MaxVio",
+        "dropped",
+        "entropy",
+        "dead",
+        "experts",
+    ]
+    assert lines[6].split() == names
+    assert [line.split()[:2] for line in lines[7:]] == [["0", "8"], ["1", "8"]]
+
+
+def test_a_text_its_tokens_and_the_folder_of_the_model_give_the_same_figures(
+    figures: Callable[..., dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "tokens.npy", np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32))
+    np.frombuffer(TEXT.encode(), np.uint8).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    model = trained() / "model"
+
+    expected = figures(trained(), "--data", text)
+
+    assert expected["num_tokens"] == len(TEXT) - 1
+    for argv in (
+        (trained(), "--data", tmp_path / "tokens.npy"),
+        (trained(), "--data", tmp_path / "tokens.bin"),
+        (model, "--data", text, "--data.batch_size", "4"),
+    ):
+        found = figures(*argv)
+        for key in ("loss", "bits_per_byte", "num_tokens", "num_bytes", "routing"):
+            assert found[key] == expected[key], (argv, key)
+
+
+def test_a_smaller_stride_predicts_each_token_behind_more_text(
+    figures: Callable[..., dict[str, Any]], text: Path
+) -> None:
+    losses = {}
+    for stride in ("16", "4", "1"):
+        found = figures(trained(), "--data", text, "--stride", stride)
+        losses[stride] = found["loss"]
+        assert found["num_tokens"] == len(TEXT) - 1
+    assert losses["16"] == figures(trained(), "--data", text)["loss"]
+    assert len(set(losses.values())) == 3
+
+
+def test_two_documents_have_the_end_of_one_between_them(
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "1.txt").write_text("the cat\n")
+    (folder / "2.txt").write_text("sat on\n")
+    both = [*b"the cat\n", BytesTokenizer().end_of_document, *b"sat on\n"]
+    np.save(tmp_path / "tokens.npy", np.array(both))
+
+    found = figures(trained(), "--data", folder)
+
+    assert (found["num_tokens"], found["num_bytes"]) == (15, 14)
+    assert found["loss"] == figures(trained(), "--data", tmp_path / "tokens.npy")["loss"]
+
+
+def test_the_corpus_of_a_config_or_of_options_is_validated_on(
+    figures: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """With the tokenizer of the model, and in the windows of training."""
+    run, corpus = trained(), trained().parents[1] / "corpus"
+    own, whole = figures(run), figures(run, "--stride", "16")
+    other = trained(data__tokenizer="{type: bpe, vocab_size: 512}", model__ffn="swiglu")
+    options = ("--data.corpus.type", "text", "--data.corpus.paths", str(corpus))
+
+    assert figures(run, "--data", other / "config.yaml")["loss"] == own["loss"]
+    assert figures(*options, run)["loss"] == own["loss"]
+    assert whole["num_tokens"] > own["num_tokens"]
+    cache = ("--data.cache_dir", tmp_path / "cache")
+    of_model = figures(run / "model", *options, *cache, "--data.validation_tokens", "160")
+    assert of_model["loss"] == pytest.approx(own["loss"], abs=1e-6)  # in other batches
+
+
+BAD: dict[str, tuple[tuple[str, ...], str]] = {
+    "no folder": (("nowhere",), "'nowhere' does not exist; give the folder of a run"),
+    "a model without a text": (
+        ("RUN/model",),
+        "is the folder of a model, which has no text of its own; give one with --data",
+    ),
+    "a model without a tokenizer": (
+        ("MODEL", "--data", "text.txt"),
+        "'MODEL' has no tokenizer.json, so text cannot become tokens; put one there",
+    ),
+    "a masked model": (
+        ("MASKED", "--data", "text.txt"),
+        "has model.causal (false), and does not say how many tokens to mask",
+    ),
+    "no text": (("RUN", "--data", "absent.txt"), "--data: 'absent.txt' does not exist"),
+    "an empty text": (("RUN", "--data", "empty.txt"), "--data: 'empty.txt' is empty"),
+    "one token": (
+        ("RUN", "--data", "one.txt"),
+        "--data: 'one.txt' has 1 token; give a text of two or more",
+    ),
+    "not UTF-8": (
+        ("RUN", "--data", "latin.txt"),
+        "--data: 'latin.txt' is not UTF-8 text; convert it to UTF-8 or leave it out",
+    ),
+    "records": (("RUN", "--data", "text.jsonl"), "--data: 'text.jsonl' holds records"),
+    "tokens of another": (
+        ("RUN", "--data", "tokens.npy"),
+        "--data: 'tokens.npy' holds the token 300, but the model's tokenizer has a vocabulary of 257",
+    ),
+    "two texts": (
+        ("RUN", "--data", "text.txt", "--data.corpus.type", "stdlib"),
+        "--data and --data.corpus name two texts; give one of them",
+    ),
+    "another tokenizer": (
+        ("RUN", "--data.tokenizer", "bpe"),
+        "--data.tokenizer: is that of the model; leave it out",
+    ),
+    "an unknown key": (
+        ("RUN", "--data.seqlen", "4"),
+        "data.seqlen: unknown; did you mean 'seq_len'?",
+    ),
+    "too long": (
+        ("RUN", "--data.seq_len", "17"),
+        "data.seq_len (17) must not exceed the 16 tokens that the model takes",
+    ),
+    "too long a stride": (
+        ("RUN", "--stride", "17"),
+        "--stride (17) must not exceed data.seq_len (16)",
+    ),
+    "no stride": (
+        ("RUN", "--stride", "0"),
+        "--stride: must be a whole number of at least 1, got '0'",
+    ),
+    "no such device": (("RUN", "--device", "tpu9"), "--device: there is no 'tpu9' here; give cpu"),
+    "no such task": (
+        ("RUN", "--tasks", "tasks"),
+        "--tasks: 'tasks' has no task file of lm-eval (.yaml)",
+    ),
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> None:
+    Path("text.txt").write_text(TEXT)
+    Path("empty.txt").write_text("")
+    Path("one.txt").write_text("a")
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("text.jsonl").write_text('{"text": "a"}')
+    Path("tasks").mkdir()
+    np.save("tokens.npy", np.array([1, 300, 2]))
+    sizes = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "swiglu"}
+    moe_ffn.save_pretrained(DecoderConfig.model_validate(sizes).build(257, 16), "MODEL")
+    masked = DecoderConfig.model_validate({**sizes, "causal": False}).build(257, 16)
+    moe_ffn.save_pretrained(masked, "MASKED", BytesTokenizer())
+
+
+@pytest.mark.usefixtures("bad_files")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case: str, tmp_path: Path) -> None:
+    argv, message = BAD[case]
+    if "--tasks" in argv:
+        pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
+    words = [word.replace("RUN", str(trained())) for word in argv]
+    done = run_here(*words, "--json", "figures.json", program="moe_ffn.cli.evaluate")
+
+    assert done.code == 2
+    (line,) = done.own_lines
+    assert message in line
+    assert line.startswith("error: ")
+    assert not Path("figures.json").exists()
+
+
+def test_a_corpus_that_has_changed_is_said(tmp_path: Path) -> None:
+    """The figures would be those of another text under the same name."""
+    run = Path(shutil.copytree(trained(), tmp_path / "run"))
+    documents = json.loads((run / "documents.json").read_text())
+    documents["digests"][0][1] = documents["corpus_sha256"] = "0" * 64
+    (run / "documents.json").write_text(json.dumps(documents))
+
+    done = run_here(str(run), program="moe_ffn.cli.evaluate")
+
+    assert done.code == 2
+    assert "has changed" in done.stderr
+    assert "put back what it was, or give a text with --data" in done.stderr
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = run_here(str(trained()), "--tasks", "x", program="moe_ffn.cli.evaluate")
+    assert done.code == 2
+    assert done.own_lines == [
+        "error: --tasks: lm-eval is not installed: pip install 'moe_ffn[eval]'"
+    ]
+
+
+def test_tasks_of_a_folder_are_shown_and_written(evaluate: Evaluate, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed here")
+    from tests.helpers.lm_eval_tasks import write_tasks
+
+    write_tasks(tmp_path / "tasks")
+    code, out, _ = evaluate(trained(), "--tasks", tmp_path / "tasks", "--json", "figures.json")
+
+    assert code == 0
+    table = [line.split() for line in out.splitlines()]
+    assert table[0] == ["task", "measure", "value", "standard", "error"]
+    shown = {tuple(row[:2]): float(row[2]) for row in table[1:-1]}
+    written = json.loads(Path("figures.json").read_text())["tasks"]
+    assert "loss" not in json.loads(Path("figures.json").read_text())
+    assert {task for task, _ in shown} == set(written) == {"tiny_choice", "tiny_rolling"}
+    for (task, key), value in shown.items():
+        assert value == pytest.approx(written[task][key], abs=1e-4)
+    assert (
+        torch.tensor([v for values in written.values() for v in values.values()]).isfinite().all()
+    )
