@@ -216,7 +216,7 @@ def test_the_trained_model_is_loaded_and_saved():
     assert names["block"].routers()
     assert Path("models/exported/tokenizer_config.json").is_file()
     pytest.importorskip("peft", reason="peft is not installed here")
-    exec(compile(blocks("python")[4], "README.md", "exec"), names)
+    exec(compile(blocks("python")[5], "README.md", "exec"), names)
     trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
