@@ -73,9 +73,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
 
     precision, layout = assemble.check_trainer(config)
     source: Source | None = None
-    if (
-        config.init_from is not None and resume is None
-    ):  # before data is prepared, which may take long
+    if config.init_from is not None and resume is None:  # before data, which may take long
         source = read_source(config.init_from, "init_from")
         source.require_fitting(config.model)
     with explaining_outside_errors():
