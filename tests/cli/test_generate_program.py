@@ -59,9 +59,16 @@ def test_the_trace_has_the_experts_of_every_token(dropless_run: Path, length: in
 
     text, shown = done.stdout.split("\n\n", 1)
     rows = rows_of(shown)
-    whole = follow(dropless_run, text.encode()[:LENGTH])
+    written = text.encode()
+    ends = range(
+        LENGTH + 1, 7 + length
+    )  # beyond the context, each is the last of what the model saw
+    tokens = [
+        *follow(dropless_run, written[:LENGTH]).tokens,
+        *(follow(dropless_run, written[end - LENGTH : end]).tokens[-1] for end in ends),
+    ]
     assert len(rows) == 6 + length
-    for row, token in zip(rows, whole.tokens, strict=False):
+    for row, token in zip(rows, tokens, strict=True):
         visits = [visit for visit in token.visits.values() if visit is not None]
         experts = [str(choice.expert) for visit in visits for choice in visit.choices]
         assert re.findall(r"(\d) [.\d]+ ", row.split(token.token, 1)[1])[: len(experts)] == experts

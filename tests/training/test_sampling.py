@@ -47,6 +47,7 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
         ("xen", ("end",), ["x", "", "", "en"]),
         ("xabc", ("bc", "abcd"), ["x", "", "", "a"]),  # the one that is there first
         ("end", ("end",), ["", "", ""]),
+        ("xab", ("b", "ab"), ["x", "", ""]),
     ],
 )
 def test_the_text_ends_before_a_stop_string(
@@ -87,10 +88,14 @@ def test_rows_end_with_their_own_stop_strings() -> None:
 
     got = ["", "", ""]
     stopping = free.model_copy(update={"stop": (stop,)})
+    num_tokens = [0, 0, 0]
     for row, _, piece in stream_texts(model, TOKENIZER, prompts, stopping, 0):
         got[row] += piece
+        num_tokens[row] += 1
 
     assert got == wanted
+    assert num_tokens[0] == 12
+    assert num_tokens[1] < 12
     assert model.training
 
 
