@@ -106,6 +106,12 @@ def test_an_exported_program_returns_an_output() -> None:
         torch.testing.assert_close(output.routing.weights_N, expected.routings["routing"].weights_N)
 
 
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_experts_are_not_exported_as_their_shapes() -> None:
+    with pytest.raises(ValueError, match=r"^torch.export does not go through experts, whose"):
+        torch.export.export(build_ffn("moe", D_MODEL), (tokens(6).unsqueeze(0),))
+
+
 # ------------------------------------------------------------------------------- without tables
 
 

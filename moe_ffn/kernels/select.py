@@ -48,9 +48,15 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
 
     Raises:
         ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
-            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
+            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap` or by
+            `torch.export`.
     """
     if has_no_numbers(x_TD):
+        if torch.compiler.is_exporting():  # where these shapes would be taken for what is computed
+            raise ValueError(
+                "torch.export does not go through experts, whose products are as large as the data ask for; "
+                "export what is around them"
+            )
         return shapes(x_TD, plan, weights)
     check_dtype(x_TD, weights.up_EHD)
     if transforms_at_work():
