@@ -44,7 +44,7 @@ UP = points((1e3, 3.0), (1e5, 2.0))
         (points((1e3, 3.5), (1e4, 2.0), (1e5, 2.5)), None),  # is above in the end
         (points((1e3, 2.5), (1e5, 1.5)), None),  # is below from the first
         (points((1e6, 1.5), (1e7, 1.0)), None),  # was never measured at so many
-        (points((1e3, 2.5), (10**3.5, 4.0), (10**4.5, 2.0), (1e5, 1.0)), 10 ** (3.5 + 1.25 / 1.5)),
+        (points((1e3, 3.5), (10**3.5, 2.0), (1e4, 3.0), (10**4.5, 1.75), (1e5, 1.0)), 10**4.25),
     ],
     ids=["once", "not at the end", "from the first", "elsewhere", "the last of several"],
 )
