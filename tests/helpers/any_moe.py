@@ -167,6 +167,9 @@ ROUTERS: dict[str, Callable[[int], st.SearchStrategy[Options]]] = {
     "top_k": lambda e: _top_k(e, "top_k"),
     "sigmoid_top_k": lambda e: _top_k(e, "sigmoid_top_k"),
     "noisy_top_k": _noisy_top_k,
+    "neuron_top_k": lambda e: _options(
+        "neuron_top_k", k=st.integers(1, e), correction_bias=st.booleans()
+    ),
     "top_p": _top_p,
     "relu": lambda e: _options("relu", k=st.sampled_from([0.5, 1.0]), bias=st.booleans()),
     "hash": lambda e: _options("hash", k=st.integers(1, e), seed=st.integers(0, 9)),
