@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": FOUNDATION | {"dispatch"},
     "experts": FOUNDATION | {"dispatch", "kernels"},
     # Around the experts: what one rank holds of them, and how tokens come there.
-    "parallel": FOUNDATION | {"dispatch", "experts", "model", "ffn", "routing"},
+    "parallel": FOUNDATION | {"dispatch", "kernels", "experts", "model", "ffn", "routing"},
     "balancing": FOUNDATION,
     # Where the parts meet. It does not know the model around it.
     "ffn": FOUNDATION | {"routing", "capacity", "dispatch", "experts", "kernels"},
@@ -107,7 +107,12 @@ ONLY_PLACES = {
     "yaml": {"moe_ffn/config_files.py"},
     "tokenizers": {"moe_ffn/data"},
     "safetensors": {"moe_ffn/interop", "moe_ffn/training/recovery"},
-    "transformers": {"moe_ffn/interop/transformers.py", "experiments/benchmark"},
+    "transformers": {
+        "moe_ffn/interop/transformers.py",
+        "moe_ffn/interop/transformers_folder.py",
+        "moe_ffn/interop/swap.py",
+        "experiments/benchmark",
+    },
     "datasets": {"moe_ffn/data"},
     "submitit": {"moe_ffn/cli/sweep.py"},
     "lm_eval": {"moe_ffn/interop/lm_eval.py"},

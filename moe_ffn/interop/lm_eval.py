@@ -24,7 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, did_you_mean, first_line
 from moe_ffn.model.decoder import Decoder
-from moe_ffn.model.generate import generate
+from moe_ffn.model.generate import Decoding, Sampling
 
 MAX_NEW_TOKENS = 256
 """Of a generated answer whose task names no number, as in lm-eval's own models."""
@@ -129,22 +129,19 @@ class HarnessModel(TemplateLM):
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         sampled = options.get("do_sample", float(options.get("temperature") or 0) > 0)
         prompt = self.tok_encode(context) or [self.prefix_token_id]
-        ids_S = torch.tensor(prompt, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(0)
-        text = ""
-        for _ in range(int(options.get("max_gen_toks") or MAX_NEW_TOKENS)):
-            next_id = generate(
-                self.decoder,
-                ids_S,
-                1,
-                temperature=float(options.get("temperature") or 1) if sampled else 0.0,
-                top_k=None,
-                generator=generator,
-            )
-            if int(next_id) == self.eot_token_id:
+        decoding = Decoding(
+            self.decoder,
+            [torch.tensor(prompt[-self.max_length :], device=self._device)],
+            int(options.get("max_gen_toks") or MAX_NEW_TOKENS),
+            Sampling(float(options.get("temperature") or 1) if sampled else 0.0, top_k=None),
+            torch.Generator(self._device).manual_seed(0),
+        )
+        text, new_ids = "", list[int]()
+        for new in decoding:
+            if new[0] == self.eot_token_id:
                 break
-            ids_S = torch.cat([ids_S, next_id])
-            text = self.text.decode(ids_S[len(prompt) :].tolist())
+            new_ids.append(new[0])
+            text = self.text.decode(new_ids)
             if any(stop in text for stop in stops):
                 break
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

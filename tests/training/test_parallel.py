@@ -337,15 +337,20 @@ def test_a_gradient_divided_by_the_wrong_group_is_seen(
 def test_muon_turns_whole_matrices_that_are_sharded(
     block: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
+    """Of parts each becomes another matrix, as far away as the step is long."""
     layout = LAYOUTS["EP 2 x FSDP 2"]
     muon = {"type": "muon", "learning_rate": 0.1}
-    wanted = first_gradient(step_of(make_config, block, 1, 4, muon), tmp_path)
+    before, wanted = (
+        first_gradient(step_of(make_config, block, 1, 4, {**muon, "learning_rate": rate}), tmp_path)
+        for rate in (1e-12, 0.1)
+    )
     together = {block: step_of(make_config, block, 4, 4, muon)}
     first, *_ = on_ranks(4, tmp_path, steps_on_a_rank, together, layout, tmp_path, False)
 
     for key, value in wanted.items():
-        if key.endswith(" after"):  # in steps of bfloat16
-            torch.testing.assert_close(first[block][key], value, atol=2e-4, rtol=0, msg=key)
+        if key.endswith(" after") and (moved := (value - before[key]).norm()):
+            # Its products are in bfloat16, where a gradient's last digit may turn a small direction.
+            assert (first[block][key] - value).norm() < 0.05 * moved, key
 
 
 def peak_of_training(rank: int, config: TrainConfig, layout: Layout, folder: Path) -> int:
