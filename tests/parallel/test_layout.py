@@ -50,6 +50,10 @@ MOE = {"type": "moe", "num_experts": 6, "router": {"type": "top_k", "k": 2}}
             "model.ffn.num_experts (6) cannot be divided evenly among 4 ranks; change it or parallel.expert",
         ),
         (
+            {"parallel": {"expert": 4}, "model": {"ffn": {**MOE, "num_experts": 2}}},
+            "model.ffn.num_experts (2) cannot be divided evenly among 4 ranks; change it or parallel.expert",
+        ),
+        (
             {"parallel": {"expert": 2}, "model": {"ffn": "swiglu"}},
             "parallel.expert (2) divides the experts that a router chooses from, but no layer has a router; "
             "use parallel.shard",
