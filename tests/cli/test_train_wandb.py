@@ -73,14 +73,14 @@ def unwritable(**environment: str) -> Situation:
 
 DEFAULT = {
     "no key, with a terminal": Situation(NO_KEY, terminal=True),
+}
+SLOW = {
     "not installed, leftover folder wandb": Situation(
         r"wandb: not installed, metrics are in metrics\.jsonl \(pip install wandb\)",
         files={"wandb/latest-run/run.log": ""},
         installed=False,
         kept=False,
     ),
-}
-SLOW = {
     "network silent midway": with_key(TIMED_OUT, server="silent midway"),
     "key, a server that never answers": with_key(
         rf"wandb: offline \(Timed out initializing run: .+\); {COMMANDS}", server="silent"
