@@ -39,6 +39,13 @@ Options by path, with their values here. Each is a key of the YAML file and a fl
 --model.ffn.num_experts 16 is `model: {ffn: {num_experts: 16}}`. Values are read as YAML. Choosing
 another `type` drops the options of the old one."""
 
+MORE_HELP = {
+    "optimizer": "the options of this section, and so of each",
+    "model.ffn": "the types of the feed-forward block, and what each takes",
+    "method": "the ways in which a model is made, and what each takes",
+}
+"""What `--help` points to, of the options that a program has."""
+
 COMMON_OPTIONS = (
     "model.ffn.type",
     "model.ffn.num_experts",
@@ -202,19 +209,15 @@ def print_help(tree: Option, usage: str, section: str = "") -> None:
 def _overview(tree: Option) -> list[Line]:
     """The sections, what is set most often, and how to read on."""
     common = [option for path in COMMON_OPTIONS if (option := tree.find(path)) is not None]
+    more = {path: meaning for path, meaning in MORE_HELP.items() if tree.find(path) is not None}
+    more[EVERYTHING] = "every option"
     return [
         ("Sections", "bold"),
         *_columns({option.path: option.meaning for option in tree.children()}),
         ("\nSet most often", "bold"),
         *_options(common),
         ("\nMore", "bold"),
-        *_columns(
-            {
-                "--help optimizer": "the options of this section, and so of each",
-                "--help model.ffn": "the types of the feed-forward block, and what each takes",
-                f"--help {EVERYTHING}": "every option",
-            }
-        ),
+        *_columns({f"--help {path}": meaning for path, meaning in more.items()}),
     ]
 
 

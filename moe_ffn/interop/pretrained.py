@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.config_files import read_config
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
-from moe_ffn.errors import ConfigError, first_line, reason, show
+from moe_ffn.errors import ConfigError, command, first_line, reason, show
 from moe_ffn.files import (
     kind_of,
     parse_object,
@@ -34,7 +34,7 @@ from moe_ffn.files import (
     write_file,
 )
 from moe_ffn.model.decoder import Decoder, DecoderConfig
-from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER
+from moe_ffn.runs.folder import CODE_FILE, CODE_FOLDER, MODEL_FOLDER
 from moe_ffn.runs.outside_code import code_files, portable_options
 from moe_ffn.trust import accepting_code, only_trusted_code
 
@@ -251,10 +251,15 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be read ({reason(error)})") from error
     if found is None:
-        raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
+        of_run = folder / MODEL_FOLDER
+        hint = f"; that of this run is '{of_run}'" if kind_of(of_run) == "a folder" else ""
+        raise ConfigError(
+            f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged{hint}"
+        )
     if (kind := found.get("model_type")) != MODEL_TYPE:
         raise ConfigError(
-            f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here"
+            f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
+            f"{command('convert')} makes such a folder of models of transformers"
         )
     with accepting_code(trust_code), only_trusted_code(folder):
         return read_config(path, PretrainedConfig)

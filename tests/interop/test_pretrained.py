@@ -189,9 +189,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "config.json").unlink(),
         "is no model folder: its config.json is missing or damaged",
     ),
+    "a run": (
+        lambda f: ((f / "config.json").unlink(), (f / "model").mkdir()),
+        "is no model folder: its config.json is missing or damaged; that of this run is '",
+    ),
     "of another library": (
         lambda f: change(f, model_type="mixtral"),
-        "model_type is 'mixtral', and only 'moe_ffn' is read here",
+        "model_type is 'mixtral', and only 'moe_ffn' is read here; ",
     ),
     "an unknown option": (
         lambda f: change(f, dropout=1),
