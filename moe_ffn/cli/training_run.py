@@ -95,11 +95,9 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
                 precision = first_precision(resume.folder, start, precision)
         if config.init_from is not None and (start is None or start.checkpoint is None):
             source = source or read_source(config.init_from, "init_from")
-            source.require_same_tokens(data.tokenizer)
-            weights, lines = fit_weights(source, module.decoder)
-            module.start_from(weights)
-            for line in lines:
+            for line in _begin_with(source, data.tokenizer, module):
                 say(line)
+            source = None  # or a second copy of the weights would stay while it trains
         run_id = (start and start.run_id) or new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
         saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)
@@ -288,6 +286,14 @@ def write_results(
     if callbacks.checkpoints.lacks_best:
         lacking.append(f"{run_folder.CHECKPOINTS_FOLDER}/{BEST_NAME}")
     return f"could not write the last entries of {', '.join(lacking)}" if lacking else ""
+
+
+def _begin_with(source: Source, tokenizer: Tokenizer, module: LanguageModel) -> list[str]:
+    """Have a model begin with the weights of another; lines about them."""
+    source.require_same_tokens(tokenizer)
+    weights, lines = fit_weights(source, module.decoder)
+    module.start_from(weights)
+    return lines
 
 
 def write_model(folder: Path, config: TrainConfig, tokenizer: Tokenizer, decoder: Decoder) -> str:
