@@ -39,9 +39,6 @@ REFUSALS: dict[str, Callable[[Tensor, ExpertWeights], str | None]] = {
 BACKEND_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 """The kind of device of each backend that runs on one alone."""
 
-FEW_PAIRS = 64
-"""Up to this number, without gradients, `loop` is quicker on a CPU than preparing the blocks of `cpu`."""
-
 
 def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) -> Tensor:
     """Run the experts on a plan, (T, D), with the named backend, or with the best one for `auto`.
@@ -85,8 +82,7 @@ def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:
     if transforms_at_work():
         return "loop"
     if x_TD.device.type == "cpu":
-        decodes = not torch.is_grad_enabled() and len(plan.token_ids_N) <= FEW_PAIRS
-        return "loop" if decodes else "cpu"
+        return "cpu"
     candidates = ("triton", "grouped_mm") if x_TD.device.type == "cuda" else ()
     taken = (name for name in candidates if refusal(name, x_TD, weights) is None)
     return next(taken, "loop")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ffn.kernels import cpu as blocks
-from moe_ffn.kernels.cpu import Block, Piece, cut_blocks
+from moe_ffn.kernels import blocks
+from moe_ffn.kernels.blocks import Block, Piece, cut_blocks
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,21 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
-from moe_ffn.kernels import cpu as blocks
+from moe_ffn.kernels import blocks as in_blocks
+from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
-from moe_ffn.kernels.cpu import cpu
-from moe_ffn.kernels.select import best_backend
+from moe_ffn.kernels.blocks import blocks
+from moe_ffn.kernels.native.backend import native
+from moe_ffn.kernels.native.build import why_not
+from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
 
 T, D, E, F = 6, 3, 4, 5
+
+without_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+each_way = pytest.mark.parametrize(
+    "cpu", [pytest.param(native, marks=without_compiler), blocks], ids=["native", "blocks"]
+)
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
 
 
@@ -56,13 +64,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@each_way
 @pytest.mark.parametrize("block_rows", [(2, 3), (1024, 2048)], ids=["many_blocks", "one_block"])
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_every_activation_and_gradient_is_that_of_the_loop(
-    options: dict[str, Any], block_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    cpu: Any, options: dict[str, Any], block_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "MIN_BLOCK_ROWS", block_rows[0])
-    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", block_rows[1])
+    monkeypatch.setattr(in_blocks, "MIN_BLOCK_ROWS", block_rows[0])
+    monkeypatch.setattr(in_blocks, "MAX_BLOCK_ROWS", block_rows[1])
     leaves = inputs(options.get("gated", False))
     wanted, got = compute(loop, leaves, **options), compute(cpu, leaves, **options)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
@@ -79,9 +88,10 @@ def test_every_activation_and_gradient_is_that_of_the_loop(
         )
 
 
+@each_way
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["gated_silu", "clamped"])
-def test_gradients_are_those_of_finite_differences(kind: str, dropout: float) -> None:
+def test_gradients_are_those_of_finite_differences(cpu: Any, kind: str, dropout: float) -> None:
     def function(*leaves: Tensor) -> Tensor:
         torch.manual_seed(3)  # the same units are dropped at every call
         return compute(cpu, leaves, **KINDS[kind], dropout=dropout)
@@ -89,8 +99,9 @@ def test_gradients_are_those_of_finite_differences(kind: str, dropout: float) ->
     assert torch.autograd.gradcheck(function, inputs(gated=True), fast_mode=True)
 
 
+@each_way
 @pytest.mark.parametrize("kind", ["gated_silu", "clamped", "plain_relu"])
-def test_dropout_multiplies_the_hidden_units_by_its_mask(kind: str) -> None:
+def test_dropout_multiplies_the_hidden_units_by_its_mask(cpu: Any, kind: str) -> None:
     options = KINDS[kind]
     leaves = inputs(options.get("gated", False))
     x_TD, weights_N, up, down, up_bias, down_bias = leaves
@@ -112,8 +123,11 @@ def test_dropout_multiplies_the_hidden_units_by_its_mask(kind: str) -> None:
 FROZEN = {"experts": NAMES[2:], "up": ("up", "up_bias"), "down": ("down", "down_bias"), "x": ("x",)}
 
 
+@each_way
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str, ...]) -> None:
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
+    cpu: Any, frozen: tuple[str, ...]
+) -> None:
     leaves = inputs(gated=True)
     compute(cpu, leaves, **KINDS["gated_silu"]).square().sum().backward()
     wanted = {name: leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
@@ -129,7 +143,8 @@ def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: tuple[str,
             torch.testing.assert_close(leaf.grad, wanted[name], rtol=0, atol=0)
 
 
-def test_dropout_zeroes_hidden_units_and_makes_up_for_them() -> None:
+@each_way
+def test_dropout_zeroes_hidden_units_and_makes_up_for_them(cpu: Any) -> None:
     leaves = list(inputs(gated=False))
     # down of ones and h = 1 everywhere: y is the weighted number of units kept, over 1 - p.
     leaves[2], leaves[4] = torch.zeros_like(leaves[2]), torch.ones_like(leaves[4])
@@ -154,11 +169,16 @@ def test_dropout_keeps_the_mean() -> None:
 # ------------------------------------------------------------------------------ reduced precision
 
 
+@each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize("options", [KINDS["gated_silu"], KINDS["plain_gelu"]], ids=str)
 def test_a_cpu_without_reduced_products_computes_them_in_float32(
-    options: dict[str, Any], native: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    cpu: Any,
+    options: dict[str, Any],
+    native: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     has = dict.fromkeys(("amx_bf16", "amx_fp16"), native)
     monkeypatch.setattr(dtypes, "_capabilities", lambda: has)
@@ -203,7 +223,8 @@ def test_products_are_in_the_dtype_that_the_cpu_multiplies(
 # ------------------------------------------------------------------------------------ autograd
 
 
-def test_weights_changed_before_backward_are_noticed() -> None:
+@each_way
+def test_weights_changed_before_backward_are_noticed(cpu: Any) -> None:
     leaves = inputs(gated=True)
     y_TD = compute(cpu, leaves, activation="silu", gated=True)
     with torch.no_grad():
@@ -212,7 +233,8 @@ def test_weights_changed_before_backward_are_noticed() -> None:
         y_TD.sum().backward()
 
 
-def test_backward_twice_is_the_same() -> None:
+@each_way
+def test_backward_twice_is_the_same(cpu: Any) -> None:
     leaves = inputs(gated=True)
     y_TD = compute(cpu, leaves, activation="silu", gated=True)
     first = torch.autograd.grad(y_TD.sum(), leaves, retain_graph=True)
@@ -221,7 +243,8 @@ def test_backward_twice_is_the_same() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+@each_way
+def test_nothing_is_kept_without_gradients(cpu: Any) -> None:
     packed: list[Tensor] = []
     leaves = tuple(t.detach() for t in inputs(gated=True))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
@@ -233,12 +256,26 @@ def test_nothing_is_kept_without_gradients() -> None:
 # ---------------------------------------------------------------------------------------- auto
 
 
-@pytest.mark.parametrize(("num_pairs", "trains", "expected"), [
-    (64, False, "loop"), (65, False, "cpu"), (2, True, "cpu"),
-])  # fmt: skip
-def test_auto_on_a_cpu_decodes_by_the_loop(num_pairs: int, trains: bool, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "num_pairs", "trains", "expected"),
+    [
+        (None, 2, True, "native"),
+        (None, 64, False, "native"),
+        ("no compiler", 2, True, "blocks"),
+        ("no compiler", 65, False, "blocks"),
+        ("no compiler", 64, False, "loop"),
+    ],
+)
+def test_a_cpu_takes_the_quickest_way_it_has(
+    why: str | None, num_pairs: int, trains: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(choice, "why_not", lambda: why)
+    for name in ("native", "blocks", "loop"):
+        monkeypatch.setattr(choice, name, lambda x, *_, name=name: taken.append(name) or x)
     x_TD, _, up, down, _, _ = inputs(gated=False)
     ids_N = torch.zeros(num_pairs, dtype=torch.int64)
     plan = Plan(ids_N, torch.ones(num_pairs), torch.tensor([num_pairs] * E), ids_N)
     with torch.set_grad_enabled(trains):
-        assert best_backend(x_TD, plan, ExpertWeights("silu", up, down)) == expected
+        run_experts(x_TD, plan, ExpertWeights("silu", up, down), "auto")
+    assert taken == [expected]

@@ -1,0 +1,500 @@
+// The experts of a plan on a CPU, forward and backward: two operators.
+//
+// T tokens, D model width, E experts, F hidden width, H rows of the first matrix (F, or 2 F with a gate), N rows of
+// the plan: one per (token, expert) pair, sorted by expert.
+//
+// Rows go through in tiles of one expert, which stay in a core's second cache from the gather to the last product;
+// threads take the next tile when they are done. Matrices are copied once per pass into the order in which products
+// read them. Gradients of matrices are sums over all rows of an expert, so tiles leave their operands behind, and
+// blocks of the matrices are then the tasks: no thread waits, however unequal the experts' loads are. Every number is
+// computed in one order, whatever the number of threads.
+
+#include "passes.h"
+
+#include <torch/library.h>
+
+namespace moe_ffn {
+namespace {
+
+constexpr int64_t TILE = 64;          // rows
+constexpr int64_t CHUNK = 256;        // rows whose gradient of a matrix is one product
+constexpr int64_t BLOCK = 128;        // rows of a matrix whose gradient is one task
+const int64_t GROUP_BYTES = (getenv("GB") ? atoi(getenv("GB")) : 16) * (int64_t(1) << 20);  // of the copies that the experts of a group need at a time
+
+struct Tile {
+  int64_t expert, start, stop;
+};
+
+// Consecutive experts, with at least one row each but for the last.
+struct Group {
+  int64_t first_expert, last_expert;
+  std::vector<int64_t> experts;  // those with rows
+  std::vector<Tile> tiles, chunks;
+};
+
+struct Layer {
+  Rows x, up, down, up_bias, down_bias, dropout;
+  const int64_t* token_ids;
+  const void* weights;  // as the type of sums
+  std::vector<int64_t> ends;
+  int64_t T, D, E, F, H, N;
+  Activation activation;
+  bool gated, interleaved;
+  double alpha, limit;
+
+  Layer(const Tensor& x, const Tensor& weights_N, const Tensor& up, const Tensor& down,
+        const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias, const Tensor& token_ids,
+        const Tensor& offsets, const std::optional<Tensor>& dropout, int64_t activation, bool gated, bool interleaved,
+        double alpha, double limit)
+      : x(x), up(up), down(down), up_bias(up_bias), down_bias(down_bias), dropout(dropout),
+        token_ids(token_ids.const_data_ptr<int64_t>()), weights(weights_N.const_data_ptr()), T(x.size(0)),
+        D(x.size(1)), E(up.size(0)), F(down.size(2)), H(up.size(1)), activation(Activation(activation)), gated(gated),
+        interleaved(interleaved), alpha(alpha), limit(limit) {
+    const int32_t* end = offsets.const_data_ptr<int32_t>();
+    ends.assign(end, end + E);
+    N = E ? ends.back() : 0;
+  }
+
+  template <class S> S weight(int64_t n) const { return static_cast<const S*>(weights)[n]; }
+  int64_t start(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
+  int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
+
+  // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
+  std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
+    std::vector<Group> found;
+    int64_t bytes = GROUP_BYTES;
+    for (int64_t e = 0; e < E; ++e) {
+      if (!load(e)) continue;
+      const int64_t more = bytes_per_expert + load(e) * bytes_per_row;
+      if (bytes + more > GROUP_BYTES && (found.empty() || found.back().tiles.size() >= size_t(at::get_num_threads()))) {
+        found.emplace_back();
+        bytes = 0;
+      }
+      bytes += more;
+      Group& group = found.back();
+      group.experts.push_back(e);
+      for (int64_t r = start(e); r < ends[e]; r += CHUNK) {
+        const int64_t stop = std::min(ends[e], r + CHUNK);
+        group.chunks.push_back({e, r, stop});
+        for (int64_t t = r; t < stop; t += TILE) group.tiles.push_back({e, t, std::min(stop, t + TILE)});
+      }
+    }
+    return found;
+  }
+
+  // The two halves of a row (H) of the first product: the gate's, and up.
+  template <class S> std::pair<const S*, const S*> halves(const S* row, S* buffer) const {
+    if (!gated) return {row, nullptr};
+    if (!interleaved) return {row, row + F};
+    for (int64_t f = 0; f < F; ++f) buffer[f] = row[2 * f], buffer[F + f] = row[2 * f + 1];
+    return {buffer, buffer + F};
+  }
+
+  // What the activated gate is multiplied with.
+  template <class S> Vectorized<S> factor(Vectorized<S> up) const {
+    using V = Vectorized<S>;
+    if (activation != Activation::clamped) return up;
+    return at::vec::minimum(at::vec::maximum(up, V(-limit)), V(limit)) + V(1);
+  }
+  template <class S> Vectorized<S> factor_slope(Vectorized<S> up) const {
+    using V = Vectorized<S>;
+    if (activation != Activation::clamped) return V(1);
+    return V::blendv(V(0), V(1), (up >= V(-limit)) & (up <= V(limit)));
+  }
+};
+
+// Where each token's rows stand in the plan.
+struct ByToken {
+  std::vector<int32_t> starts, rows;
+  ByToken(const Layer& layer) : starts(layer.T + 1), rows(layer.N) {
+    for (int64_t n = 0; n < layer.N; ++n) ++starts[layer.token_ids[n] + 1];
+    for (int64_t t = 0; t < layer.T; ++t) starts[t + 1] += starts[t];
+    std::vector<int32_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t n = 0; n < layer.N; ++n) rows[next[layer.token_ids[n]]++] = n;
+  }
+};
+
+// (T, D): the sum of each token's rows, times `factors` if given.
+template <class S> void sum_per_token(const Layer& layer, const Rows& rows, const S* factors, const Rows& out) {
+  using V = Vectorized<S>;
+  const ByToken by_token(layer);
+  const int64_t D = layer.D;
+  constexpr int64_t TOKENS = 32;
+  for_each((layer.T + TOKENS - 1) / TOKENS, [&](int64_t task) {
+    S *sum = scratch<S>(0, D), *buffer = scratch<S>(1, D);
+    for (int64_t t = task * TOKENS; t < std::min(layer.T, (task + 1) * TOKENS); ++t) {
+      std::fill_n(sum, D, S(0));
+      for (int32_t i = by_token.starts[t]; i < by_token.starts[t + 1]; ++i) {
+        const int32_t n = by_token.rows[i];
+        const S* row = rows.read(n, buffer);
+        const S factor = factors ? S(factors[n]) : S(1);
+        at::vec::map2([&](V a, V b) { return at::vec::fmadd(V(factor), b, a); }, sum, sum, row, D);
+      }
+      out.write(t, sum);
+    }
+  });
+}
+
+// The rows of one expert's matrix in panels, for x W^T: sums run along its rows.
+template <class P> void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
+  const int64_t K = matrix.width, width = panel_width(rows, panel), ld = room<P>(K);
+  const P* from = matrix.row<P>(first_row + panel * PANEL);
+  if (matrix.dtype != c10::CppTypeToScalarType<P>::value || ld != K) {
+    P* copy = scratch<P>(0, PANEL * ld);
+    for (int64_t i = 0; i < width; ++i) {
+      const P* row = matrix.read(first_row + panel * PANEL + i, copy + i * ld);
+      if (row != copy + i * ld) std::memcpy(copy + i * ld, row, K * sizeof(P));
+      std::fill(copy + i * ld + K, copy + (i + 1) * ld, P(0));
+    }
+    from = copy;
+  }
+  transpose(reinterpret_cast<const Unit<P>*>(from), units<P>(K), to, PANEL, width, units<P>(K));
+}
+
+// The same for x W: sums run over its rows.
+template <class P> void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
+  const int64_t from = panel * PANEL, width = panel_width(matrix.width, panel);
+  P* copy = scratch<P>(0, 2 * PANEL);
+  for (int64_t k = 0; k < rows; k += Operand<P>::per_unit, to += PANEL) {
+    const P* first = matrix.read(first_row + k, copy, from, width);
+    const P* second = nullptr;
+    if constexpr (Operand<P>::per_unit == 2) {
+      if (k + 1 < rows) second = matrix.read(first_row + k + 1, copy + PANEL, from, width);
+      else std::fill_n(copy + PANEL, PANEL, P(0)), second = copy + PANEL;
+    }
+    pair_rows(first, second, to, width);
+  }
+}
+
+// -- forward
+
+template <class P> void forward(const Layer& layer, const Rows& kept, const Rows& y) {
+  using S = Sum<P>;
+  const auto [D, F, H] = std::tuple(layer.D, layer.F, layer.H);
+  const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
+  const auto dtype = c10::CppTypeToScalarType<P>::value;
+  const Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(dtype));
+  const Rows rows_out(y_ND);
+  const auto groups = layer.groups((up_units + down_units) * sizeof(Unit<P>), 0);
+  size_t most = 0;
+  for (const auto& group : groups) most = std::max(most, group.experts.size());
+  const Tensor packed = at::empty({int64_t(most), up_units + down_units}, at::TensorOptions(c10::CppTypeToScalarType<Unit<P>>::value));
+  const Rows matrices(packed);
+
+  for (const auto& group : groups) {
+    const int64_t up_panels = panels(H), all_panels = up_panels + panels(D);
+    for_each(group.experts.size() * all_panels, [&](int64_t task) {
+      const int64_t i = task / all_panels, panel = task % all_panels, e = group.experts[i];
+      auto* to = matrices.row<Unit<P>>(i);
+      if (panel < up_panels) pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
+      else pack_transposed<P>(layer.down, e * D, panel - up_panels, D, to + up_units + (panel - up_panels) * PANEL * units<P>(F));
+    });
+    for_each(group.tiles.size(), [&](int64_t task) {
+      const Tile& tile = group.tiles[task];
+      const int64_t m = tile.stop - tile.start;
+      const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), tile.expert) - group.experts.begin();
+      const auto* matrix = matrices.row<Unit<P>>(i);
+      P *x = scratch<P>(0, TILE * room<P>(D)), *hidden = scratch<P>(1, TILE * room<P>(F));
+      S *sums = scratch<S>(2, TILE * std::max(H, D)), *buffer = scratch<S>(3, 2 * H), *value = scratch<S>(4, F);
+      S* bias = scratch<S>(5, std::max(H, D));
+      for (int64_t r = 0; r < m; ++r) {
+        P* to = x + r * room<P>(D);
+        const P* row = layer.x.read(layer.token_ids[tile.start + r], to);
+        if (row != to) std::memcpy(to, row, D * sizeof(P));
+        std::fill(to + D, to + room<P>(D), P(0));
+      }
+      multiply<P>(m, H, D, x, matrix, sums);
+      const S* added = layer.up_bias ? layer.up_bias.read(tile.expert, bias) : nullptr;
+      for (int64_t r = 0; r < m; ++r) {
+        S* row = sums + r * H;
+        if (added) for (int64_t h = 0; h < H; ++h) row[h] += added[h];
+        if (kept) kept.write(tile.start + r, row);
+        const auto [gate, up] = layer.halves(row, buffer);
+        activate<S>(layer.activation, layer.alpha, layer.limit, gate, value, nullptr, F);
+        if (up) at::vec::map2([&](auto a, auto b) { return a * layer.factor<S>(b); }, value, value, up, F);
+        if (layer.dropout) {
+          const S* mask = layer.dropout.read(tile.start + r, buffer);
+          for (int64_t f = 0; f < F; ++f) value[f] *= mask[f];
+        }
+        convert(value, hidden + r * room<P>(F), F);
+        std::fill(hidden + r * room<P>(F) + F, hidden + (r + 1) * room<P>(F), P(0));
+      }
+      multiply<P>(m, D, F, hidden, matrix + up_units, sums);
+      added = layer.down_bias ? layer.down_bias.read(tile.expert, bias) : nullptr;
+      for (int64_t r = 0; r < m; ++r) {
+        S* row = sums + r * D;
+        if (added) for (int64_t d = 0; d < D; ++d) row[d] += added[d];
+        rows_out.write(tile.start + r, row);
+      }
+    });
+  }
+  sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
+}
+
+// -- backward
+
+template <class P>
+void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Rows& grad_x, Sum<P>* grad_weights,
+              const Rows& grad_up, const Rows& grad_down, const Rows& grad_up_bias, const Rows& grad_down_bias) {
+  using S = Sum<P>;
+  using U = Unit<P>;
+  const auto [D, F, H] = std::tuple(layer.D, layer.F, layer.H);
+  const int64_t down_units = panels(F) * PANEL * units<P>(D), up_units = grad_x ? panels(D) * PANEL * units<P>(H) : 0;
+  const bool wants_up = grad_up || grad_up_bias, wants_down = grad_down || grad_down_bias;
+  const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0, row_down = wants_down ? D + panels(F) * PANEL : 0;
+  const auto unit_options = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
+  const Tensor grad_x_ND = at::empty({grad_x ? layer.N : 0, D}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
+  const Rows grad_rows(grad_x_ND);
+  const auto groups = layer.groups((up_units + down_units) * sizeof(U), (row_up + row_down) * sizeof(P));
+  size_t most_experts = 0;
+  int64_t most_units = 0;
+  // Where a chunk begins, in units of one column.
+  auto chunk_units = [](const Tile& chunk) { return units<P>(chunk.stop - chunk.start); };
+  for (const auto& group : groups) {
+    most_experts = std::max(most_experts, group.experts.size());
+    int64_t sum = 0;
+    for (const auto& chunk : group.chunks) sum += chunk_units(chunk);
+    most_units = std::max(most_units, sum);
+  }
+  const Tensor packed = at::empty({int64_t(most_experts), up_units + down_units}, unit_options);
+  const Tensor operands = at::empty({most_units, row_up + row_down}, unit_options);
+  const Rows matrices(packed);
+  U* operand = operands.data_ptr<U>();
+
+  for (const auto& group : groups) {
+    const int64_t down_panels = panels(F), all_panels = down_panels + (grad_x ? panels(D) : 0);
+    for_each(group.experts.size() * all_panels, [&](int64_t task) {
+      const int64_t i = task / all_panels, panel = task % all_panels, e = group.experts[i];
+      U* to = matrices.row<U>(i);
+      if (panel < down_panels) pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
+      else pack<P>(layer.up, e * H, panel - down_panels, H, to + down_units + (panel - down_panels) * PANEL * units<P>(H));
+    });
+
+    // Operands of chunk c: first (H, rows) and (D, rows), then panels of x and of hidden units.
+    std::vector<int64_t> chunk_starts(group.chunks.size() + 1);
+    for (size_t c = 0; c < group.chunks.size(); ++c) chunk_starts[c + 1] = chunk_starts[c] + chunk_units(group.chunks[c]);
+    auto operands_of = [&](int64_t c) {
+      U* base = operand + chunk_starts[c] * (row_up + row_down);
+      const int64_t n = chunk_starts[c + 1] - chunk_starts[c];
+      U* up_first = base;
+      U* up_second = up_first + (wants_up ? H * n : 0);
+      U* down_first = up_second + (wants_up ? panels(D) * PANEL * n : 0);
+      U* down_second = down_first + (wants_down ? D * n : 0);
+      return std::tuple(n, up_first, up_second, down_first, down_second);
+    };
+
+    for_each(group.tiles.size(), [&](int64_t task) {
+      const Tile& tile = group.tiles[task];
+      const int64_t m = tile.stop - tile.start, e = tile.expert;
+      const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), e) - group.experts.begin();
+      const int64_t c = std::upper_bound(group.chunks.begin(), group.chunks.end(), tile.start,
+                                         [](int64_t row, const Tile& chunk) { return row < chunk.start; }) - group.chunks.begin() - 1;
+      const int64_t column = units<P>(tile.start - group.chunks[c].start);
+      const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
+      const U* matrix = matrices.row<U>(i);
+      const int64_t ld_D = room<P>(D), ld_H = room<P>(H), m_units = units<P>(m), m_room = room<P>(m);
+      P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, (TILE + 1) * ld_D);
+      P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
+      S* sums = scratch<S>(4, TILE * std::max(F, D));
+      S *pre = scratch<S>(5, H), *buffer = scratch<S>(6, 2 * H), *value = scratch<S>(7, F), *slope = scratch<S>(8, F);
+      S *mask_buffer = scratch<S>(9, F), *grads = scratch<S>(10, H), *bias_buffer = scratch<S>(11, D), *wide = scratch<S>(12, D);
+      U* pairs = scratch<U>(13, TILE * std::max(H, D));
+
+      auto gather = [&](const Rows& from, P* to) {
+        for (int64_t r = 0; r < m; ++r, to += ld_D) {
+          const P* row = from.read(layer.token_ids[tile.start + r], to);
+          if (row != to) std::memcpy(to, row, D * sizeof(P));
+          std::fill(to + D, to + ld_D, P(0));
+        }
+        if (m_room > m) std::fill_n(to, ld_D, P(0));
+      };
+      // Rows of a tile as columns of a first operand, and as rows of the panels of a second one.
+      auto as_first = [&](const P* rows, int64_t width, int64_t ld, U* to) {
+        const U* from = reinterpret_cast<const U*>(rows);
+        if constexpr (Operand<P>::per_unit == 2) {
+          for (int64_t u = 0; u < m_units; ++u) pair_rows(rows + 2 * u * ld, rows + (2 * u + 1) * ld, pairs + u * width, width);
+          from = pairs, ld = width;
+        }
+        transpose(from, ld, to + column, n, m_units, width);
+      };
+      auto as_second = [&](const P* rows, int64_t width, int64_t ld, U* to) {
+        for (int64_t p = 0; p < panels(width); ++p)
+          for (int64_t u = 0; u < m_units; ++u) {
+            const P* row = rows + u * Operand<P>::per_unit * ld + p * PANEL;
+            pair_rows(row, row + ld, to + (p * n + column + u) * PANEL, panel_width(width, p));
+          }
+      };
+
+      gather(grad_y, dy);
+      if (wants_down) as_first(dy, D, ld_D, down_first);
+      multiply<P>(m, F, D, dy, matrix, sums);
+      const S* bias = layer.down_bias ? layer.down_bias.read(e, bias_buffer) : nullptr;
+      for (int64_t r = 0; r < m; ++r) {
+        const int64_t row = tile.start + r;
+        const S *u = kept.read(row, pre), *dh = sums + r * F, w = layer.weight<S>(row);
+        const auto [gate, up] = layer.halves(u, buffer);
+        activate<S>(layer.activation, layer.alpha, layer.limit, gate, value, slope, F);
+        const S* mask = layer.dropout ? layer.dropout.read(row, mask_buffer) : nullptr;
+        S* grad_gate = grads;
+        S* grad_second = grads + F;
+        // y = w (down h + b): dw is <dy, down h + b> = <down^T dy, h> + <dy, b>.
+        S dw = 0;
+        using V = Vectorized<S>;
+        V dw_lanes(0);
+        for (int64_t f = 0; f < F; f += V::size()) {
+          const int64_t count = std::min<int64_t>(V::size(), F - f);
+          auto load = [&](const S* from) { return count == V::size() ? V::loadu(from + f) : V::loadu(from + f, count); };
+          V g = load(dh), h = load(value), d = load(slope);
+          if (mask) g = g * load(mask);
+          const V weighted = g * V(w);
+          if (up) {
+            const V multiplier = layer.factor<S>(load(up));
+            (weighted * h * layer.factor_slope<S>(load(up))).store(grad_second + f, count);
+            h = h * multiplier;
+            d = d * multiplier;
+          }
+          (weighted * d).store(grad_gate + f, count);
+          dw_lanes = dw_lanes + g * h;
+          h = h * V(w);
+          if (mask) h = h * load(mask);
+          h.store(value + f, count);
+        }
+        S lanes[V::size()];
+        dw_lanes.store(lanes);
+        for (S lane : lanes) dw += lane;
+        if (bias) {
+          const S* dy_row = wide;
+          if constexpr (std::is_same_v<P, S>) dy_row = dy + r * ld_D;
+          else convert(dy + r * ld_D, wide, D);
+          for (int64_t d = 0; d < D; ++d) dw += dy_row[d] * bias[d];
+        }
+        grad_weights[row] = dw;
+        convert(value, hidden + r * F, F);
+        P* to = du + r * ld_H;
+        if (layer.gated && layer.interleaved) {
+          for (int64_t f = 0; f < F; ++f) buffer[2 * f] = grad_gate[f], buffer[2 * f + 1] = grad_second[f];
+          convert(buffer, to, H);
+        } else {
+          convert(grads, to, H);
+        }
+        std::fill(to + H, to + ld_H, P(0));
+      }
+      if (m_room > m) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
+      if (wants_down) as_second(hidden, F, F, down_second);
+      if (grad_x) {
+        multiply<P>(m, D, H, du, matrix + down_units, sums);
+        for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * D);
+      }
+      if (wants_up) {
+        gather(layer.x, x);
+        as_first(du, H, ld_H, up_first);
+        as_second(x, D, ld_D, up_second);
+      }
+    });
+
+    const int64_t up_blocks = wants_up ? (H + BLOCK - 1) / BLOCK : 0, blocks = up_blocks + (wants_down ? (D + BLOCK - 1) / BLOCK : 0);
+    for_each(group.experts.size() * blocks, [&](int64_t task) {
+      const int64_t e = group.experts[task / blocks], b = task % blocks;
+      const bool is_up = b < up_blocks;
+      const int64_t rows = is_up ? H : D, columns = is_up ? D : F, first = (is_up ? b : b - up_blocks) * BLOCK;
+      const int64_t count = std::min(BLOCK, rows - first);
+      const int64_t chunk_begin = std::lower_bound(group.chunks.begin(), group.chunks.end(), e, [](const Tile& c, int64_t e) { return c.expert < e; }) - group.chunks.begin();
+      int64_t chunk_end = chunk_begin;
+      while (chunk_end < int64_t(group.chunks.size()) && group.chunks[chunk_end].expert == e) ++chunk_end;
+      const Rows &grad = is_up ? grad_up : grad_down, &grad_bias = is_up ? grad_up_bias : grad_down_bias;
+      S* sums = scratch<S>(0, BLOCK * PANEL);
+      if (grad) for (int64_t p = 0; p < panels(columns); ++p) {
+        const int64_t width = panel_width(columns, p);
+        for (int64_t c = chunk_begin; c < chunk_end; ++c) {
+          const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
+          const U *A = (is_up ? up_first : down_first) + first * n, *B = (is_up ? up_second : down_second) + p * n * PANEL;
+          product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, sums, PANEL, c > chunk_begin);
+        }
+        for (int64_t r = 0; r < count; ++r) grad.write(e * rows + first + r, sums + r * PANEL, p * PANEL, width);
+      }
+      if (grad_bias) {
+        std::fill_n(sums, count, S(0));
+        S* row_sums = scratch<S>(1, CHUNK + 1);
+        for (int64_t c = chunk_begin; c < chunk_end; ++c) {
+          const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
+          const int64_t m = group.chunks[c].stop - group.chunks[c].start;
+          for (int64_t r = 0; r < count; ++r) {
+            convert(reinterpret_cast<const P*>((is_up ? up_first : down_first) + (first + r) * n), row_sums, m);
+            for (int64_t k = 0; k < m; ++k) sums[r] += is_up ? row_sums[k] : row_sums[k] * layer.weight<S>(group.chunks[c].start + k);
+          }
+        }
+        grad_bias.write(e, sums, first, count);
+      }
+    });
+  }
+  for_each(layer.E, [&](int64_t e) {
+    if (layer.load(e)) return;
+    auto clear = [&](const Rows& grad, int64_t rows) {
+      if (grad) grad.with_type([&](auto type) {
+        using T = decltype(type);
+        std::memset(static_cast<void*>(grad.row<T>(e * rows)), 0, rows * grad.width * sizeof(T));
+      });
+    };
+    clear(grad_up, H), clear(grad_down, D), clear(grad_up_bias, 1), clear(grad_down_bias, 1);
+  });
+  if (grad_x) sum_per_token<S>(layer, grad_rows, nullptr, grad_x);
+}
+
+// -- operators
+
+template <class F> void with_product_type(ScalarType dtype, F f) {
+  switch (dtype) {
+    case at::kFloat: return f(float());
+    case at::kDouble: return f(double());
+    case at::kBFloat16: return f(BFloat16());
+    default: TORCH_CHECK(false, "moe_ffn's kernels multiply in no ", dtype);
+  }
+}
+
+// Writes `y` and, where it is given, `kept`: the first product (N, H).
+void experts_forward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
+                     const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                     const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,
+                     int64_t activation, bool gated, bool interleaved, double alpha, double limit, ScalarType dtype,
+                     const std::optional<Tensor>& kept, const Tensor& y) {
+  const Layer layer(x, weights, up, down, up_bias, down_bias, token_ids, offsets, dropout, activation, gated,
+                    interleaved, alpha, limit);
+  with_product_type(dtype, [&](auto type) { forward<decltype(type)>(layer, Rows(kept), Rows(y)); });
+}
+
+// Writes those of the gradients that are given.
+void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, const Tensor& down,
+                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                      const Tensor& token_ids, const Tensor& offsets, const std::optional<Tensor>& dropout,
+                      int64_t activation, bool gated, bool interleaved, double alpha, double limit, ScalarType dtype,
+                      const Tensor& kept, const Tensor& grad_y, const std::optional<Tensor>& grad_x,
+                      const Tensor& grad_weights, const std::optional<Tensor>& grad_up,
+                      const std::optional<Tensor>& grad_down, const std::optional<Tensor>& grad_up_bias,
+                      const std::optional<Tensor>& grad_down_bias) {
+  const Layer layer(x, weights, up, down, up_bias, down_bias, token_ids, offsets, dropout, activation, gated,
+                    interleaved, alpha, limit);
+  with_product_type(dtype, [&](auto type) {
+    using P = decltype(type);
+    backward<P>(layer, Rows(kept), Rows(grad_y), Rows(grad_x), grad_weights.data_ptr<Sum<P>>(), Rows(grad_up),
+                Rows(grad_down), Rows(grad_up_bias), Rows(grad_down_bias));
+  });
+}
+
+}  // namespace
+}  // namespace moe_ffn
+
+TORCH_LIBRARY(moe_ffn_cpu, m) {
+  const std::string layer =
+      "Tensor x, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor token_ids, "
+      "Tensor offsets, Tensor? dropout, int activation, bool gated, bool interleaved, float alpha, float limit, "
+      "ScalarType dtype, ";
+  m.def(("experts_forward(" + layer + "Tensor(a!)? kept, Tensor(b!) y) -> ()").c_str());
+  m.def(("experts_backward(" + layer +
+        "Tensor kept, Tensor grad_y, Tensor(a!)? grad_x, Tensor(b!) grad_weights, Tensor(c!)? grad_up, "
+        "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias) -> ()").c_str());
+}
+
+TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
+  m.impl("experts_forward", moe_ffn::experts_forward);
+  m.impl("experts_backward", moe_ffn::experts_backward);
+}

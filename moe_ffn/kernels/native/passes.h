@@ -1,0 +1,279 @@
+// What is done to rows and tiles apart from products: reading and writing any dtype, the order of operands that
+// products want, activations.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+namespace moe_ffn {
+
+using at::BFloat16;
+using at::Half;
+using at::ScalarType;
+using at::Tensor;
+using at::vec::Vectorized;
+
+// -- dtypes
+
+// The operands of a product are of type P. They lie in units of 32 bits (64 of double): a number, or in bfloat16
+// two numbers that are summed over one after the other, as instructions for bfloat16 read them.
+template <class P> struct Operand {
+  using Sum = float;
+  using Unit = float;
+  static constexpr int64_t per_unit = 1;
+};
+template <> struct Operand<double> {
+  using Sum = double;
+  using Unit = double;
+  static constexpr int64_t per_unit = 1;
+};
+template <> struct Operand<BFloat16> {
+  using Sum = float;
+  using Unit = float;
+  static constexpr int64_t per_unit = 2;
+};
+template <class P> using Sum = typename Operand<P>::Sum;
+template <class P> using Unit = typename Operand<P>::Unit;
+
+// Units that `n` numbers take, and numbers that a row of them has room for.
+template <class P> constexpr int64_t units(int64_t n) {
+  return (n + Operand<P>::per_unit - 1) / Operand<P>::per_unit;
+}
+template <class P> constexpr int64_t room(int64_t n) { return units<P>(n) * Operand<P>::per_unit; }
+
+template <class From, class To> inline void convert(const From* from, To* to, int64_t n) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::memcpy(to, from, n * sizeof(To));
+  } else if constexpr (std::is_same_v<From, BFloat16> && std::is_same_v<To, float>) {
+    int64_t i = 0;
+    constexpr int64_t step = Vectorized<BFloat16>::size();
+    for (; i + step <= n; i += step) {
+      auto [low, high] = at::vec::convert_bfloat16_float(Vectorized<BFloat16>::loadu(from + i));
+      low.store(to + i);
+      high.store(to + i + step / 2);
+    }
+    for (; i < n; ++i) to[i] = from[i];
+  } else {
+    at::vec::convert(from, to, n);
+  }
+}
+
+// Rows of any dtype, contiguous.
+struct Rows {
+  void* data = nullptr;
+  ScalarType dtype = at::kFloat;
+  int64_t width = 0;
+
+  Rows() = default;
+  explicit Rows(const Tensor& t) : data(t.data_ptr()), dtype(t.scalar_type()), width(t.size(-1)) {}
+  explicit Rows(const std::optional<Tensor>& t) {
+    if (t.has_value()) *this = Rows(*t);
+  }
+  explicit operator bool() const { return data != nullptr; }
+
+  template <class T> T* row(int64_t i) const { return static_cast<T*>(data) + i * width; }
+
+  template <class F> void with_type(F f) const {
+    switch (dtype) {
+      case at::kFloat: return f(float());
+      case at::kDouble: return f(double());
+      case at::kBFloat16: return f(BFloat16());
+      case at::kHalf: return f(Half());
+      default: TORCH_CHECK(false, "moe_ffn's kernels take no ", dtype);
+    }
+  }
+
+  // `n` numbers of row i from a column on, as T: where they lie, or in the buffer where T is not their type.
+  template <class T> const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
+    const T* found = buffer;
+    with_type([&](auto type) {
+      using From = decltype(type);
+      const From* source = row<From>(i) + from;
+      if constexpr (std::is_same_v<From, T>) found = source;
+      else convert(source, buffer, n < 0 ? width : n);
+    });
+    return found;
+  }
+  template <class T> void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
+    with_type([&](auto type) {
+      convert(values, row<decltype(type)>(i) + from, n < 0 ? width : n);
+    });
+  }
+};
+
+// -- the order of operands
+
+// Two rows (one, of types that are not paired) as one row of units.
+template <class P> inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
+  if constexpr (Operand<P>::per_unit == 1) {
+    std::memcpy(to, first, n * sizeof(P));
+  } else {
+    auto* __restrict out = reinterpret_cast<uint32_t*>(to);
+    auto* __restrict low = reinterpret_cast<const uint16_t*>(first);
+    auto* __restrict high = reinterpret_cast<const uint16_t*>(second);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+#pragma GCC unroll 16
+      for (int64_t j = i; j < i + 16; ++j) out[j] = low[j] | uint32_t(high[j]) << 16;
+    for (; i < n; ++i) out[i] = low[i] | uint32_t(high[i]) << 16;
+  }
+}
+
+template <class T>
+inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int64_t rows, int64_t columns) {
+#ifdef CPU_CAPABILITY_AVX2
+  // at::vec has this one for blocks of 8 by 8 alone.
+  if constexpr (std::is_same_v<T, float>) {
+    int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
+    for (int64_t i = 0; i < whole_rows; i += 8)
+      for (int64_t j = 0; j < whole_columns; j += 8)
+        at::vec::transpose_mxn<float, 8, 8>(from + i * ld_from + j, ld_from, to + j * ld_to + i, ld_to);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j) to[j * ld_to + i] = from[i * ld_from + j];
+    return;
+  }
+#endif
+  at::vec::transpose_mxn<T>(from, ld_from, to, ld_to, int(rows), int(columns));
+}
+
+// Columns of the second operand that lie together, a row of them after the other.
+constexpr int64_t PANEL = 64;
+
+inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
+inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PANEL, columns - panel * PANEL); }
+
+// Longer sums go through in parts: a panel of them stays in the second cache.
+constexpr int64_t MAX_SUM = 512;
+
+// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel.
+inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
+  at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, B, C, false);
+}
+inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
+  at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, reinterpret_cast<const BFloat16*>(B), C, true);
+}
+inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, double* C, int64_t ldc, bool adds) {
+  auto matrix = [](const double* data, int64_t rows, int64_t columns, int64_t ld) {
+    return at::from_blob(const_cast<double*>(data), {rows, columns}, {ld, 1}, at::kDouble);
+  };
+  auto a = matrix(A, M, K, lda), b = matrix(B, K, N, PANEL), c = matrix(C, M, N, ldc);
+  if (adds) at::cpu::addmm_out(c, c, a, b);
+  else at::cpu::mm_out(c, a, b);
+}
+
+// C (M, N) = A (M, K) B, whose panels lie one after the other.
+template <class P>
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
+  const int64_t lda = room<P>(K);
+  for (int64_t panel = 0; panel < panels(N); ++panel, B += units<P>(K) * PANEL)
+    for (int64_t k = 0; k < lda; k += MAX_SUM)
+      product(M, panel_width(N, panel), std::min(MAX_SUM, lda - k), A + k, lda, B + units<P>(k) * PANEL,
+              C + panel * PANEL, N, k > 0);
+}
+
+// -- memory and threads
+
+// Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
+template <class T> inline T* scratch(int slot, int64_t n) {
+  static thread_local std::vector<std::vector<char>> slots(16);
+  constexpr int64_t line = 64;
+  auto& bytes = slots[slot];
+  const size_t needed = n * sizeof(T) + line;
+  if (bytes.size() < needed) bytes = std::vector<char>(needed);
+  auto address = reinterpret_cast<uintptr_t>(bytes.data());
+  return reinterpret_cast<T*>((address + line - 1) / line * line);
+}
+
+// task(i) for every i below `n`, by as many threads as torch has; each takes the next one when it is done.
+template <class F> inline void for_each(int64_t n, F task) {
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// -- activations
+
+enum class Activation : int64_t { relu, gelu, gelu_tanh, silu, relu_squared, sigmoid, identity, clamped };
+
+template <class T, class F> inline void map(const T* x, T* value, T* slope, int64_t n, F f) {
+  using V = Vectorized<T>;
+  for (int64_t i = 0; i < n; i += V::size()) {
+    const int64_t count = std::min<int64_t>(V::size(), n - i);
+    V derivative, result = f(count == V::size() ? V::loadu(x + i) : V::loadu(x + i, count), derivative);
+    result.store(value + i, count);
+    if (slope) derivative.store(slope + i, count);
+  }
+}
+
+// The activation of n numbers and, where `slope` is given, its derivative.
+template <class T>
+inline void activate(Activation activation, double alpha, double limit, const T* x, T* value, T* slope, int64_t n) {
+  using V = Vectorized<T>;
+  const V zero(0), one(1), half(0.5);
+  auto logistic = [&](V x) { return one / (one + x.neg().exp()); };
+  switch (activation) {
+    case Activation::relu:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        d = V::blendv(zero, one, x > zero);
+        return at::vec::maximum(x, zero);
+      });
+    case Activation::relu_squared:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V r = at::vec::maximum(x, zero);
+        d = r + r;
+        return r * r;
+      });
+    case Activation::gelu:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V below = half * (one + (x * V(M_SQRT1_2)).erf());
+        d = below + x * V(M_2_SQRTPI * M_SQRT1_2 * 0.5) * (x * x * V(-0.5)).exp();
+        return x * below;
+      });
+    case Activation::gelu_tanh:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V beta(M_SQRT2 * M_2_SQRTPI * 0.5), kappa(0.044715);
+        const V t = (beta * (x + kappa * x * x * x)).tanh();
+        d = half * (one + t) + half * x * (one - t * t) * beta * (one + V(3) * kappa * x * x);
+        return half * x * (one + t);
+      });
+    case Activation::silu:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V s = logistic(x);
+        d = s * (one + x * (one - s));
+        return x * s;
+      });
+    case Activation::sigmoid:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V s = logistic(x);
+        d = s * (one - s);
+        return s;
+      });
+    case Activation::identity:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        d = one;
+        return x;
+      });
+    case Activation::clamped:
+      return map(x, value, slope, n, [&](V x, V& d) {
+        const V g = at::vec::clamp_max(x, V(limit)), s = logistic(V(alpha) * g);
+        d = V::blendv(s * (one + V(alpha) * g * (one - s)), zero, x > V(limit));
+        return g * s;
+      });
+  }
+}
+
+}  // namespace moe_ffn
