@@ -79,6 +79,8 @@ def _command(compiler: str, target: str) -> list[str]:
     torch_folder = Path(torch.__file__).parent
     kind = torch.backends.cpu.get_cpu_capability()
     flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
+    if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        flags.append("-mavx512bf16")
     includes = [
         f"-I{torch_folder / 'include'}",
         f"-I{torch_folder / 'include/torch/csrc/api/include'}",

@@ -18,8 +18,10 @@ namespace {
 
 constexpr int64_t TILE = 64;          // rows
 constexpr int64_t CHUNK = 256;        // rows whose gradient of a matrix is one product
+constexpr int64_t FEW_ROWS = 8;       // of an expert, on average
+constexpr int64_t AHEAD = 4;          // rows, of which the next is asked for
 constexpr int64_t BLOCK = 128;        // rows of a matrix whose gradient is one task
-const int64_t GROUP_BYTES = (getenv("GB") ? atoi(getenv("GB")) : 16) * (int64_t(1) << 20);  // of the copies that the experts of a group need at a time
+constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
 
 struct Tile {
   int64_t expert, start, stop;
@@ -59,6 +61,13 @@ struct Layer {
   int64_t start(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
   int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
 
+  // Whether copying the matrices of the experts would take longer than multiplying with them.
+  bool few() const {
+    int64_t experts = 0;
+    for (int64_t e = 0; e < E; ++e) experts += load(e) > 0;
+    return N <= FEW_ROWS * experts;
+  }
+
   // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
   std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
     std::vector<Group> found;
@@ -66,7 +75,7 @@ struct Layer {
     for (int64_t e = 0; e < E; ++e) {
       if (!load(e)) continue;
       const int64_t more = bytes_per_expert + load(e) * bytes_per_row;
-      if (bytes + more > GROUP_BYTES && (found.empty() || found.back().tiles.size() >= size_t(at::get_num_threads()))) {
+      if (bytes + more > GROUP_BYTES && (found.empty() || found.back().tiles.size() >= size_t(4 * at::get_num_threads()))) {
         found.emplace_back();
         bytes = 0;
       }
@@ -95,6 +104,17 @@ struct Layer {
     using V = Vectorized<S>;
     if (activation != Activation::clamped) return up;
     return at::vec::minimum(at::vec::maximum(up, V(-limit)), V(limit)) + V(1);
+  }
+  // The hidden units (F) of row n from its first product (H).
+  template <class S> void hidden_units(int64_t n, const S* product, S* out) const {
+    using V = Vectorized<S>;
+    const auto [gate, up] = halves(product, scratch<S>(14, H));
+    activate<S>(activation, alpha, limit, gate, out, nullptr, F);
+    if (up) at::vec::map2([&](V a, V b) { return a * factor<S>(b); }, out, out, up, F);
+    if (dropout) {
+      const S* mask = dropout.read(n, scratch<S>(15, F));
+      at::vec::map2([](V a, V b) { return a * b; }, out, out, mask, F);
+    }
   }
   template <class S> Vectorized<S> factor_slope(Vectorized<S> up) const {
     using V = Vectorized<S>;
@@ -126,6 +146,7 @@ template <class S> void sum_per_token(const Layer& layer, const Rows& rows, cons
       std::fill_n(sum, D, S(0));
       for (int32_t i = by_token.starts[t]; i < by_token.starts[t + 1]; ++i) {
         const int32_t n = by_token.rows[i];
+        if (i + AHEAD < int32_t(by_token.rows.size())) rows.prefetch(by_token.rows[i + AHEAD]);
         const S* row = rows.read(n, buffer);
         const S factor = factors ? S(factors[n]) : S(1);
         at::vec::map2([&](V a, V b) { return at::vec::fmadd(V(factor), b, a); }, sum, sum, row, D);
@@ -156,6 +177,8 @@ template <class P> void pack(const Rows& matrix, int64_t first_row, int64_t pane
   const int64_t from = panel * PANEL, width = panel_width(matrix.width, panel);
   P* copy = scratch<P>(0, 2 * PANEL);
   for (int64_t k = 0; k < rows; k += Operand<P>::per_unit, to += PANEL) {
+    for (int64_t ahead = k + 16; ahead < std::min(k + 16 + Operand<P>::per_unit, rows); ++ahead)
+      matrix.prefetch(first_row + ahead, from, width);
     const P* first = matrix.read(first_row + k, copy, from, width);
     const P* second = nullptr;
     if constexpr (Operand<P>::per_unit == 2) {
@@ -166,10 +189,115 @@ template <class P> void pack(const Rows& matrix, int64_t first_row, int64_t pane
   }
 }
 
+// The rows of a tile's tokens, with a row of zeros behind them where products take them in pairs.
+template <class P> __attribute__((noinline)) void gather(const Layer& layer, const Rows& from, const Tile& tile, P* to) {
+  const int64_t D = layer.D, ld = room<P>(D), m = tile.stop - tile.start;
+  for (int64_t r = 0; r < m; ++r, to += ld) {
+    if (r + AHEAD < m) from.prefetch(layer.token_ids[tile.start + r + AHEAD]);
+    const P* row = from.read(layer.token_ids[tile.start + r], to);
+    if (row != to) std::memcpy(to, row, D * sizeof(P));
+    std::fill(to + D, to + ld, P(0));
+  }
+  if (room<P>(m) > m) std::fill_n(to, ld, P(0));
+}
+
+// -- few rows of each expert, as where a sequence is continued token by token
+
+// A vector of numbers as the type of sums.
+template <class S, class From> inline Vectorized<S> load_as(const From* from, int64_t count) {
+  using V = Vectorized<S>;
+  if constexpr (std::is_same_v<From, S>) {
+    return count == V::size() ? V::loadu(from) : V::loadu(from, count);
+  } else {
+    if constexpr (std::is_same_v<S, float> && std::is_same_v<From, BFloat16>) {
+      if (count == V::size()) {
+        V loaded;
+        at::vec::load_fp32_from_bf16(from, loaded);
+        return loaded;
+      }
+    }
+    S numbers[V::size()] = {};
+    for (int64_t i = 0; i < count; ++i) numbers[i] = S(from[i]);
+    return V::loadu(numbers);
+  }
+}
+
+// The products of one row of a matrix with R rows, which lie `ld` apart. Several sums at a time, since an addition
+// waits for the one before.
+template <int R, class S, class From>
+inline void dots(const From* matrix_row, const S* rows, int64_t ld, int64_t n, S* out, int64_t ld_out) {
+  using V = Vectorized<S>;
+  constexpr int CHAINS = R == 1 ? 4 : R == 2 ? 2 : 1;
+  V sums[CHAINS][R];
+  for (auto& chain : sums)
+    for (V& sum : chain) sum = V(0);
+  int64_t i = 0;
+  for (; i + CHAINS * V::size() <= n; i += CHAINS * V::size())
+    for (int c = 0; c < CHAINS; ++c) {
+      const int64_t at = i + c * V::size();
+      const V weight = load_as<S>(matrix_row + at, V::size());
+      for (int r = 0; r < R; ++r) sums[c][r] = at::vec::fmadd(weight, V::loadu(rows + r * ld + at), sums[c][r]);
+    }
+  for (; i < n; i += V::size()) {
+    const int64_t count = std::min<int64_t>(V::size(), n - i);
+    const V weight = load_as<S>(matrix_row + i, count);
+    for (int r = 0; r < R; ++r) sums[0][r] = at::vec::fmadd(weight, load_as<S>(rows + r * ld + i, count), sums[0][r]);
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 1; c < CHAINS; ++c) sums[0][r] = sums[0][r] + sums[c][r];
+    out[r * ld_out] = at::vec::vec_reduce_all([](V a, V b) { return a + b; }, sums[0][r]);
+  }
+}
+
+// (m, 1): rows (m, n) times row `first + i` of a matrix.
+template <class S>
+inline void times_row(const Rows& matrix, int64_t row, const S* rows, int64_t m, S* out, int64_t ld_out) {
+  const int64_t n = matrix.width;
+  matrix.with_type([&](auto type) {
+    const auto* numbers = matrix.row<decltype(type)>(row);
+    int64_t r = 0;
+    for (; r + 4 <= m; r += 4) dots<4>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
+    for (; r + 2 <= m; r += 2) dots<2>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
+    if (r < m) dots<1>(numbers, rows + r * n, n, n, out + r * ld_out, ld_out);
+  });
+}
+
+template <class S> void forward_few(const Layer& layer, const Rows& y) {
+  const auto [D, F, H, N] = std::tuple(layer.D, layer.F, layer.H, layer.N);
+  constexpr int64_t ROWS = 32;  // of a matrix, that are one task
+  std::vector<int64_t> experts;
+  for (int64_t e = 0; e < layer.E; ++e)
+    if (layer.load(e)) experts.push_back(e);
+  std::vector<S> x(N * D), up(N * H), hidden(N * F), sums(N * D);
+  for (int64_t n = 0; n < N; ++n) {
+    const S* row = layer.x.read(layer.token_ids[n], x.data() + n * D);
+    if (row != x.data() + n * D) std::copy_n(row, D, x.data() + n * D);
+  }
+  auto linear = [&](const Rows& matrix, const Rows& bias, int64_t rows, const S* from, S* to) {
+    const int64_t tasks = (rows + ROWS - 1) / ROWS;
+    for_each(experts.size() * tasks, [&](int64_t task) {
+      const int64_t e = experts[task / tasks], first = task % tasks * ROWS, start = layer.start(e), m = layer.load(e);
+      S* added = scratch<S>(0, rows);
+      const S* biases = bias ? bias.read(e, added) : nullptr;
+      for (int64_t i = first; i < std::min(rows, first + ROWS); ++i) {
+        times_row(matrix, e * rows + i, from + start * matrix.width, m, to + start * rows + i, rows);
+        if (biases) for (int64_t r = 0; r < m; ++r) to[(start + r) * rows + i] += biases[i];
+      }
+    });
+  };
+  linear(layer.up, layer.up_bias, H, x.data(), up.data());
+  for (int64_t n = 0; n < N; ++n) layer.hidden_units(n, up.data() + n * H, hidden.data() + n * F);
+  linear(layer.down, layer.down_bias, D, hidden.data(), sums.data());
+  Rows rows;
+  rows.data = sums.data(), rows.dtype = c10::CppTypeToScalarType<S>::value, rows.width = D;
+  sum_per_token<S>(layer, rows, static_cast<const S*>(layer.weights), y);
+}
+
 // -- forward
 
 template <class P> void forward(const Layer& layer, const Rows& kept, const Rows& y) {
   using S = Sum<P>;
+  if (!kept && layer.few()) return forward_few<S>(layer, y);
   const auto [D, F, H] = std::tuple(layer.D, layer.F, layer.H);
   const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
   const auto dtype = c10::CppTypeToScalarType<P>::value;
@@ -194,28 +322,17 @@ template <class P> void forward(const Layer& layer, const Rows& kept, const Rows
       const int64_t m = tile.stop - tile.start;
       const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), tile.expert) - group.experts.begin();
       const auto* matrix = matrices.row<Unit<P>>(i);
-      P *x = scratch<P>(0, TILE * room<P>(D)), *hidden = scratch<P>(1, TILE * room<P>(F));
-      S *sums = scratch<S>(2, TILE * std::max(H, D)), *buffer = scratch<S>(3, 2 * H), *value = scratch<S>(4, F);
+      P *x = scratch<P>(0, (TILE + 1) * room<P>(D)), *hidden = scratch<P>(1, TILE * room<P>(F));
+      S *sums = scratch<S>(2, TILE * std::max(H, D)), *value = scratch<S>(4, F);
       S* bias = scratch<S>(5, std::max(H, D));
-      for (int64_t r = 0; r < m; ++r) {
-        P* to = x + r * room<P>(D);
-        const P* row = layer.x.read(layer.token_ids[tile.start + r], to);
-        if (row != to) std::memcpy(to, row, D * sizeof(P));
-        std::fill(to + D, to + room<P>(D), P(0));
-      }
+      gather<P>(layer, layer.x, tile, x);
       multiply<P>(m, H, D, x, matrix, sums);
       const S* added = layer.up_bias ? layer.up_bias.read(tile.expert, bias) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
         S* row = sums + r * H;
         if (added) for (int64_t h = 0; h < H; ++h) row[h] += added[h];
         if (kept) kept.write(tile.start + r, row);
-        const auto [gate, up] = layer.halves(row, buffer);
-        activate<S>(layer.activation, layer.alpha, layer.limit, gate, value, nullptr, F);
-        if (up) at::vec::map2([&](auto a, auto b) { return a * layer.factor<S>(b); }, value, value, up, F);
-        if (layer.dropout) {
-          const S* mask = layer.dropout.read(tile.start + r, buffer);
-          for (int64_t f = 0; f < F; ++f) value[f] *= mask[f];
-        }
+        layer.hidden_units(tile.start + r, row, value);
         convert(value, hidden + r * room<P>(F), F);
         std::fill(hidden + r * room<P>(F) + F, hidden + (r + 1) * room<P>(F), P(0));
       }
@@ -232,6 +349,32 @@ template <class P> void forward(const Layer& layer, const Rows& kept, const Rows
 }
 
 // -- backward
+
+// Where the rows of a tile stand in the operands of the gradients: `n` units for the rows of a chunk, of which the
+// tile's begin at `column`.
+template <class P> struct TileOperands {
+  using U = Unit<P>;
+  int64_t rows, n, column;
+
+  // As columns.
+  __attribute__((noinline)) void first(const P* from, int64_t width, int64_t ld, U* pairs, U* to) const {
+    const U* source = reinterpret_cast<const U*>(from);
+    if constexpr (Operand<P>::per_unit == 2) {
+      for (int64_t u = 0; u < units<P>(rows); ++u) pair_rows(from + 2 * u * ld, from + (2 * u + 1) * ld, pairs + u * width, width);
+      source = pairs, ld = width;
+    }
+    transpose(source, ld, to + column, n, units<P>(rows), width);
+  }
+
+  // As rows, in panels.
+  __attribute__((noinline)) void second(const P* from, int64_t width, int64_t ld, U* to) const {
+    for (int64_t p = 0; p < panels(width); ++p)
+      for (int64_t u = 0; u < units<P>(rows); ++u) {
+        const P* row = from + u * Operand<P>::per_unit * ld + p * PANEL;
+        pair_rows(row, row + ld, to + (p * n + column + u) * PANEL, panel_width(width, p));
+      }
+  }
+};
 
 template <class P>
 void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Rows& grad_x, Sum<P>* grad_weights,
@@ -292,7 +435,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       const int64_t column = units<P>(tile.start - group.chunks[c].start);
       const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
       const U* matrix = matrices.row<U>(i);
-      const int64_t ld_D = room<P>(D), ld_H = room<P>(H), m_units = units<P>(m), m_room = room<P>(m);
+      const int64_t ld_D = room<P>(D), ld_H = room<P>(H), m_room = room<P>(m);
       P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, (TILE + 1) * ld_D);
       P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
       S* sums = scratch<S>(4, TILE * std::max(F, D));
@@ -300,33 +443,9 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       S *mask_buffer = scratch<S>(9, F), *grads = scratch<S>(10, H), *bias_buffer = scratch<S>(11, D), *wide = scratch<S>(12, D);
       U* pairs = scratch<U>(13, TILE * std::max(H, D));
 
-      auto gather = [&](const Rows& from, P* to) {
-        for (int64_t r = 0; r < m; ++r, to += ld_D) {
-          const P* row = from.read(layer.token_ids[tile.start + r], to);
-          if (row != to) std::memcpy(to, row, D * sizeof(P));
-          std::fill(to + D, to + ld_D, P(0));
-        }
-        if (m_room > m) std::fill_n(to, ld_D, P(0));
-      };
-      // Rows of a tile as columns of a first operand, and as rows of the panels of a second one.
-      auto as_first = [&](const P* rows, int64_t width, int64_t ld, U* to) {
-        const U* from = reinterpret_cast<const U*>(rows);
-        if constexpr (Operand<P>::per_unit == 2) {
-          for (int64_t u = 0; u < m_units; ++u) pair_rows(rows + 2 * u * ld, rows + (2 * u + 1) * ld, pairs + u * width, width);
-          from = pairs, ld = width;
-        }
-        transpose(from, ld, to + column, n, m_units, width);
-      };
-      auto as_second = [&](const P* rows, int64_t width, int64_t ld, U* to) {
-        for (int64_t p = 0; p < panels(width); ++p)
-          for (int64_t u = 0; u < m_units; ++u) {
-            const P* row = rows + u * Operand<P>::per_unit * ld + p * PANEL;
-            pair_rows(row, row + ld, to + (p * n + column + u) * PANEL, panel_width(width, p));
-          }
-      };
-
-      gather(grad_y, dy);
-      if (wants_down) as_first(dy, D, ld_D, down_first);
+      const TileOperands<P> operands{m, n, column};
+      gather<P>(layer, grad_y, tile, dy);
+      if (wants_down) operands.first(dy, D, ld_D, pairs, down_first);
       multiply<P>(m, F, D, dy, matrix, sums);
       const S* bias = layer.down_bias ? layer.down_bias.read(e, bias_buffer) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
@@ -380,24 +499,28 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
         std::fill(to + H, to + ld_H, P(0));
       }
       if (m_room > m) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
-      if (wants_down) as_second(hidden, F, F, down_second);
+      if (wants_down) operands.second(hidden, F, F, down_second);
       if (grad_x) {
         multiply<P>(m, D, H, du, matrix + down_units, sums);
         for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * D);
       }
       if (wants_up) {
-        gather(layer.x, x);
-        as_first(du, H, ld_H, up_first);
-        as_second(x, D, ld_D, up_second);
+        gather<P>(layer, layer.x, tile, x);
+        operands.first(du, H, ld_H, pairs, up_first);
+        operands.second(x, D, ld_D, up_second);
       }
     });
 
-    const int64_t up_blocks = wants_up ? (H + BLOCK - 1) / BLOCK : 0, blocks = up_blocks + (wants_down ? (D + BLOCK - 1) / BLOCK : 0);
+    // Several tasks for every thread, however few the experts are.
+    const int64_t share = (H + D) * int64_t(group.experts.size()) / (4 * at::get_num_threads());
+    const int64_t height = std::clamp<int64_t>(share / 16 * 16, 16, BLOCK);
+    const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
+    const int64_t blocks = up_blocks + (wants_down ? (D + height - 1) / height : 0);
     for_each(group.experts.size() * blocks, [&](int64_t task) {
       const int64_t e = group.experts[task / blocks], b = task % blocks;
       const bool is_up = b < up_blocks;
-      const int64_t rows = is_up ? H : D, columns = is_up ? D : F, first = (is_up ? b : b - up_blocks) * BLOCK;
-      const int64_t count = std::min(BLOCK, rows - first);
+      const int64_t rows = is_up ? H : D, columns = is_up ? D : F, first = (is_up ? b : b - up_blocks) * height;
+      const int64_t count = std::min(height, rows - first);
       const int64_t chunk_begin = std::lower_bound(group.chunks.begin(), group.chunks.end(), e, [](const Tile& c, int64_t e) { return c.expert < e; }) - group.chunks.begin();
       int64_t chunk_end = chunk_begin;
       while (chunk_end < int64_t(group.chunks.size()) && group.chunks[chunk_end].expert == e) ++chunk_end;
@@ -410,7 +533,10 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
           const U *A = (is_up ? up_first : down_first) + first * n, *B = (is_up ? up_second : down_second) + p * n * PANEL;
           product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, sums, PANEL, c > chunk_begin);
         }
-        for (int64_t r = 0; r < count; ++r) grad.write(e * rows + first + r, sums + r * PANEL, p * PANEL, width);
+        grad.with_type([&](auto type) {
+          auto* to = grad.row<decltype(type)>(e * rows + first) + p * PANEL;
+          for (int64_t r = 0; r < count; ++r) convert(sums + r * PANEL, to + r * columns, width);
+        });
       }
       if (grad_bias) {
         std::fill_n(sums, count, S(0));

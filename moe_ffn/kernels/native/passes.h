@@ -65,6 +65,14 @@ template <class From, class To> inline void convert(const From* from, To* to, in
       high.store(to + i + step / 2);
     }
     for (; i < n; ++i) to[i] = from[i];
+#ifdef __AVX512BF16__
+  } else if constexpr (std::is_same_v<From, float> && std::is_same_v<To, BFloat16>) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const __mmask16 lanes = n - i < 16 ? (1 << (n - i)) - 1 : 0xFFFF;
+      const auto numbers = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes, from + i));
+      _mm256_mask_storeu_epi16(to + i, lanes, reinterpret_cast<__m256i>(numbers));
+    }
+#endif
   } else {
     at::vec::convert(from, to, n);
   }
@@ -85,7 +93,7 @@ struct Rows {
 
   template <class T> T* row(int64_t i) const { return static_cast<T*>(data) + i * width; }
 
-  template <class F> void with_type(F f) const {
+  template <class F> void with_type(const F& f) const {
     switch (dtype) {
       case at::kFloat: return f(float());
       case at::kDouble: return f(double());
@@ -93,6 +101,13 @@ struct Rows {
       case at::kHalf: return f(Half());
       default: TORCH_CHECK(false, "moe_ffn's kernels take no ", dtype);
     }
+  }
+
+  // Ask for a row that is read soon: rows of tokens lie anywhere, so that no CPU guesses the next one.
+  void prefetch(int64_t i, int64_t from = 0, int64_t n = -1) const {
+    const int64_t size = c10::elementSize(dtype);
+    const char* first = static_cast<const char*>(data) + (i * width + from) * size;
+    for (int64_t b = 0; b < (n < 0 ? width : n) * size; b += 64) __builtin_prefetch(first + b);
   }
 
   // `n` numbers of row i from a column on, as T: where they lie, or in the buffer where T is not their type.
