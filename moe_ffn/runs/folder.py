@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError, expand_path, reason
-from moe_ffn.files import DAMAGED, kind_of, open_file, write_file
+from moe_ffn.errors import ConfigError, command, expand_path, reason
+from moe_ffn.files import DAMAGED, kind_of, open_file, read_object, write_file
 from moe_ffn.runs.config import TrainConfig
 
 try:
@@ -186,10 +186,17 @@ def check_is_run(folder: Path) -> None:
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if is_run(path))
-    hint = "give the folder of a run, such as runs/my-run"
+    hint = of_transformers(folder) or "give the folder of a run, such as runs/my-run"
     if inside:
         hint = f"it holds runs; give one of them, such as {folder / inside[0]}"
     raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
+
+
+def of_transformers(folder: Path) -> str:
+    """What to do with a folder of transformers, for the end of a sentence; empty of other folders."""
+    if (read_object(folder / "config.json") or {}).get("model_type", "moe_ffn") == "moe_ffn":
+        return ""
+    return f"it is a model of transformers: {command('convert')} {folder} NEW makes a model folder of it"
 
 
 def check_entries(folder: Path) -> None:
