@@ -26,7 +26,7 @@ from moe_ffn.interop.pretrained import (
     require_replaceable,
     save_pretrained,
 )
-from moe_ffn.interop.to_transformers import export_transformers
+from moe_ffn.interop.to_transformers import export_transformers, require_absent
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_model
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export(source: Path, target: Path, *, trust_code: bool) -> None:
+    require_absent(target)  # before a large model is read
     if is_model_folder(source):
         decoder = load_pretrained(source, trust_code=trust_code)
         has_tokenizer = kind_of(source / TOKENIZER_FILE) is not None

@@ -27,7 +27,7 @@ from moe_ffn.interop.pretrained import (
 from moe_ffn.model.decoder import Decoder, DecoderConfig
 from moe_ffn.option_tree import flatten, show_value
 from moe_ffn.runs.config import TrainConfig, own_config
-from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_transformers
+from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
 from moe_ffn.runs.reader import load_model
 from moe_ffn.trust import accepting_code
 
@@ -124,7 +124,7 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
     fix = "give one that `moe_ffn.save_pretrained` or a training run has written"
     raise ConfigError(
         f"{option}: '{path}' is neither the folder of a model of ours nor of a run; "
-        f"{of_transformers(path) or fix}"
+        f"{of_library(path) or fix}"
     )
 
 

@@ -132,14 +132,24 @@ def require_replaceable(folder: Path) -> bool:
         ours = {TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
         if is_model_folder(folder):
             ours.add(CONFIG_FILE)
-        names = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+        names = {path.name for path in entries_of(folder) if path.suffix != ".safetensors"}
         others = sorted(names - ours)
     if others:
         raise ConfigError(
             f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
             "or give another folder"
         )
-    return any(folder.iterdir())
+    return bool(entries_of(folder))
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """What is in a folder; ConfigError where that cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be read ({reason(error)}); fix its permissions"
+        ) from error
 
 
 def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:

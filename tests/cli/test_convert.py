@@ -70,6 +70,9 @@ def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) 
     assert "Qwen3MoeForCausalLM of transformers\n" in done.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id == 256
     assert convert(tmp_path / "back", tmp_path / "again").stdout.count("tokenizer of 257") == 1
+    there = convert(tmp_path / "ours", tmp_path / "back")
+    assert there.stdout == ""
+    assert there.stderr == f"error: '{tmp_path}/back' is there already; give a folder that is not\n"
 
 
 def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: Path) -> None:
@@ -108,6 +111,29 @@ def test_a_folder_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
     done = convert(tmp_path / "theirs", tmp_path / "mine")
     assert (done.code, done.stdout) == (2, "")
     assert "has 'notes.txt', which is no part of a model of ours and would be lost" in done.stderr
+
+
+@pytest.mark.parametrize("which", ["theirs", "ours"])
+def test_a_target_that_cannot_be_read_is_a_sentence(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    target.mkdir()
+    source.mkdir()
+    kind = "moe_ffn" if which == "ours" else "llama"
+    (source / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", _refused)
+        done = convert(source, target)
+    assert done.code == 2
+    assert (
+        done.stderr
+        == f"error: '{target}' cannot be read (Permission denied); fix its permissions\n"
+    )
+
+
+def _refused(path: Path) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 @pytest.mark.parametrize("which", ["theirs", "ours"])

@@ -198,6 +198,10 @@ def test_experts_are_left_out_by_what_a_text_says(
         (["--source", "a", "b", "--output", "new"], "--source: names 2 folders, and method.type"),
         (["--source", "SPARSE", "--output", "SPARSE"], "is a source too; choose another folder"),
         (["--source", "SPARSE", "--output", "mine"], "has 'text.txt', which is no part of a model of ours"),
+        (
+            ["--source", "SPARSE", "--output", "new", "--method.type", "mix"],
+            "--source: names 1 folder, and method.type 'mix' takes two or more",
+        ),
         (["--source", "nowhere", "--output", "new"], "--source: 'nowhere' is not there; give"),
         (["--source", "SPARSE", "--output", "new", "--method.type", "prune"], "does not say what it was"),
         (["--source", "SPARSE", "--output", "new"], "layer 0 is of type 'moe', which no kind of"),
