@@ -104,8 +104,15 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
     assert torch_first < found.stdout.index("--editable")
 
 
+# The command behind it begins with it.
+SLOW = {"python -m experiments.convert runs/my-run models/exported"}
+
+
 @pytest.mark.usefixtures("newcomer")
-@pytest.mark.parametrize("command", PYTHON_COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in PYTHON_COMMANDS],
+)
 def test_every_command_succeeds(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
