@@ -93,6 +93,25 @@ class Config(BaseModel, frozen=True):
         """Plain dicts, lists, strings and numbers: what YAML files and checkpoints hold."""
         return self.model_dump(mode="json", serialize_as_any=True)
 
+    def to_short_dict(self) -> dict[str, Any]:
+        """`to_dict` without what is as its class has it; every `type` stays."""
+        plain = self.to_dict()
+        short: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name != "type" and value == field.get_default(call_default_factory=True):
+                continue
+            if isinstance(value, Config):
+                short[name] = value.to_short_dict()
+            elif isinstance(value, Mapping):
+                short[name] = {
+                    key: item.to_short_dict() if isinstance(item, Config) else plain[name][key]
+                    for key, item in value.items()
+                }
+            else:
+                short[name] = plain[name]
+        return short
+
 
 class TaggedConfig(Config, frozen=True):
     """Base of the families whose member is picked by a `type:` tag.

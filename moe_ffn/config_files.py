@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from moe_ffn.import_path import (
     explaining_outside_errors,
     is_file_tag,
 )
-from moe_ffn.option_tree import explain_unknown, option_tree
+from moe_ffn.option_tree import explain_unknown, option_tree, show_value
 from moe_ffn.trust import UntrustedCodeError, only_trusted_code
 
 RootConfig = TypeVar("RootConfig", bound=Config)
@@ -138,6 +140,16 @@ def to_yaml(options: Config | Mapping[str, Any]) -> str:
     """The resolved options, as a file that `--config` reads back."""
     plain = options.to_dict() if isinstance(options, Config) else dict(options)
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def flag_value(value: Any) -> str:
+    """A value as it is typed behind a flag, in the quotes that a shell needs."""
+    if not isinstance(value, Mapping | list | tuple):
+        return shlex.quote(show_value(value))
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf
+    )
+    return shlex.quote(text.strip())
 
 
 def parse_value(text: str, where: str) -> Any:

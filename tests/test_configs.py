@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import FrameType
@@ -13,6 +14,7 @@ import torch
 
 import moe_ffn
 from moe_ffn.cli.command_line import parse_config
+from moe_ffn.config_files import flag_value
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
@@ -30,6 +32,17 @@ pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
 
 def resolve(path: Path) -> TrainConfig:
     return parse_config(["--config", str(path)], TrainConfig, command="train")
+
+
+def test_the_options_that_differ_make_the_same_model_again() -> None:
+    words: list[str] = []
+    for path in [*CONFIGS, *PUBLISHED]:
+        model = resolve(path).model
+        flags = [f"--model.{key} {flag_value(v)}" for key, v in model.to_short_dict().items()]
+        words = shlex.split(" ".join(flags))
+        again = parse_config(words, TrainConfig, command="train").model
+        assert again == model, f"{path}: {words}"
+    assert len(words) < 40, "defaults are left out"
 
 
 def build(config: TrainConfig, vocab_size: int) -> LanguageModel:

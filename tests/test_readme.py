@@ -104,8 +104,15 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
     assert torch_first < found.stdout.index("--editable")
 
 
+# The command behind it begins with it.
+SLOW = {"python -m experiments.convert runs/my-run models/exported"}
+
+
 @pytest.mark.usefixtures("newcomer")
-@pytest.mark.parametrize("command", PYTHON_COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in PYTHON_COMMANDS],
+)
 def test_every_command_succeeds(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -118,7 +125,7 @@ def test_every_command_succeeds(
         return
     if module == "experiments.convert":
         assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
-        if arguments[0] == "models/theirs":
+        if arguments[0] == "models/exported":
             assert run([module, "runs/my-run", arguments[0]]) == 0
         capsys.readouterr()
         assert run([module, *arguments]) == 0
@@ -211,11 +218,19 @@ def test_the_trained_model_is_loaded_and_saved():
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert run(["experiments.convert", "models/mine", "models/theirs"]) == 0
+    assert run(["experiments.convert", "models/mine", "models/exported"]) == 0
+    names = {}  # each block has all that it needs
     exec(compile(blocks("python")[3], "README.md", "exec"), names)
     assert names["block"].routers()
-    assert Path("models/exported/tokenizer_config.json").is_file()
+    assert Path("models/exported-again/tokenizer_config.json").is_file()
+    pytest.importorskip("transformers", reason="transformers is not installed here")
+    names = {}
+    exec(compile(blocks("python")[4], "README.md", "exec"), names)
+    assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
+    swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
+    assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
+    names = {}
     exec(compile(blocks("python")[5], "README.md", "exec"), names)
     trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)

@@ -17,14 +17,16 @@ from moe_ffn.data.tokenizer import Tokenizer
 from moe_ffn.errors import ConfigError, command
 from moe_ffn.files import kind_of
 from moe_ffn.interop.from_transformers import architecture_of, load_transformers
+from moe_ffn.interop.init_from import written_lines
 from moe_ffn.interop.pretrained import (
     TOKENIZER_FILE,
     is_model_folder,
     load_pretrained,
     load_tokenizer,
+    require_replaceable,
     save_pretrained,
 )
-from moe_ffn.interop.to_transformers import export_transformers
+from moe_ffn.interop.to_transformers import export_transformers, require_absent
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.runs.folder import is_run
 from moe_ffn.runs.reader import load_model
@@ -49,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _export(source: Path, target: Path, *, trust_code: bool) -> None:
+    require_absent(target)  # before a large model is read
     if is_model_folder(source):
         decoder = load_pretrained(source, trust_code=trust_code)
         has_tokenizer = kind_of(source / TOKENIZER_FILE) is not None
@@ -65,6 +68,7 @@ def _export(source: Path, target: Path, *, trust_code: bool) -> None:
 
 
 def _import(source: Path, target: Path) -> None:
+    replaces = require_replaceable(target.absolute())
     decoder = load_transformers(source)
     tokenizer = None
     try:
@@ -74,9 +78,9 @@ def _import(source: Path, target: Path) -> None:
         without = f"without a tokenizer: {error}"
     _say_read(source, f"{architecture_of(source)} of transformers", decoder, tokenizer)
     save_pretrained(decoder, target, tokenizer)
-    print(f"written: '{target}', a model folder of moe_ffn")
     if without:
-        print(f"  {without}")
+        print(without)
+    print("\n".join(written_lines(target, decoder, tokenizer, replaces=replaces)))
 
 
 def _say_read(source: Path, what: str, decoder: Decoder, tokenizer: Tokenizer | None) -> None:

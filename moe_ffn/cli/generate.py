@@ -27,7 +27,7 @@ from moe_ffn.report.trace_view import table
 from moe_ffn.runs.folder import SAMPLES_FILE, check_has_weights
 from moe_ffn.runs.reader import load_model
 from moe_ffn.training.monitoring.json_lines import Sample, read_lines
-from moe_ffn.training.sampling import SampleConfig, encode_prompt, stream_texts
+from moe_ffn.training.sampling import SampleConfig, encode_text, stream_texts
 from moe_ffn.trust import accepting_code
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             f"'{folder}' was trained with model.causal (false): it guesses masked tokens and cannot "
             "continue a text; use a run with causal: true"
         )
-    ids = encode_prompt(run.tokenizer, prompt, run.decoder.max_seq_len, "--prompt")
+    ids = encode_text(run.tokenizer, prompt.encode(), run.decoder.max_seq_len, "--prompt")
     outputs: list[tuple[DecoderOutput, int]] = []
 
     def keep(output: DecoderOutput, num_new: int) -> None:

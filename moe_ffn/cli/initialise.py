@@ -22,7 +22,7 @@ from moe_ffn.data.batches import TrainBatches
 from moe_ffn.data.prepare import DataConfig, PreparedData, prepare
 from moe_ffn.errors import ConfigError, command
 from moe_ffn.initialising import InitialiserConfig, UpcycleConfig
-from moe_ffn.interop.init_from import Source, read_source
+from moe_ffn.interop.init_from import Source, read_source, written_lines
 from moe_ffn.interop.pretrained import require_replaceable, save_pretrained
 from moe_ffn.model.decoder import Decoder
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if flags.output.resolve() in [Path(folder).resolve() for folder in flags.source]:
         raise ConfigError(f"--output: '{flags.output}' is a source too; choose another folder")
-    require_replaceable(flags.output.absolute())
+    replaces = require_replaceable(flags.output.absolute())
     sources = [
         read_source(folder, "--source", trust_code=flags.trust_code) for folder in flags.source
     ]
@@ -108,9 +108,11 @@ def main(argv: Sequence[str]) -> int:
     with torch.no_grad():
         made = method.initialise([source.decoder for source in sources], ids_BS, config.generator)
     save_pretrained(made, flags.output, first.tokenizer)
-    for line in _facts(first.decoder, made, ids_BS, config.generator):
+    for line in (
+        *_facts(first.decoder, made, ids_BS, config.generator),
+        *written_lines(flags.output, made, first.tokenizer, replaces=replaces),
+    ):
         print(line)
-    print(f"written: {flags.output}; a run begins with it by --init_from {flags.output}")
     return 0
 
 

@@ -92,8 +92,7 @@ def training_needs(config: TrainConfig) -> str:
 
 
 def _bytes_of_weights(config: TrainConfig) -> int:
-    vocab_size = config.data.tokenizer.max_vocab_size
-    return config.model.num_params(vocab_size, config.data.seq_len) * _FLOAT32
+    return config.model.num_params(*config.data.text_sizes) * _FLOAT32
 
 
 def _bytes_of_batch(config: TrainConfig) -> int:

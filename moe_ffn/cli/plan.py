@@ -58,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
     if flags.plot is not None:
         write_output("--plot", flags.plot, _figure(plans, balances))
     say = Console().print
-    vocab_size, seq_len = config.data.tokenizer.max_vocab_size, config.data.seq_len
     params, active = (
-        compact(count(vocab_size, seq_len))
+        compact(count(*config.data.text_sizes))
         for count in (config.model.num_params, config.model.num_active_params)
     )
     say(

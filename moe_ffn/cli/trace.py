@@ -32,6 +32,7 @@ from moe_ffn.report.trace import (
 )
 from moe_ffn.report.trace_view import page, table
 from moe_ffn.runs.folder import check_has_weights
+from moe_ffn.training.sampling import encode_text
 from moe_ffn.trust import accepting_code
 
 
@@ -72,11 +73,7 @@ def _of_model_folder(
     folder: Path, trust_code: bool, text: bytes, layers: list[int] | None
 ) -> TextTrace:
     decoder, tokenizer = load_pretrained(folder, trust_code=trust_code), load_tokenizer(folder)
-    ids = tokenizer.encode(text).tolist()
-    if len(ids) > decoder.max_seq_len:
-        raise ConfigError(
-            f"--text: has {len(ids)} tokens, but '{folder}' takes {decoder.max_seq_len}; give a shorter text"
-        )
+    ids = encode_text(tokenizer, text, decoder.max_seq_len, "--text")
     with torch.no_grad():
         output = decoder(torch.tensor([ids]))
     return trace_of_decoder(folder, decoder.config, tokenizer, ids, [(output, len(ids))], layers)

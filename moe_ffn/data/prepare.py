@@ -54,6 +54,11 @@ class DataConfig(Config, frozen=True):
     cache_dir: str = Field(default="~/.cache/moe_ffn", min_length=1)
     """Folder that keeps the encoded tokens between runs."""
 
+    @property
+    def text_sizes(self) -> tuple[int, int]:
+        """The most token ids there can be, and the length of a sequence: what a decoder is built with."""
+        return self.tokenizer.max_vocab_size, self.seq_len
+
 
 _FORMAT = 2
 """Part of the cache key: raise it when the same corpus and config would give other files."""

@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -213,18 +214,26 @@ class FileTokenizerConfig(TokenizerConfig, frozen=True):
 
     def _read(self) -> Tokenizer:
         path = expand_path(self.path, "data.tokenizer.path")
-        try:
-            values = read_object(path)
-        except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer.path: '{path}' cannot be read ({reason(error)})"
-            ) from error
-        if values is None:
-            raise ConfigError(
-                f"data.tokenizer.path: '{path}' is not there, or is no tokenizer.json"
-            )
-        # A run stores its own under a type.
-        return _stored(values if "type" in values else {"type": "bpe", "tokenizer": values})
+        return read_tokenizer(path, f"data.tokenizer.path: '{path}'")
+
+
+def read_tokenizer(path: Path, where: str) -> Tokenizer:
+    """The tokenizer in a tokenizer.json, of Hugging Face or of a run's folder.
+
+    Args:
+        where: what the sentence of a mistake begins with.
+
+    Raises:
+        ConfigError: there is none, or it is damaged, or of a kind that is not read here.
+    """
+    try:
+        values = read_object(path)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read ({reason(error)})") from error
+    if values is None:
+        raise ConfigError(f"{where} is not there, or is no tokenizer.json")
+    # A run stores its own under a type.
+    return _stored(values) if "type" in values else BPETokenizer(values, where)
 
 
 def _stored(values: Mapping[str, Any]) -> Tokenizer:
@@ -260,8 +269,11 @@ def train_bpe(text: Iterable[bytes], vocab_size: int) -> BPETokenizer:
 class BPETokenizer(Tokenizer):
     """A trained byte-pair encoding; text that looks like the end-of-document token stays text."""
 
-    def __init__(self, definition: Mapping[str, Any]) -> None:
+    def __init__(self, definition: Mapping[str, Any], where: str = _STORED) -> None:
         """`definition`: the content of a byte-level `tokenizer.json` of Hugging Face.
+
+        Args:
+            where: what the sentence of a mistake begins with.
 
         Raises:
             ConfigError: it is another kind of tokenizer, damaged, or one that loses text.
@@ -271,25 +283,30 @@ class BPETokenizer(Tokenizer):
             self._definition = dict(definition)
             self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self._definition))
         except Exception as error:  # `tokenizers` raises nothing more precise
-            raise ConfigError(f"{_STORED} cannot be read: {first_line(error)}") from error
+            raise ConfigError(f"{where} cannot be read: {first_line(error)}") from error
         self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
         id_of: dict[str, int] = self._bpe.get_vocab()
         byte_of = _alphabet()
-        bytes_of = {index: _bytes_of(token, byte_of) for token, index in id_of.items()}
+        bytes_of = {index: _bytes_of(token, byte_of, where) for token, index in id_of.items()}
         if bytes_of.keys() != set(range(len(id_of))):
             raise ConfigError(
-                f"{_STORED} does not give each of its {len(id_of)} tokens an id of its own"
+                f"{where} does not give each of its {len(id_of)} tokens an id of its own"
             )
         missing = [token for token in (_END, *byte_of) if token not in id_of]
         if missing:
-            raise ConfigError(f"{_STORED} has no token {show(missing[0])}")
+            fix = (
+                ", which ends a text here; rename so the token that does, wherever the file has it"
+            )
+            raise ConfigError(
+                f"{where} has no token {show(missing[0])}{fix if missing[0] == _END else ''}"
+            )
         super().__init__([bytes_of[index] for index in range(len(id_of))], id_of[_END])
         self._id_of_byte = {value: id_of[character] for character, value in byte_of.items()}
         if b"".join(self.token_bytes[index] for index in self.encode(_PROBE)) != _PROBE:
             raise ConfigError(
-                f"{_STORED} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
+                f"{where} loses text: a normalizer or a pre_tokenizer of it changes what it encodes"
             )
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -317,11 +334,11 @@ class BPETokenizer(Tokenizer):
         return self._definition
 
 
-def _bytes_of(token: str, byte_of: Mapping[str, int]) -> bytes:
+def _bytes_of(token: str, byte_of: Mapping[str, int], where: str) -> bytes:
     if token == _END:
         return b""
     if not set(token) <= byte_of.keys():
-        raise ConfigError(f"{_STORED} has the token {show(token)}, which is not written as bytes")
+        raise ConfigError(f"{where} has the token {show(token)}, which is not written as bytes")
     return bytes(byte_of[character] for character in token)
 
 

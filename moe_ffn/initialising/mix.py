@@ -37,6 +37,8 @@ class MixConfig(InitialiserConfig, frozen=True):
     def initialise(
         self, sources: Sequence[Decoder], ids_BS: Tensor | None, generator: Generator
     ) -> Decoder:
+        if len(sources) < 2:
+            raise ConfigError("--source: names 1 folder, and method.type 'mix' takes two or more")
         first = sources[0]
         for number, other in enumerate(sources[1:], start=2):
             _require_same(first, other, number)

@@ -28,6 +28,7 @@ from moe_ffn.interop.options import Options, Theirs
 from moe_ffn.interop.pretrained import (
     CONFIG_FILE,
     INDEX_FILE,
+    MODEL_TYPE,
     PretrainedConfig,
     assign_weights,
     tied_names,
@@ -118,6 +119,8 @@ def _read_theirs(folder: Path) -> tuple[Family, Theirs]:
     if values is None:
         raise ConfigError(f"'{folder}' is no model folder: its {CONFIG_FILE} is missing or damaged")
     found = values.get("model_type")
+    if found == MODEL_TYPE:
+        raise ConfigError(f"'{folder}' is a model of ours; moe_ffn.load_pretrained reads it")
     family = _BY_TYPE.get(found) if isinstance(found, str) else None
     if family is None:
         hint = nearest_or_all(str(found), _BY_TYPE)

@@ -8,23 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
+from moe_ffn.config_files import flag_value, nest
 from moe_ffn.data.prepare import DataConfig
 from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
-from moe_ffn.errors import ConfigError, expand_path, show
+from moe_ffn.errors import ConfigError, command, expand_path, show
 from moe_ffn.files import kind_of
 from moe_ffn.interop.pretrained import (
     TOKENIZER_FILE,
     is_model_folder,
     load_pretrained,
     load_tokenizer,
+    no_tokenizer,
     tied_names,
 )
 from moe_ffn.model.decoder import Decoder, DecoderConfig
-from moe_ffn.option_tree import flatten
-from moe_ffn.runs.config import own_config
-from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run
+from moe_ffn.option_tree import flatten, show_value
+from moe_ffn.runs.config import TrainConfig, own_config
+from moe_ffn.runs.folder import CONFIG_FILE, MODEL_FOLDER, is_run, of_library
 from moe_ffn.runs.reader import load_model
 from moe_ffn.trust import accepting_code
 
@@ -52,10 +55,7 @@ class Source:
         """
         path = self.folder / TOKENIZER_FILE
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self.option}: '{self.folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put "
-                "one there"
-            )
+            raise ConfigError(f"{self.option}: {no_tokenizer(self.folder)}")
         return FileTokenizerConfig(path=str(path))
 
     def require_fitting(self, model: DecoderConfig) -> None:
@@ -121,9 +121,10 @@ def read_source(folder: str, option: str, *, trust_code: bool = False) -> Source
             return Source(option, path, saved.decoder, saved.tokenizer, own.data)
     except ConfigError as error:
         raise type(error)(f"{option}: {error}") from error
+    fix = "give one that `moe_ffn.save_pretrained` or a training run has written"
     raise ConfigError(
-        f"{option}: '{path}' is neither the folder of a model nor of a run; give one that "
-        "`moe_ffn.save_pretrained` or a training run has written"
+        f"{option}: '{path}' is neither the folder of a model of ours nor of a run; "
+        f"{of_library(path) or fix}"
     )
 
 
@@ -140,21 +141,19 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     """
     found, wanted = source.decoder.state_dict(), decoder.state_dict()
     tied = tied_names(decoder)
-    anew = tuple(_parts_of_another_type(source.decoder.config, decoder.config))
-    changes = dict(_changes(source.decoder, decoder))
-    taken = {
-        name: found[name]
-        for name in wanted
-        if name in found and name not in tied and not name.startswith(anew)
-    }
-    wrong = [name for name, value in taken.items() if value.shape != wanted[name].shape]
+    taken, wrong = _taken(source.decoder, decoder)
     if wrong:
         name, more = wrong[0], f", and {len(wrong) - 1} more do not fit" if wrong[1:] else ""
-        differs = next((f" ({key}: {change})" for key, change in changes.items()), "")
+        differ = _options_that_fit(source.decoder, decoder)
+        values = (
+            f"{k} is {show_value(old)} there and {show_value(new)} here"
+            for k, (old, new) in differ.items()
+        )
+        flags = (f"--{k} {flag_value(old)}" for k, (old, _) in differ.items())
+        fix = f": {', '.join(values)}; give {' '.join(flags)}" if differ else ""
         raise ConfigError(
             f"{source.option}: {name} is {tuple(found[name].shape)} in '{source.folder}' and "
-            f"{tuple(wanted[name].shape)} in this model{more}; give the option that differs{differs} the "
-            "value it has there"
+            f"{tuple(wanted[name].shape)} in this model{more}{fix}"
         )
     new = [name for name in wanted if name not in taken and name not in tied]
     left = [name for name in found if name not in taken and name not in tied_names(source.decoder)]
@@ -164,10 +163,58 @@ def fit_weights(source: Source, decoder: Decoder) -> tuple[dict[str, Tensor], li
     ]
     lines += [f"  new:  {name}" for name in _by_layer(new)]
     lines += [f"  left: {name}" for name in _by_layer(left)]
-    lines += [f"  {key} is {change}" for key, change in changes.items()]
+    lines += [
+        f"  {key} is {show(new)} (was {show(old)})"
+        for key, (old, new) in _changes(source.decoder, decoder).items()
+    ]
     if source.tokenizer is None:
         lines.append(f"  it has no {TOKENIZER_FILE}: nobody knows whether its tokens mean the same")
     return taken, lines
+
+
+def _taken(source: Decoder, decoder: Decoder) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of one model for those of the same names in another; which are of another shape."""
+    found, wanted = source.state_dict(), decoder.state_dict()
+    tied = tied_names(decoder)
+    anew = tuple(_parts_of_another_type(source.config, decoder.config))
+    taken = {
+        name: found[name]
+        for name in wanted
+        if name in found and name not in tied and not name.startswith(anew)
+    }
+    return taken, [name for name, value in taken.items() if value.shape != wanted[name].shape]
+
+
+def _options_that_fit(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
+    """The fewest options that the model has to take from the source, with their values there and here.
+
+    None where all of them are not enough.
+    """
+    changes = _changes(source, decoder)
+    options = _flat_options(decoder)
+
+    def fits(keys: Iterable[str]) -> bool:
+        given = options | {key: changes[key][0] for key in keys}
+        root = nest((k, v) for k, v in given.items() if v is not None)
+        try:
+            model = DecoderConfig.model_validate(root["model"])
+            sizes = decoder.embedding.num_embeddings, root["data"]["seq_len"]
+            return not _taken(source, model.build_empty(*sizes))[1]
+        except (ConfigError, ValidationError):
+            return False
+
+    if not fits(changes):
+        return {}
+    kept = list(changes)
+    sections = dict.fromkeys(".".join(key.split(".")[:2]) for key in changes)
+    for prefix in (
+        *sections,
+        *changes,
+    ):  # a whole section first: parts of it may not go without others
+        fewer = [key for key in kept if not f"{key}.".startswith(f"{prefix}.")]
+        if fits(fewer):
+            kept = fewer
+    return {key: changes[key] for key in kept}
 
 
 def _parts_of_another_type(before: DecoderConfig, now: DecoderConfig) -> Iterator[str]:
@@ -188,14 +235,15 @@ def _of_another_type(old: Any, new: Any, prefix: str) -> Iterator[str]:
         yield from _of_another_type(old[key], new[key], f"{prefix}{key}.")
 
 
-def _changes(source: Decoder, decoder: Decoder) -> Iterator[tuple[str, str]]:
+def _changes(source: Decoder, decoder: Decoder) -> dict[str, tuple[Any, Any]]:
     """Dotted option -> what it was and is, of those in which two models differ."""
-    old, new = flatten(source.config.to_dict()), flatten(decoder.config.to_dict())
-    for key in {**old, **new}:
-        if old.get(key) != new.get(key):
-            yield f"model.{key}", f"{show(new.get(key))} (was {show(old.get(key))})"
-    if source.max_seq_len != decoder.max_seq_len:
-        yield "data.seq_len", f"{decoder.max_seq_len} (was {source.max_seq_len})"
+    old, new = _flat_options(source), _flat_options(decoder)
+    return {k: (old.get(k), new.get(k)) for k in {**old, **new} if old.get(k) != new.get(k)}
+
+
+def _flat_options(decoder: Decoder) -> dict[str, Any]:
+    sizes = {"data": {"seq_len": decoder.max_seq_len}}
+    return flatten({"model": decoder.config.to_dict(), **sizes})
 
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
@@ -219,3 +267,30 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# -- a run that begins with what was written
+
+
+def written_lines(
+    folder: Path, decoder: Decoder, tokenizer: Tokenizer | None, *, replaces: bool
+) -> list[str]:
+    """What a program says that has written a model folder: where, and how a run begins with it."""
+    instead = ", in place of the model that was there" if replaces else ""
+    lines = [f"written: '{folder}', a model folder of moe_ffn{instead}"]
+    default = TrainConfig().data.tokenizer.build(())
+    own = default if tokenizer is None else tokenizer
+    if own.vocab_size != decoder.embedding.num_embeddings:
+        has = f"its tokenizer has {own.vocab_size:,}" if tokenizer else "it has no tokenizer"
+        return [
+            *lines,
+            f"no run begins with it: it knows {decoder.embedding.num_embeddings:,} tokens, and {has}",
+        ]
+    options: dict[str, Any] = {"init_from": str(folder)}
+    options |= {f"model.{key}": value for key, value in decoder.config.to_short_dict().items()}
+    if any(True for _ in decoder.positions.parameters()):  # one for each place
+        options["data.seq_len"] = decoder.max_seq_len
+    if own.token_bytes != default.token_bytes:
+        options["data.tokenizer"] = {"type": "file", "path": str(folder / TOKENIZER_FILE)}
+    flags = (f"--{key} {flag_value(value)}" for key, value in options.items())
+    return [*lines, f"a run begins with it by:\n  {command('train')} {' '.join(flags)}"]

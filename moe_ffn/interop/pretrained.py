@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.config_files import read_config
-from moe_ffn.data.tokenizer import FileTokenizerConfig, Tokenizer
+from moe_ffn.data.tokenizer import Tokenizer, read_tokenizer
 from moe_ffn.errors import ConfigError, command, first_line, reason, show
 from moe_ffn.files import (
     kind_of,
@@ -123,22 +123,33 @@ def write_model_folder(
         ) from error
 
 
-def require_replaceable(folder: Path) -> None:
-    """ConfigError where something is there that would be lost."""
+def require_replaceable(folder: Path) -> bool:
+    """Whether a model is there that would be replaced; ConfigError where something else would be lost."""
     if (kind := kind_of(folder)) is None:
-        return
+        return False
     others = [folder.name]
     if kind == "a folder":
         ours = {TOKENIZER_FILE, INDEX_FILE, CODE_FILE, CODE_FOLDER}
         if is_model_folder(folder):
             ours.add(CONFIG_FILE)
-        names = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+        names = {path.name for path in entries_of(folder) if path.suffix != ".safetensors"}
         others = sorted(names - ours)
     if others:
         raise ConfigError(
             f"'{folder}' has '{others[0]}', which is no part of a model of ours and would be lost; move it, "
             "or give another folder"
         )
+    return bool(entries_of(folder))
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """What is in a folder; ConfigError where that cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be read ({reason(error)}); fix its permissions"
+        ) from error
 
 
 def _write_weights(folder: Path, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
@@ -232,10 +243,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     path = Path(folder) / TOKENIZER_FILE
     if kind_of(path) is None:
-        raise ConfigError(
-            f"'{folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put one there"
-        )
-    return FileTokenizerConfig(path=str(path)).build(())
+        raise no_tokenizer(folder)
+    return read_tokenizer(path, f"'{path}'")
+
+
+def no_tokenizer(folder: str | Path) -> ConfigError:
+    return ConfigError(
+        f"'{folder}' has no {TOKENIZER_FILE}, so text cannot become tokens; put one there"
+    )
 
 
 def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
@@ -259,7 +274,8 @@ def _read_config(folder: Path, *, trust_code: bool) -> PretrainedConfig:
     if (kind := found.get("model_type")) != MODEL_TYPE:
         raise ConfigError(
             f"'{path}': model_type is {show(kind)}, and only '{MODEL_TYPE}' is read here; "
-            f"{command('convert')} makes such a folder of models of transformers"
+            f"moe_ffn.interop.load_transformers reads models of transformers, and {command('convert')} makes "
+            "such folders of them"
         )
     with accepting_code(trust_code), only_trusted_code(folder):
         return read_config(path, PretrainedConfig)

@@ -68,7 +68,13 @@ def swap_ffn(
     if (why := target.not_causal_because) is not None:
         raise ConfigError(f"swap_ffn: the model looks back alone, but config.{why}")
     made: dict[str, SwappedFFN] = {}
+    num_layers = _num_layers(model)
     for layer in layers:
+        if not 0 <= layer < num_layers:
+            raise ConfigError(
+                f"swap_ffn: {type(model).__name__} has no layer {layer}: it has {num_layers} layers, "
+                "numbered from 0"
+            )
         if layer not in found:
             known = ", ".join(map(str, found)) or "no layer"
             raise ConfigError(
@@ -80,6 +86,12 @@ def swap_ffn(
         made[path] = _swapped(ffn, target, f"layer {layer}")
     for path, swapped in made.items():
         model.set_submodule(path, swapped)
+
+
+def _num_layers(model: nn.Module) -> int:
+    """By the highest number in the path of a module."""
+    numbers = (re.search(r"(?:^|\.)(\d+)(?:\.|$)", path) for path, _ in model.named_modules())
+    return 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
 
 def _ffns(model: nn.Module) -> dict[int, str]:

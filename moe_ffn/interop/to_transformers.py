@@ -32,6 +32,7 @@ from moe_ffn.interop.pretrained import (
     CONFIG_FILE,
     TOKENIZER_FILE,
     PretrainedConfig,
+    entries_of,
     save_tensors,
     tied_names,
 )
@@ -85,8 +86,7 @@ def export_transformers(
     }
     texts = {CONFIG_FILE: config, **_their_tokenizer(tokenizer, decoder.max_seq_len)}
     try:
-        if (kind := kind_of(folder)) is not None and (kind != "a folder" or any(folder.iterdir())):
-            raise ConfigError(f"'{folder}' is there already; give a folder that is not")
+        require_absent(folder)
         with replacing_folder(folder) as unfinished:
             for name, content in texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False)
@@ -98,6 +98,12 @@ def export_transformers(
             f"'{folder}' cannot be written ({why}); make room, or fix its permissions"
         ) from error
     return export
+
+
+def require_absent(folder: Path) -> None:
+    """ConfigError where something is there; an empty folder is nothing."""
+    if (kind := kind_of(folder)) is not None and (kind != "a folder" or entries_of(folder)):
+        raise ConfigError(f"'{folder}' is there already; give a folder that is not")
 
 
 def choose_architecture(decoder: Decoder) -> Export:

@@ -14,7 +14,13 @@ from torch import Tensor
 from moe_ffn.data.tokenizer import bytes_of_token
 from moe_ffn.errors import ConfigError, first_line, show
 from moe_ffn.files import kind_of, read_object
-from moe_ffn.interop.pretrained import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from moe_ffn.interop.pretrained import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    no_tokenizer,
+)
 from moe_ffn.interop.routings import routing_modules, watch
 from moe_ffn.interop.transformers import NOT_INSTALLED
 from moe_ffn.outputs import Routing
@@ -129,16 +135,13 @@ def _load_model(folder: Path) -> Any:
 def _load_tokenizer(folder: Path) -> tuple[Any, bool]:
     """The tokenizer, and whether its tokens are bytes in GPT-2's alphabet."""
     path = folder / TOKENIZER_FILE
-    definition = read_object(path)
-    if definition is None:
-        raise ConfigError(
-            f"'{folder}' has no whole {TOKENIZER_FILE}, so text cannot become tokens; put one there"
-        )
+    if kind_of(path) is None:
+        raise no_tokenizer(folder)
     try:
         tokenizer = import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # `tokenizers` raises nothing more precise
         raise ConfigError(f"'{path}' cannot be read ({first_line(error)})") from error
-    return tokenizer, "'ByteLevel'" in str(definition.get("decoder"))
+    return tokenizer, "'ByteLevel'" in str((read_object(path) or {}).get("decoder"))
 
 
 def import_transformers() -> Any:

@@ -157,7 +157,7 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             "parallel.expert divide; use adamw or muon"
         )
     if layout.shard > 1 and layout.expert > 1:
-        empty = config.model.build_empty(config.data.tokenizer.max_vocab_size, config.data.seq_len)
+        empty = config.model.build_empty(*config.data.text_sizes)
         if reason := layout.refusal_of(empty):
             raise ConfigError(reason)
     return layout

@@ -188,6 +188,29 @@ class _Trial:
                     "guess; look at earlier tokens alone, or set model.causal: false"
                 )
 
+    def require_same_alone(self, claim: str, whole: Tensor, alone: Tensor) -> None:
+        """Refuse a part that says under a name that tokens may be computed alone, and makes others of them.
+
+        Args:
+            whole: (B, S, ...), of whole sequences.
+            alone: (1, S, ...), each token of the first one alone.
+        """
+        moved_S = (alone - whole[:1]).abs().flatten(2).amax(dim=(0, 2))
+        if moved_S.max() > 1e-3 * whole.abs().max() + 1e-6:
+            raise self.refuse(
+                f"it says {claim}, but the token at position {int(moved_S.argmax())} becomes something else "
+                f"alone than in its sequence, and text would be written so; leave {claim} out"
+            )
+
+    def require_by_token(self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """`require_same_alone` of a block or a router in evaluation; `call` as above."""
+        x, ids = self.x(), self.token_ids_BS()
+        module.eval()
+        whole = call(x, ids)
+        if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise noise
+            tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
+            self.require_same_alone("by_token", whole, torch.cat([call(*t) for t in tokens], 1))
+
     # -- what is tried, by family
 
     def ffn(self, config: FFNConfig) -> None:
@@ -216,9 +239,13 @@ class _Trial:
         config.num_active_params(self.d_model)
         config.flops_per_token(self.d_model, self.config.data.seq_len)
         config.describe()
-        self.require_blind_to_future(
-            block, lambda x, ids: block(x, TokenContext(token_ids=ids)).hidden
-        )
+
+        def hidden(x: Tensor, ids: Tensor) -> Tensor:
+            return block(x, TokenContext(token_ids=ids)).hidden
+
+        self.require_blind_to_future(block, hidden)
+        if config.not_cached_because is None:
+            self.require_by_token(block, hidden)
 
     def router(self, config: RouterConfig) -> None:
         infos = self.config.model.routers().values()
@@ -241,6 +268,8 @@ class _Trial:
             router.train(training)
             weights(self.x(), self.token_ids_BS())
         self.require_blind_to_future(router, weights)
+        if config.not_cached_because is None:
+            self.require_by_token(router, weights)
 
     def experts(self, config: FFNConfig) -> None:
         """Try the experts of a block that says how they are built."""
@@ -276,6 +305,17 @@ class _Trial:
         self.require_like(positions.embed(x), x, "what embed returns")
         self.require_like(positions.rotate(x_BHSd), x_BHSd, "what rotate returns")
         self.require_blind_to_future(positions, lambda x, ids: positions.embed(x))
+        if config.not_cached_because is None:
+            backwards_1S = torch.arange(self.length, device=self.device).flip(0)[None]
+            alone = [positions.at(slice(place, place + 1)) for place in range(self.length)]
+            embedded = [at.embed(x_1) for at, x_1 in zip(alone, x[:1].split(1, 1), strict=True)]
+            turned = [at.rotate(x_1) for at, x_1 in zip(alone, x_BHSd[:1].split(1, 2), strict=True)]
+            rows = positions.at(backwards_1S)
+            for made in (torch.cat(embedded, 1), rows.embed(x[:1].flip(1)).flip(1)):
+                self.require_same_alone("has_places", positions.embed(x), made)
+            for made in (torch.cat(turned, 2), rows.rotate(x_BHSd[:1].flip(2)).flip(2)):
+                whole = positions.rotate(x_BHSd).transpose(1, 2)
+                self.require_same_alone("has_places", whole, made.transpose(1, 2))
 
     def optimizer(self, config: OptimizerConfig) -> None:
         one_layer = self.config.model.model_copy(update={"num_layers": 1, "ffn_at": {}})

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_ffn.errors import ConfigError, expand_path, reason
-from moe_ffn.files import DAMAGED, kind_of, open_file, write_file
+from moe_ffn.errors import ConfigError, command, expand_path, reason
+from moe_ffn.files import DAMAGED, kind_of, open_file, read_object, write_file
 from moe_ffn.runs.config import TrainConfig
 
 try:
@@ -186,10 +186,19 @@ def check_is_run(folder: Path) -> None:
         if _is_run(folder):
             return
         inside = sorted(path.name for path in folder.iterdir() if is_run(path))
-    hint = "give the folder of a run, such as runs/my-run"
+    hint = of_library(folder) or "give the folder of a run, such as runs/my-run"
     if inside:
         hint = f"it holds runs; give one of them, such as {folder / inside[0]}"
     raise ConfigError(f"'{folder}' is no run: it has no {CONFIG_FILE}; {hint}")
+
+
+def of_library(folder: Path) -> str:
+    """What reads a model folder, for the end of a sentence; empty where it is of no library."""
+    kind = (read_object(folder / "config.json") or {}).get("model_type")
+    if kind == "moe_ffn":
+        return "it is the folder of a model, which moe_ffn.load_pretrained reads"
+    makes = f"{command('convert')} {folder} NEW makes a model folder of it"
+    return "" if kind is None else f"it is a model of transformers: {makes}"
 
 
 def check_entries(folder: Path) -> None:

@@ -96,7 +96,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> Sizes:
-        decoder = config.model.build_empty(*_text_sizes(config))
+        decoder = config.model.build_empty(*config.data.text_sizes)
         state = _state_bytes(config, decoder)
         experts = _expert_parameters(decoder)
 
@@ -110,11 +110,6 @@ class Sizes:
     @cached_property
     def all(self) -> tuple[Weight, ...]:
         return (*self.outside, *(weight for layer in self.layers for weight in layer))
-
-
-def _text_sizes(config: TrainConfig) -> tuple[int, int]:
-    """Of the run's data, the vocabulary and the length of a sequence."""
-    return config.data.tokenizer.max_vocab_size, config.data.seq_len
 
 
 def _state_bytes(config: TrainConfig, decoder: Decoder) -> dict[int, int]:
@@ -213,7 +208,7 @@ def _kept_bytes(
     config: TrainConfig, model: DecoderConfig, num_sequences: int, precision: str
 ) -> float:
     """At the peak up to where the gradient of the logits is there, beside the weights."""
-    decoder = model.build_empty(*_text_sizes(config))
+    decoder = model.build_empty(*config.data.text_sizes)
     if precision == "bf16-true":
         decoder = decoder.bfloat16()
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
@@ -319,7 +314,7 @@ def layouts(config: TrainConfig, num_ranks: int) -> Iterator[Layout]:
     if _precision(config) not in SHARDED_PRECISIONS:
         yield Layout(num_ranks)
         return
-    empty = config.model.build_empty(*_text_sizes(config))
+    empty = config.model.build_empty(*config.data.text_sizes)
     for expert in _divisors(num_ranks):
         if expert > 1 and (not config.model.routers() or config.model.refusal_over(expert)):
             continue
@@ -387,7 +382,7 @@ def _plan(
     beside = (traffic.weights + traffic.gradients) / pace(layout.shard * layout.expert)
     beside += traffic.copies / pace(layout.num_ranks)
     ffns = model.layer_ffns()
-    forward = model.flops_per_token(*_text_sizes(config))
+    forward = model.flops_per_token(*config.data.text_sizes)
     of_ffns = sum(ffn.flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
     routed = sum(ffn.routed_flops_per_token(model.d_model, data.seq_len) for ffn in ffns)
     # Backward is twice forward, and what is not kept is computed once more.

@@ -51,6 +51,7 @@ from moe_ffn.training.recovery.checkpoint_file import (
     newest_first,
 )
 from moe_ffn.training.recovery.checkpoint_shards import SavedTensors
+from moe_ffn.training.sampling import encode_text
 from moe_ffn.trust import accepting_code
 
 WATCHED = (CONFIG_FILE, FACTS_FILE, METRICS_FILE, SUMMARY_FILE, SAMPLES_FILE, ALARMS_FILE)
@@ -83,12 +84,7 @@ class SavedModel:
         Raises:
             ConfigError: it has more tokens than the sequences that the run was trained on.
         """
-        ids = self.tokenizer.encode(text).tolist()
-        if len(ids) > self.decoder.max_seq_len:
-            raise ConfigError(
-                f"{who}: has {len(ids)} tokens, but '{self.folder}' was trained on sequences of "
-                f"{self.decoder.max_seq_len} (data.seq_len); give a shorter text"
-            )
+        ids = encode_text(self.tokenizer, text, self.decoder.max_seq_len, who)
         with torch.no_grad():
             return self.decoder(torch.tensor([ids]))
 

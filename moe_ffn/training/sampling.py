@@ -56,17 +56,17 @@ def first_words(data: PreparedData) -> str:
     return (words[0] if words else text)[:PROMPT_CHARACTERS] or "\n"
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, max_seq_len: int, where: str) -> list[int]:
-    """The ids of a prompt.
+def encode_text(tokenizer: Tokenizer, text: bytes, max_seq_len: int, where: str) -> list[int]:
+    """The ids of a text that is to be one sequence.
 
     Raises:
         ConfigError: they are more than a sequence of the model; the sentence begins with `where`, an option.
     """
-    ids = tokenizer.encode(prompt.encode()).tolist()
+    ids = tokenizer.encode(text).tolist()
     if len(ids) > max_seq_len:
         raise ConfigError(
             f"{where}: has {len(ids)} tokens, but the model takes sequences of {max_seq_len} "
-            "(data.seq_len); give a shorter prompt"
+            "(data.seq_len); give a shorter text"
         )
     return ids
 
@@ -78,7 +78,7 @@ def run_prompt(options: SampleConfig, data: PreparedData, seq_len: int) -> str:
         ConfigError: the prompt that is given has more than `seq_len` tokens.
     """
     if options.prompt is not None:
-        encode_prompt(data.tokenizer, options.prompt, seq_len, "sample.prompt")
+        encode_text(data.tokenizer, options.prompt.encode(), seq_len, "sample.prompt")
         return options.prompt
     words = first_words(data)
     ids = data.tokenizer.encode(words.encode())

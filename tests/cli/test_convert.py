@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import moe_ffn
 from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.runs.reader import load_model
-from tests.helpers.theirs import change, logits, save
-from tests.helpers.tiny_runs import Finished, run_here, trained
+from tests.helpers.theirs import SHARED, change, logits, make, save
+from tests.helpers.tiny_runs import Finished, options, run_here, trained
 
 
 def convert(*argv: object) -> Finished:
@@ -49,14 +52,15 @@ def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) 
     done = convert(tmp_path / "theirs", tmp_path / "ours")
 
     assert (done.code, done.stderr) == (0, "")
-    read, layers, written, without = done.stdout.splitlines()
+    read, layers, without, written, cannot = done.stdout.splitlines()
     assert read == (
         f"read: '{tmp_path}/theirs', qwen3_moe of transformers, {theirs.num_parameters():,} parameters "
         "in float32"
     )
     assert layers == "  3 layers of width 32: moe, 6 experts (swiglu), top_k k=3, swiglu"
     assert written == f"written: '{tmp_path}/ours', a model folder of moe_ffn"
-    assert without.startswith(f"  without a tokenizer: '{tmp_path}/theirs' has no tokenizer.json")
+    assert without.startswith(f"without a tokenizer: '{tmp_path}/theirs' has no tokenizer.json")
+    assert cannot == "no run begins with it: it knows 97 tokens, and it has no tokenizer"
     ours = moe_ffn.load_pretrained(tmp_path / "ours")
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-4, rtol=0)
 
@@ -66,6 +70,70 @@ def test_a_folder_of_transformers_becomes_ours_and_theirs_again(tmp_path: Path) 
     assert "Qwen3MoeForCausalLM of transformers\n" in done.stdout
     assert AutoTokenizer.from_pretrained(tmp_path / "back").eos_token_id == 256
     assert convert(tmp_path / "back", tmp_path / "again").stdout.count("tokenizer of 257") == 1
+    there = convert(tmp_path / "ours", tmp_path / "back")
+    assert there.stdout == ""
+    assert there.stderr == f"error: '{tmp_path}/back' is there already; give a folder that is not\n"
+
+
+def test_a_run_begins_with_what_was_converted_by_the_printed_command(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    make("qwen2_moe", {**SHARED, "vocab_size": 257}).save_pretrained(theirs)
+    tokenizer = BytesTokenizer().to_hugging_face()
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer).replace("<|endoftext|>", "</s>"))
+    without = convert(theirs, tmp_path / "ours")
+    assert without.stdout.splitlines()[2] == (
+        f"without a tokenizer: '{theirs}/tokenizer.json' has no token '<|endoftext|>', which ends a text "
+        "here; rename so the token that does, wherever the file has it"
+    )
+    # Another order of the same tokens, so that the default tokenizer is another.
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    *_, written, before, command = convert(theirs, tmp_path / "ours").stdout.splitlines()
+
+    assert written.endswith("a model folder of moe_ffn, in place of the model that was there")
+    assert before == "a run begins with it by:"
+    words = shlex.split(command.removeprefix("  moe-ffn train "))
+    tiny = options(tmp_path, trainer__max_steps="1", sample__num_tokens="0")
+    pairs = zip(tiny[::2], tiny[1::2], strict=True)
+    besides = [word for pair in pairs if not pair[0].startswith("--model.") for word in pair]
+    done = run_here(*words, *besides)
+    assert done.code == 0, done.stderr
+    assert re.search(r"init_from: of (\d+) tensors \1 are those of ", done.stdout)
+    assert " (was " not in done.stdout.replace("data.seq_len is 16 (was 48)", "")
+
+
+def test_a_folder_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
+    save("llama", tmp_path / "theirs")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("")
+    done = convert(tmp_path / "theirs", tmp_path / "mine")
+    assert (done.code, done.stdout) == (2, "")
+    assert "has 'notes.txt', which is no part of a model of ours and would be lost" in done.stderr
+
+
+@pytest.mark.parametrize("which", ["theirs", "ours"])
+def test_a_target_that_cannot_be_read_is_a_sentence(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    target.mkdir()
+    source.mkdir()
+    kind = "moe_ffn" if which == "ours" else "llama"
+    (source / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", _refused)
+        done = convert(source, target)
+    assert done.code == 2
+    assert (
+        done.stderr
+        == f"error: '{target}' cannot be read (Permission denied); fix its permissions\n"
+    )
+
+
+def _refused(path: Path) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 @pytest.mark.parametrize("which", ["theirs", "ours"])

@@ -183,6 +183,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         ("MODEL", "--data", "text.txt"),
         "'MODEL' has no tokenizer.json, so text cannot become tokens; put one there",
     ),
+    "a model of transformers": (
+        ("THEIRS", "--data", "text.txt"),
+        "'THEIRS' is no run: it has no config.yaml; it is a model of transformers: moe-ffn convert THEIRS "
+        "NEW makes a model folder of it",
+    ),
     "a masked model": (
         ("MASKED", "--data", "text.txt"),
         "has model.causal (false), and does not say how many tokens to mask",
@@ -242,6 +247,8 @@ def bad_files(tmp_path: Path) -> None:
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("text.jsonl").write_text('{"text": "a"}')
     Path("tasks").mkdir()
+    Path("THEIRS").mkdir()
+    Path("THEIRS/config.json").write_text('{"model_type": "mixtral"}')
     np.save("tokens.npy", np.array([1, 300, 2]))
     sizes = {"d_model": 16, "num_layers": 1, "attention": {"num_heads": 2}, "ffn": "swiglu"}
     moe_ffn.save_pretrained(DecoderConfig.model_validate(sizes).build(257, 16), "MODEL")

@@ -84,7 +84,7 @@ REFUSED = {
     "a long prompt": (
         ("--prompt", "a" * 17),
         "error: --prompt: has 17 tokens, but the model takes sequences of 16 (data.seq_len); give a "
-        "shorter prompt",
+        "shorter text",
     ),
     "an empty prompt": (("--prompt", ""), "error: prompt: must not be empty"),
     "an empty stop": (

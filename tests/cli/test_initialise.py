@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,8 @@ def sparse(dense: Result, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = initialise(dense.folder, folder, "--method.num_experts", "4")
     assert done.code == 0, done.stderr
     assert "parameters         " in done.stdout
-    assert f"written: {folder}; a run begins with it by --init_from {folder}\n" in done.stdout
+    assert f"written: '{folder}', a model folder of moe_ffn\n" in done.stdout
+    (folder.parent / "printed.txt").write_text(done.stdout)
     differ = float(done.stdout.partition("differ by up to ")[2].split(",")[0])
     assert 0 < differ < 1e-5
     return folder
@@ -62,12 +64,25 @@ def loss_of(result: Result) -> float:
 def test_a_run_begins_where_the_upcycled_one_ended(
     dense: Result, sparse: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
-    done = run_train(tmp_path, "--model.ffn", FFN, "--init_from", str(sparse), *STILL)
+    *_, before, command = (sparse.parent / "printed.txt").read_text().splitlines()
+    assert before == "a run begins with it by:"
+    words = shlex.split(command.removeprefix("  moe-ffn train "))
+    assert words[:6] == [
+        *("--init_from", str(sparse), "--model.d_model", "16", "--model.num_layers", "2")
+    ]
+
+    done = run_train(tmp_path, *words, *STILL)
 
     assert done.code == 0, done.stderr
     assert f"init_from: of 20 tensors 20 are those of {sparse}, " in done.stdout
     assert "  new: " not in done.stdout
     assert loss_of(done) == pytest.approx(loss_of(dense), abs=1e-5)
+
+
+def test_a_model_that_is_replaced_is_said(dense: Result, tmp_path: Path) -> None:
+    for replaced in ("", ", in place of the model that was there"):
+        done = initialise(dense.folder, tmp_path / "model", "--method.num_experts", "2")
+        assert f"'{tmp_path}/model', a model folder of moe_ffn{replaced}\n" in done.stdout
 
 
 def test_a_run_begins_with_a_run_and_needs_it_no_more_once_it_has_saved(
@@ -183,6 +198,10 @@ def test_experts_are_left_out_by_what_a_text_says(
         (["--source", "a", "b", "--output", "new"], "--source: names 2 folders, and method.type"),
         (["--source", "SPARSE", "--output", "SPARSE"], "is a source too; choose another folder"),
         (["--source", "SPARSE", "--output", "mine"], "has 'text.txt', which is no part of a model of ours"),
+        (
+            ["--source", "SPARSE", "--output", "new", "--method.type", "mix"],
+            "--source: names 1 folder, and method.type 'mix' takes two or more",
+        ),
         (["--source", "nowhere", "--output", "new"], "--source: 'nowhere' is not there; give"),
         (["--source", "SPARSE", "--output", "new", "--method.type", "prune"], "does not say what it was"),
         (["--source", "SPARSE", "--output", "new"], "layer 0 is of type 'moe', which no kind of"),

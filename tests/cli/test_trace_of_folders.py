@@ -89,7 +89,10 @@ def test_a_model_folder_of_ours_is_traced(trace: Trace, tmp_path: Path) -> None:
     assert "layer 1" in out
     assert "layer 0" not in out
     assert too_long[0] == 2
-    assert "--text: has 9 tokens, but" in too_long[2]
+    assert (
+        "--text: has 9 tokens, but the model takes sequences of 8 (data.seq_len); give a"
+        in too_long[2]
+    )
 
 
 def without(name: str) -> Callable[[Path], Any]:
@@ -120,7 +123,10 @@ def dense(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (pickled, "'pytorch_model.bin' is a pickle, which may run code and is never read"),
-    "no tokenizer": (without("tokenizer.json"), "has no whole tokenizer.json, so text cannot"),
+    "no tokenizer": (
+        without("tokenizer.json"),
+        "has no tokenizer.json, so text cannot become tokens; put one there",
+    ),
     "unknown": (with_config(model_type="mixtrol"), "model_type is 'mixtrol', which transformers"),
     "truncated": (truncated, "cannot be read as a language model of type 'qwen3_moe' ("),
     "deeper": (with_config(num_hidden_layers=4), "lacks 'model.layers.3"),

@@ -437,7 +437,7 @@ def test_a_run_without_routing_is_refused_by_its_type(trace: Trace, dense_run: P
 
 def test_a_text_that_is_too_long_or_empty_is_refused(trace: Trace, moe_run: Any) -> None:
     assert refused(trace, moe_run.folder, "--text", "a" * 17) == (
-        f"--text: has 17 tokens, but '{moe_run.folder}' was trained on sequences of 16 "
+        "--text: has 17 tokens, but the model takes sequences of 16 "
         "(data.seq_len); give a shorter text"
     )
     assert refused(trace, moe_run.folder, "--text", "") == (

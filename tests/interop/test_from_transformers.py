@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import moe_ffn
 from moe_ffn import ConfigError
 from moe_ffn.interop import export_transformers, load_ffn, load_transformers
 from tests.helpers.memory import peak_above
@@ -267,6 +268,15 @@ def test_an_option_that_changes_nothing_is_taken(
     theirs = save(name, tmp_path)
     change(tmp_path, **options)
     assert_close(logits(load_transformers(tmp_path)), logits(theirs))
+
+
+def test_a_model_of_ours_is_read_by_another_function(tmp_path: Path) -> None:
+    ours = moe_ffn.DecoderConfig.model_validate({"d_model": 16, "ffn": "dense"}).build(9, 8)
+    moe_ffn.save_pretrained(ours, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"is a model of ours; moe_ffn\.load_pretrained reads it$"
+    ):
+        load_transformers(tmp_path)
 
 
 def with_weights(folder: Path, change_them: Callable[[dict[str, Tensor]], object]) -> None:

@@ -121,15 +121,33 @@ def test_options_that_differ_are_said(folder: Callable[..., str]) -> None:
             {"ffn": {"type": "swiglu", "d_ff": 24}},
             {"ffn": {"type": "swiglu", "d_ff": 40}},
             r"init_from: layers.0.ffn.gate.weight is \(24, 16\) in '.*saved' and \(40, 16\) in this model, "
-            r"and 5 more do not fit; give the option that differs \(model.ffn.d_ff: 40 \(was 24\)\) the",
+            r"and 5 more do not fit: model.ffn.d_ff is 24 there and 40 here; give --model.ffn.d_ff 24$",
         ),
         (
             {"positions": {"type": "learned"}},
             {"positions": {"type": "learned"}, "max_seq_len": 8},
-            r"positions\..* is \(16, 16\) .* \(8, 16\) in this model; .* \(data.seq_len: 8 \(was 16\)\)",
+            r"positions\..* is \(16, 16\) .* \(8, 16\) in this model: data.seq_len is 16 there and 8 here; "
+            r"give --data.seq_len 16$",
+        ),
+        (
+            {"ffn": MOE, "attention": {"num_heads": 2, "num_kv_heads": 1}},
+            {
+                "ffn": {
+                    **MOE,
+                    "num_experts": 2,
+                    "experts": {"type": "swiglu"},
+                    "router": {"type": "top_k", "k": 1, "scale": 2.0},
+                }
+            },
+            r"give --model.ffn.num_experts 4 --model.ffn.experts.d_ff 8 --model.attention.num_kv_heads 1$",
+        ),
+        (
+            {"ffn": {"type": "swiglu", "d_ff": 24}, "positions": "learned"},
+            {"ffn": MOE, "positions": "learned", "max_seq_len": 8},
+            r"give --data.seq_len 16$",
         ),
     ],
-    ids=["width", "length"],
+    ids=["width", "length", "several", "beside another type"],
 )
 def test_shapes_that_differ_are_refused(
     saved: dict[str, Any], options: dict[str, Any], message: str, folder: Callable[..., str]
@@ -174,7 +192,14 @@ def test_bytes_are_the_same_tokens_from_a_file_as_by_themselves(folder: Callable
     [
         ("nothing", r"init_from: '.*saved' is not there; give the folder of a model or of a run"),
         ("file", r"init_from: '.*saved' is a file; give the folder of a model or of a run"),
-        ("empty", r"init_from: '.*saved' is neither the folder of a model nor of a run"),
+        (
+            "empty",
+            r"'.*saved' is neither the folder of a model of ours nor of a run; give one that",
+        ),
+        (
+            "theirs",
+            r"nor of a run; it is a model of transformers: .*convert .*saved NEW makes a model folder",
+        ),
         ("weights", r"init_from: '.*saved' has neither model.safetensors nor a whole"),
         ("run", r"init_from: '.*saved' has no tokenizer.json, so no model to load"),
     ],
@@ -189,8 +214,10 @@ def test_a_folder_that_holds_no_model_is_refused(
         shutil.rmtree(path)
     if damage == "file":
         path.write_text("")
-    if damage in ("empty", "run"):
+    if damage in ("empty", "theirs", "run"):
         path.mkdir()
+    if damage == "theirs":
+        (path / "config.json").write_text('{"model_type": "mixtral"}')
     if damage == "run":
         (path / "config.yaml").write_text(to_yaml(TrainConfig()))
     with pytest.raises(ConfigError, match=message):

@@ -195,7 +195,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "of another library": (
         lambda f: change(f, model_type="mixtral"),
-        "model_type is 'mixtral', and only 'moe_ffn' is read here; ",
+        "model_type is 'mixtral', and only 'moe_ffn' is read here; moe_ffn.interop.load_transformers reads "
+        "models of transformers, and moe-ffn convert makes such folders of them",
     ),
     "an unknown option": (
         lambda f: change(f, dropout=1),

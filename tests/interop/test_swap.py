@@ -136,9 +136,10 @@ def test_any_other_block_begins_with_weights_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("family", "layers", "config", "sentence"),
     [
-        ("llama", [0, 2], "swiglu", "layer 2 of LlamaForCausalLM has no dense FFN of gate_proj, "
-         "up_proj, down_proj, nor of c_fc, c_proj; there is one in 0, 1"),
-        ("qwen2_moe", [0], "swiglu", "has no dense FFN of .*; there is one in no layer"),
+        ("llama", [0, 2], "swiglu", "^swap_ffn: LlamaForCausalLM has no layer 2: it has 2 layers, numbered"),
+        ("gpt2", [-1], "dense", "^swap_ffn: GPT2LMHeadModel has no layer -1: it has 2 layers, numbered"),
+        ("qwen2_moe", [0], "swiglu", "layer 0 of Qwen2MoeForCausalLM has no dense FFN of gate_proj, "
+         "up_proj, down_proj, nor of c_fc, c_proj; there is one in no layer"),
         ("llama", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'swiglu'"),
         ("llama", [0], "dense", "config.type is 'dense', but the FFN of layer 0 has 'swiglu'"),
         ("llama", [0], {"type": "swiglu", "d_ff": 40}, "config.d_ff is 40, but .* has 48; leave"),

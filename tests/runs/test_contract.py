@@ -86,6 +86,15 @@ class ClosedFFN(GoodFFN):
         self.gate = nn.Parameter(torch.zeros(1))
     def mixed(self, x): return self.y(x) + self.gate * x.mean(1, keepdim=True)
 
+class Past(Good, frozen=True):
+    by_token = True
+class PastFFN(GoodFFN):  # a moving mean: causal, and not by token
+    def mixed(self, x): return self.y(x.cumsum(1))
+
+class Alone(Good, frozen=True):
+    by_token = True
+class AloneFFN(GoodFFN): pass
+
 class Training(Good, frozen=True): pass
 class TrainingFFN(GoodFFN):
     def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
@@ -155,6 +164,9 @@ class Routes(RouterConfig, frozen=True):
     def num_params(self, d_model, num_experts): return 0
     def flops_per_token(self, d_model, num_experts): return 0
 
+class RoutesAlone(Routes, frozen=True):
+    by_token = True
+
 class RoutesRouter(Router):
     def __init__(self, how, num_experts):
         super().__init__()
@@ -163,6 +175,8 @@ class RoutesRouter(Router):
         logits_TE = x_TD[:, : self.num_experts]
         if self.how == "bare": return logits_TE
         if self.how == "short": x_TD = x_TD[1:]
+        if self.how == "past":
+            logits_TE = logits_TE.unflatten(0, (-1, context.sequence_length)).cumsum(1).flatten(0, 1)
         if self.how == "ahead": logits_TE = logits_TE.roll(-1, 0)
         if self.how == "few": logits_TE = logits_TE[:, :2]
         scores_TE = logits_TE.softmax(-1)
@@ -203,6 +217,21 @@ class Sequence(nn.Module):
 
 class Where(PositionsConfig, frozen=True):
     def build(self, d_model, head_dim, max_seq_len): return Flat()
+
+class Added(PositionsConfig, frozen=True):
+    has_places = True
+    how: str = "well"
+    def build(self, d_model, head_dim, max_seq_len):
+        return AddedPositions(self.how, torch.arange(max_seq_len))
+
+class AddedPositions(Positions):
+    def __init__(self, how, numbers):
+        super().__init__()
+        self.how, self.numbers = how, numbers
+    def embed(self, x): return x + self.numbers[: x.shape[-2], None]
+    def at(self, places):
+        kept = self.how == "silent" or (self.how == "rows" and not isinstance(places, slice))
+        return self if kept else AddedPositions("well", self.numbers[places].flatten())
 
 class Flat(Positions):
     def rotate(self, x_BHSd): return x_BHSd.flatten(2)
@@ -291,6 +320,10 @@ BROKEN = {
     "Training": (
         "its output at position {p} changes when tokens from position 128 on do (in training), so "
     ),
+    "Past": (
+        "it says by_token, but the token at position {p} becomes something else alone than in its "
+        "sequence, and text would be written so; leave by_token out"
+    ),
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
@@ -320,7 +353,7 @@ def as_pattern(text: str) -> str:
     return re.escape(text).replace(r"\{p\}", r"\d+").replace(r"\{any\}", ".*")
 
 
-@pytest.mark.parametrize("name", ["Good", "Noisy"])
+@pytest.mark.parametrize("name", ["Good", "Noisy", "Alone"])
 def test_a_block_that_keeps_it_passes_without_a_word(
     check: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -394,6 +427,18 @@ PLACES = {
     ("model.positions", "Where", ""): (
         "model.positions ('own.py:Where'): what rotate returns is a tensor of "
     ),
+    ("model.ffn.router", "RoutesAlone", "past"): (
+        "model.ffn.router ('own.py:RoutesAlone'): it says by_token, but the token at position {p} "
+    ),
+    ("model.positions", "Added", "silent"): (
+        "model.positions ('own.py:Added'): it says has_places, but the token at position 7 becomes "
+        "something else alone than in its sequence, and text would be written so; leave has_places"
+    ),
+    (
+        "model.positions",
+        "Added",
+        "rows",
+    ): "model.positions ('own.py:Added'): it says has_places, but the",
     ("optimizer.schedule", "Rate", ""): (
         "optimizer.schedule ('own.py:Rate'): the multiplier of step 399 is nan, "
         "but has to be a finite number"
@@ -436,6 +481,8 @@ def test_other_parts_are_held_to_theirs(
     ("place", "part"),
     [
         ("model.ffn.router", {"type": "Routes"}),
+        ("model.ffn.router", {"type": "RoutesAlone"}),
+        ("model.positions", {"type": "Added"}),
         ("model.ffn.experts", {"type": "Work"}),
         ("optimizer", {"type": "Moves"}),
         ("optimizer", {"type": "Moves", "how": "by layer"}),

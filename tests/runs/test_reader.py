@@ -206,13 +206,17 @@ def test_runs_of_one_name_are_named_by_their_paths(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
+    for name, config in {"empty": "{}", "ours": '{"model_type": "moe_ffn"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
     write_run(tmp_path / "runs" / "a")
     give = "give the folder of a run, such as runs/my-run"
     for name, message in {
         "absent": f"'{tmp_path}/absent' does not exist; {give}",
         "file": f"'{tmp_path}/file' is a file, not the folder of a run; {give}",
         "empty": f"'{tmp_path}/empty' is no run: it has no config.yaml; {give}",
+        "ours": f"'{tmp_path}/ours' is no run: it has no config.yaml; it is the folder of a model, which "
+        "moe_ffn.load_pretrained reads",
         "runs": f"'{tmp_path}/runs' is no run: it has no config.yaml; it holds runs; give one of "
         f"them, such as {tmp_path}/runs/a",
     }.items():

@@ -13,7 +13,7 @@ from moe_ffn.data.tokenizer import BytesTokenizer
 from moe_ffn.training.sampling import (
     SampleConfig,
     TextStream,
-    encode_prompt,
+    encode_text,
     sample_text,
     stream_texts,
 )
@@ -100,10 +100,10 @@ def test_rows_end_with_their_own_stop_strings() -> None:
 
 
 def test_a_prompt_that_does_not_fit_is_refused() -> None:
-    assert encode_prompt(TOKENIZER, "abcd", 4, "--prompt") == list(b"abcd")
+    assert encode_text(TOKENIZER, b"abcd", 4, "--prompt") == list(b"abcd")
     message = (
         "--prompt: has 5 tokens, but the model takes sequences of 4 (data.seq_len); "
-        "give a shorter prompt"
+        "give a shorter text"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        encode_prompt(TOKENIZER, "abcde", 4, "--prompt")
+        encode_text(TOKENIZER, b"abcde", 4, "--prompt")
