@@ -156,7 +156,7 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
             "parallel.expert divide; use adamw or muon"
         )
-    if layout.shard > 1 and layout.expert > 1:
+    if layout.expert > 1:
         empty = config.model.build_empty(config.data.tokenizer.max_vocab_size, config.data.seq_len)
         if reason := layout.refusal_of(empty):
             raise ConfigError(reason)
