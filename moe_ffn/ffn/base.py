@@ -89,7 +89,7 @@ class ExpertStack:
         """
         pair = self.config.flops_per_pair(d_model, self.experts_per_token)
         shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
-        return round(pairs_per_token * pair) + round(rows_per_token * shared)
+        return round(pairs_per_token * pair + rows_per_token * shared)
 
     def _params_of(self, num_experts: float, d_model: int) -> int:
         """Of so many of the experts, and of what all of them share."""

@@ -112,8 +112,8 @@ class Layout:
                 if self.expert > 1 and weight.shape[:1] != (num_experts,):
                     reasons.append(
                         f"parallel.expert ({self.expert}) divides weights whose first axis counts the "
-                        f"{num_experts} experts, but these share '{name}' of shape {tuple(weight.shape)}; set "
-                        "parallel.expert to 1"
+                        f"{num_experts} experts, but these share '{name}' of shape {tuple(weight.shape)}; "
+                        "set parallel.expert to 1"
                     )
                 elif self.shards_each_expert(num_experts) and weight.shape[1] % self.shard:
                     reasons.append(

@@ -111,7 +111,7 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
     layout = check_layout(config, trial.world_size, precision)
-    check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
+    check_outside_parts(config, trial.strategy.root_device)
     if refusal := config.model.refusal_on(device):
         raise ConfigError(f"model.{refusal}")
     return precision, layout

@@ -154,10 +154,15 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     config: Any, call: Callable[[], tuple[Any, Any]], error: type[Exception], message: str
 ) -> None:
     block, named = build(config), ""
-    with pytest.raises(error) as caught:
+
+    def transform() -> None:
+        nonlocal named
         x, context = call()  # some contexts are refused here, where no block is known
         named = f"{type(block).__name__}: "
         block(x, context)
+
+    with pytest.raises(error) as caught:
+        transform()
     assert str(caught.value).startswith(named + message)
     assert "\n" not in str(caught.value)
 
