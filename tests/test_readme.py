@@ -33,6 +33,12 @@ def commands() -> list[str]:
 
 PYTHON_COMMANDS = [command for command in commands() if command.startswith("python -m ")]
 
+# What another command tries of the same program, and takes seconds.
+SLOW = {
+    "python -m experiments.benchmark",
+    "python -m experiments.generate runs/my-run --prompt 'class '",
+}
+
 # Programs that look at a finished run, and what they print of it.
 OF_A_RUN = {
     "experiments.evaluate": "bits per byte",
@@ -80,6 +86,7 @@ def run(arguments: list[str]) -> int:
 
 def test_the_commands_are_found():
     assert len(PYTHON_COMMANDS) >= 9
+    assert set(PYTHON_COMMANDS) >= SLOW
     assert {"make train", "make test"} <= set(commands())
 
 
@@ -107,7 +114,13 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
 
 
 @pytest.mark.usefixtures("newcomer")
-@pytest.mark.parametrize("command", PYTHON_COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command in SLOW else [])
+        for command in PYTHON_COMMANDS
+    ],
+)
 def test_every_command_succeeds(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
