@@ -94,10 +94,10 @@ def test_products_done_once_for_a_token_are_counted_once(
     experts: Options, make: Callable[[Options], Options], active: float
 ) -> None:
     config = FFNConfig.model_validate(make(experts))
-    ids = torch.arange(24).view(2, 12)
+    ids = torch.arange(24).view(1, 24)
     with FlopCounterMode(display=False) as counter:
-        output = build(config)(tokens(2, 12), TokenContext(token_ids=ids))
-    told = 24 * config.flops_per_token(D_MODEL, seq_len=12)
+        output = build(config)(tokens(1, 24), TokenContext(token_ids=ids))
+    told = 24 * config.flops_per_token(D_MODEL, seq_len=24)
     if config.type == "moe" and output.routing is not None:
         # Of the experts without a network any number may have been chosen.
         pairs = (output.routing.expert_ids_N < 6).sum().item()
