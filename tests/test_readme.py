@@ -63,7 +63,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as after cloning, with a small corpus and the README's own block and experts beside it."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
     for name, text in {"my_blocks.py": "LowRankConfig", "my_experts.py": "AdaptedConfig"}.items():
         (tmp_path / name).write_text(python_with(text), encoding="utf-8")
     corpus = tmp_path / "corpus"

@@ -295,7 +295,9 @@ def test_weights_that_are_not_floating_point_have_rules_of_their_own() -> None:
     assert block(X.bfloat16()).hidden.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("config", ["dense", "swiglu", "conv", "identity"])
+@pytest.mark.parametrize(
+    "config", ["dense", "swiglu", pytest.param("conv", marks=pytest.mark.slow), "identity"]
+)
 def test_a_checked_block_is_still_one_graph(config: str) -> None:
     block = build(config)
     compiled: Any = torch.compile(block, backend="eager", fullgraph=True)
