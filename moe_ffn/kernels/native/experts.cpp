@@ -366,13 +366,14 @@ template <class P> struct TileOperands {
     transpose(source, ld, to + column, n, units<P>(rows), width);
   }
 
-  // As rows, in panels.
-  __attribute__((noinline)) void second(const P* from, int64_t width, int64_t ld, U* to) const {
-    for (int64_t p = 0; p < panels(width); ++p)
-      for (int64_t u = 0; u < units<P>(rows); ++u) {
-        const P* row = from + u * Operand<P>::per_unit * ld + p * PANEL;
-        pair_rows(row, row + ld, to + (p * n + column + u) * PANEL, panel_width(width, p));
-      }
+  // As rows, in panels; row(r) is where row r lies.
+  template <class Row> void second(int64_t width, U* to, const Row& row) const {
+    for (int64_t r = 0, u = column; r < rows; r += Operand<P>::per_unit, ++u) {
+      const P* first = row(r);
+      const P* next = Operand<P>::per_unit == 2 ? row(r + 1) : nullptr;
+      for (int64_t p = 0; p < panels(width); ++p)
+        pair_rows(first + p * PANEL, next + p * PANEL, to + (p * n + u) * PANEL, panel_width(width, p));
+    }
   }
 };
 
@@ -436,7 +437,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
       const U* matrix = matrices.row<U>(i);
       const int64_t ld_D = room<P>(D), ld_H = room<P>(H), m_room = room<P>(m);
-      P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, (TILE + 1) * ld_D);
+      P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
       P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
       S* sums = scratch<S>(4, TILE * std::max(F, D));
       S *pre = scratch<S>(5, H), *buffer = scratch<S>(6, 2 * H), *value = scratch<S>(7, F), *slope = scratch<S>(8, F);
@@ -499,15 +500,19 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
         std::fill(to + H, to + ld_H, P(0));
       }
       if (m_room > m) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
-      if (wants_down) operands.second(hidden, F, F, down_second);
+      if (wants_down) operands.second(F, down_second, [&](int64_t r) { return hidden + r * F; });
       if (grad_x) {
         multiply<P>(m, D, H, du, matrix + down_units, sums);
         for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * D);
       }
       if (wants_up) {
-        gather<P>(layer, layer.x, tile, x);
         operands.first(du, H, ld_H, pairs, up_first);
-        operands.second(x, D, ld_D, up_second);
+        if (m_room > m) std::fill_n(x, D, P(0));
+        operands.second(D, up_second, [&](int64_t r) -> const P* {
+          if (r == m) return x;  // behind the last row of an odd number
+          if (r + AHEAD < m) layer.x.prefetch(layer.token_ids[tile.start + r + AHEAD]);
+          return layer.x.read(layer.token_ids[tile.start + r], x + (1 + r % 2) * D);
+        });
       }
     });
 
