@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "routing": FOUNDATION,
     "capacity": FOUNDATION,
     "dispatch": FOUNDATION,
-    "kernels": FOUNDATION | {"dispatch"},
+    "kernels": FOUNDATION | {"dispatch", "environment"},
     "experts": FOUNDATION | {"dispatch", "kernels"},
     # Around the experts: what one rank holds of them, and how tokens come there.
     "parallel": FOUNDATION | {"dispatch", "kernels", "experts", "model", "ffn", "routing"},

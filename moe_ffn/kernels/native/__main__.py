@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_ffn.kernels.native.build import why_not
+from moe_ffn.kernels.native.build import load
 
 if __name__ == "__main__":
-    reason = why_not()
-    print("the CPU kernels are compiled" if reason is None else f"the compiled CPU kernel {reason}")
+    why = load()
+    print("the CPU kernels are compiled" if why is None else f"the compiled CPU kernel {why}")

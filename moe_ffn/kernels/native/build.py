@@ -1,7 +1,12 @@
 """Compiles the C++ of this folder, once for a machine, and loads its operators.
 
 Nothing is compiled at installation. What is compiled is kept by all that it depends on: the sources, torch,
-the compiler and its flags, so that a folder which several machines share holds one file for each kind.
+the compiler and its flags, so that a folder which several machines share holds one file for each kind:
+
+    native-KEY-DIGEST.so   the library; the digest is that of its bytes
+    native-KEY.failed      what the compiler said instead, which is not asked again while this is there
+    native-KEY.lock        held by the process that compiles
+    .native-KEY-*          the folder in which it does
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +26,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from moe_ffn.environment import is_first_here
 
 HERE = Path(__file__).parent
 SOURCES = ("experts.cpp", "passes.h")
@@ -42,102 +50,131 @@ TIMEOUT_SECONDS = 300
 def why_not() -> str | None:
     """Load the operators, compiled first where they are not yet; or why that cannot be, in a sentence's rest.
 
-    It compiles, or fails to, once for all processes, and says so on stderr.
+    What the user did not ask for is said on stderr, once in a process; of several on a machine by the first.
     """
     if os.environ.get(VARIABLE) == "0":
         return f"is turned off by {VARIABLE}=0"
-    if sys.platform == "win32":
-        return "is not compiled on Windows"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        return "needs a C++ compiler: neither g++ nor clang++ was found"
-    try:
-        library, failure = _paths(compiler)
-        if not library.exists() and not failure.exists():
-            _build(compiler, library, failure)
-        if failure.exists():
-            return f"could not be compiled, as '{failure}' says; remove that file to try again"
-        torch.ops.load_library(library)
-    except (OSError, subprocess.SubprocessError) as error:
-        return _said(f"could not be compiled: {error}")
-    return None
-
-
-def _paths(compiler: str) -> tuple[Path, Path]:
-    """The file that this machine's library is kept in, and that of the compiler's complaint."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    parts = [torch.__version__, platform.machine(), version.stdout, *_command(compiler, "")]
-    parts += [(HERE / name).read_text() for name in SOURCES]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    library = Path(home).expanduser() / "moe_ffn" / f"native-{key}.so"
-    return library, library.with_suffix(".failed")
-
-
-def _command(compiler: str, target: str) -> list[str]:
-    """The compiler's command line."""
-    torch_folder = Path(torch.__file__).parent
-    kind = torch.backends.cpu.get_cpu_capability()
-    flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
-        flags.append("-mavx512bf16")
-    includes = [
-        f"-I{torch_folder / 'include'}",
-        f"-I{torch_folder / 'include/torch/csrc/api/include'}",
-    ]
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    source = str(HERE / "experts.cpp")
-    return [
-        compiler,
-        *flags,
-        *VECTORS.get(kind, "").split(),
-        *includes,
-        source,
-        "-o",
-        target,
-        *libraries,
-    ]
-
-
-def _build(compiler: str, library: Path, failure: Path) -> None:
-    """Make the library, or the file with what the compiler said. Another process may do so just now."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(library.with_suffix(".lock")):
-        if library.exists() or failure.exists():
-            return
-        print("compiling the CPU kernels, once (10 to 20 s)", file=sys.stderr, flush=True)
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".native-") as folder:
-            target = Path(folder) / library.name
-            command = _command(compiler, str(target))
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-            )
-            if done.returncode == 0:
-                target.replace(library)  # whole or not there, whoever else looks
-                took = f"compiled the CPU kernels in {time.monotonic() - start:.0f} s"
-                print(took, file=sys.stderr, flush=True)
-                return
-            target.write_text(f"{' '.join(command)}\n\n{done.stderr}")
-            target.replace(failure)
-        _said(f"could not be compiled; '{failure}' has the compiler's words")
-
-
-def _said(why: str) -> str:
-    print(
-        f"the compiled CPU kernel {why}; the slower ones of torch are used",
-        file=sys.stderr,
-        flush=True,
-    )
+    why = load()
+    if why is not None and is_first_here():
+        _say(f"the compiled CPU kernel {why}; the slower ones of torch are used")
     return why
 
 
+def load() -> str | None:
+    """The same, which says nothing but that it compiles, and does not ask for the variable."""
+    if sys.platform == "win32":
+        return "is not compiled on Windows"
+    compiler = shlex.split(os.environ.get("CXX", ""))  # it may be `ccache g++`
+    compiler = compiler or [name for name in ("g++", "clang++") if shutil.which(name)][:1]
+    if not compiler:
+        return "needs a C++ compiler: neither g++ nor clang++ was found"
+    try:
+        place = _place(compiler)
+        failure = place.with_suffix(".failed")
+        library = _library(place)
+        if library is None and not failure.exists():
+            library = _build(compiler, place, failure)
+        if library is None:
+            return f"could not be compiled, as '{failure}' says; remove that file to try again"
+        torch.ops.load_library(library)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
+        return f"could not be compiled and loaded: {error.__cause__ or error}"
+    return None
+
+
+def _place(compiler: list[str]) -> Path:
+    """Folder and beginning of the name of what is kept for this machine."""
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, errors="replace", check=True
+    )
+    parts = [torch.__version__, platform.machine(), *compiler, version.stdout, *_flags()]
+    parts += [(HERE / name).read_text() for name in SOURCES]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "moe_ffn" / f"native-{key}"
+
+
+def _flags() -> list[str]:
+    torch_folder = Path(torch.__file__).parent
+    kind = torch.backends.cpu.get_cpu_capability()
+    flags = [*FLAGS.split(), f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
+    flags += VECTORS.get(kind, "").split()
+    if kind == "AVX512" and torch.cpu.get_capabilities().get("avx512_bf16"):
+        flags.append("-mavx512bf16")
+    flags += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+    return [*flags, f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
+
+
+def _library(place: Path) -> Path | None:
+    """The library, if it is whole: to load a part of one (a full disk, a copy cut short) ends the process."""
+    for path in sorted(place.parent.glob(f"{place.name}-*.so")):
+        if path.name == _name(place, path.read_bytes()):
+            return path
+    return None
+
+
+def _name(place: Path, content: bytes) -> str:
+    return f"{place.name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _build(compiler: list[str], place: Path, failure: Path) -> Path | None:
+    """Make the library, or the file with what the compiler said. Another process may do so just now."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(place.with_suffix(".lock")) as alone:
+        library = _library(place)
+        if library is not None or failure.exists():
+            return library
+        prefix = f".{place.name}-"
+        if alone:  # what a killed process has left
+            for folder in place.parent.glob(f"{prefix}*"):
+                shutil.rmtree(folder, ignore_errors=True)
+        _say("compiling the CPU kernels, once (10 to 20 s)")
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=prefix) as folder:
+            target = Path(folder) / "native.so"
+            source = str(HERE / SOURCES[0])
+            command = [*compiler, *_flags(), source, "-o", str(target), "-ltorch_cpu", "-lc10"]
+            words = _run(command)
+            if words is None and target.exists():
+                library = place.with_name(_name(place, target.read_bytes()))
+                target.replace(library)  # whole or not there, whoever else looks
+                _say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
+                return library
+            target.write_text(f"{shlex.join(command)}\n\n{words}\n", encoding="utf-8")
+            target.replace(failure)
+            return None
+
+
+def _run(command: list[str]) -> str | None:
+    """What the compiler says where it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it was not done after {TIMEOUT_SECONDS} s"
+    return done.stdout + done.stderr if done.returncode else None
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
-def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Wait for other processes; where a file system has no locks, two may do the same work, unharmed."""
+def _one_at_a_time(lock: Path) -> Iterator[bool]:
+    """Wait for others. False where a file system has no locks: two may do the same work, unharmed."""
     import fcntl  # not on Windows
 
     with lock.open("w") as file:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        except OSError:
+            yield False
+        else:
+            yield True

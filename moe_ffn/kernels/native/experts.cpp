@@ -53,8 +53,16 @@ struct Layer {
         D(x.size(1)), E(up.size(0)), F(down.size(2)), H(up.size(1)), activation(Activation(activation)), gated(gated),
         interleaved(interleaved), alpha(alpha), limit(limit) {
     const int32_t* end = offsets.const_data_ptr<int32_t>();
+    TORCH_CHECK(offsets.size(0) == E, "a plan for ", offsets.size(0), " experts, but there are ", E);
     ends.assign(end, end + E);
     N = E ? ends.back() : 0;
+    // What is wrong here would be read or written outside of the tensors.
+    TORCH_CHECK(std::is_sorted(ends.begin(), ends.end()) && (!E || ends[0] >= 0) && N <= weights_N.size(0) && N <= token_ids.size(0),
+                "the plan's offsets have to grow from 0 to at most its ", weights_N.size(0), " pairs");
+    TORCH_CHECK(std::all_of(this->token_ids, this->token_ids + N, [&](int64_t t) { return 0 <= t && t < T; }),
+                "the plan has a token that is none of the ", T, " of x");
+    TORCH_CHECK(up.size(2) == D && down.size(0) == E && down.size(1) == D && H == (gated ? 2 * F : F),
+                "x is ", x.sizes(), ", but the experts' matrices are ", up.sizes(), " and ", down.sizes());
   }
 
   template <class S> S weight(int64_t n) const { return static_cast<const S*>(weights)[n]; }
@@ -578,7 +586,7 @@ template <class F> void with_product_type(ScalarType dtype, F f) {
   switch (dtype) {
     case at::kFloat: return f(float());
     case at::kDouble: return f(double());
-    case at::kBFloat16: return f(BFloat16());
+    case at::kBFloat16: return has_tiles<BFloat16>() ? f(BFloat16()) : f(float());
     default: TORCH_CHECK(false, "moe_ffn's kernels multiply in no ", dtype);
   }
 }

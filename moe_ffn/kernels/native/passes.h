@@ -2,6 +2,7 @@
 // products want, activations.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -172,20 +173,43 @@ inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PAN
 // Longer sums go through in parts: a panel of them stays in the second cache.
 constexpr int64_t MAX_SUM = 512;
 
-// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel.
+// Whether oneDNN multiplies tiles of this type: on x86 alone, and not where a user has turned it off.
+template <class P> inline bool has_tiles() {
+  if (!at::globalContext().userEnabledMkldnn()) return false;
+  static const bool has = [] {
+    const P A[2] = {}, B[2 * PANEL] = {};
+    float C[PANEL];
+    try {
+      at::native::cpublas::brgemm(1, 1, 2, 2, PANEL, PANEL, false, A, B, C, Operand<P>::per_unit == 2);
+      at::native::cpublas::brgemm_release();
+    } catch (const c10::Error&) {
+      return false;
+    }
+    return true;
+  }();
+  return has;
+}
+
+// C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product.
+template <class T>
+inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, T* C, int64_t ldc, bool adds) {
+  auto matrix = [](const T* data, int64_t rows, int64_t columns, int64_t ld) {
+    return at::from_blob(const_cast<T*>(data), {rows, columns}, {ld, 1}, c10::CppTypeToScalarType<T>::value);
+  };
+  auto a = matrix(A, M, K, lda), b = matrix(B, K, N, PANEL), c = matrix(C, M, N, ldc);
+  if (adds) at::cpu::addmm_out(c, c, a, b);
+  else at::cpu::mm_out(c, a, b);
+}
+
 inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
+  if (!has_tiles<float>()) return torch_product(M, N, K, A, lda, B, C, ldc, adds);
   at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, B, C, false);
 }
 inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
   at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, reinterpret_cast<const BFloat16*>(B), C, true);
 }
 inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, double* C, int64_t ldc, bool adds) {
-  auto matrix = [](const double* data, int64_t rows, int64_t columns, int64_t ld) {
-    return at::from_blob(const_cast<double*>(data), {rows, columns}, {ld, 1}, at::kDouble);
-  };
-  auto a = matrix(A, M, K, lda), b = matrix(B, K, N, PANEL), c = matrix(C, M, N, ldc);
-  if (adds) at::cpu::addmm_out(c, c, a, b);
-  else at::cpu::mm_out(c, a, b);
+  torch_product(M, N, K, A, lda, B, C, ldc, adds);
 }
 
 // How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the cache.
