@@ -20,6 +20,7 @@ constexpr int64_t TILE = 64;          // rows
 constexpr int64_t CHUNK = 256;        // rows whose gradient of a matrix is one product
 constexpr int64_t FEW_ROWS = 8;       // of an expert, on average
 constexpr int64_t AHEAD = 4;          // rows, of which the next is asked for
+constexpr int64_t COPIED_ROWS = 256;  // of an expert whose matrices are copied, where they could be read as they lie
 constexpr int64_t BLOCK = 128;        // rows of a matrix whose gradient is one task
 constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
 
@@ -449,11 +450,22 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
   const Rows matrices(packed);
   U* operand = operands.data_ptr<U>();
 
+  // Copies pay where several tiles read them. In bfloat16 there is no way without: numbers have to stand in pairs.
+  auto lies_ready = [&](const Part& part) {
+    const auto own = c10::CppTypeToScalarType<P>::value;
+    return Operand<P>::per_unit == 1 && layer.up.dtype == own && layer.down.dtype == own && layer.load(part.expert) < COPIED_ROWS;
+  };
+  auto times_matrix = [&](const Part& part, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C) {
+    if (!lies_ready(part)) return multiply<P>(m, from.width, K, A, copy, C);
+    multiply<P>(m, from.width, K, A, from.row<U>(part.expert * K), from.width, PANEL, C);
+  };
+
   for (const auto& group : groups) {
     const int64_t down_panels = panels(F), all_panels = down_panels + (grad_x ? panels(D) : 0);
     for_each(group.parts.size() * all_panels, [&](int64_t task) {
       const int64_t i = task / all_panels, panel = task % all_panels, e = group.parts[i].expert;
       U* to = matrices.row<U>(i);
+      if (lies_ready(group.parts[i])) return;
       if (panel < down_panels) pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
       else pack<P>(layer.up, e * H, panel - down_panels, H, to + down_units + (panel - down_panels) * PANEL * units<P>(H));
     });
@@ -488,7 +500,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       const TileOperands<P> operands{m, n, column};
       gather<P>(layer, grad_y, tile, dy);
       if (wants_down) operands.first(dy, D, ld_D, pairs, down_first);
-      multiply<P>(m, F, D, dy, matrix, sums);
+      times_matrix(group.parts[tile.part], layer.down, m, D, dy, matrix, sums);
       const S* bias = layer.down_bias ? layer.down_bias.read(e, bias_buffer) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
         const int64_t row = tile.start + r;
@@ -543,7 +555,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       if (m_room > m) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
       if (wants_down) operands.second(F, down_second, [&](int64_t r) { return hidden + r * F; });
       if (grad_x) {
-        multiply<P>(m, D, H, du, matrix + down_units, sums);
+        times_matrix(group.parts[tile.part], layer.up, m, H, du, matrix + down_units, sums);
         for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * apart<S>(D));
       }
       if (wants_up) {
@@ -578,7 +590,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
         for (int64_t c = part.first_chunk; c < part.last_chunk; ++c) {
           const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
           const U *A = (is_up ? up_first : down_first) + first * n, *B = (is_up ? up_second : down_second) + p * n * PANEL;
-          product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, sums, PANEL, c > part.first_chunk || !part.begins);
+          product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, PANEL, sums, PANEL, c > part.first_chunk || !part.begins);
         }
         if (!part.ends) {
           for (int64_t r = 0; r < count; ++r) std::copy_n(sums + r * PANEL, width, carried + r * columns + p * PANEL);

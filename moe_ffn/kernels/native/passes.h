@@ -193,24 +193,24 @@ template <class P> inline bool has_tiles() {
 
 // C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product.
 template <class T>
-inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, T* C, int64_t ldc, bool adds) {
+inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, T* C, int64_t ldc, bool adds) {
   auto matrix = [](const T* data, int64_t rows, int64_t columns, int64_t ld) {
     return at::from_blob(const_cast<T*>(data), {rows, columns}, {ld, 1}, c10::CppTypeToScalarType<T>::value);
   };
-  auto a = matrix(A, M, K, lda), b = matrix(B, K, N, PANEL), c = matrix(C, M, N, ldc);
+  auto a = matrix(A, M, K, lda), b = matrix(B, K, N, ldb), c = matrix(C, M, N, ldc);
   if (adds) at::cpu::addmm_out(c, c, a, b);
   else at::cpu::mm_out(c, a, b);
 }
 
-inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
-  if (!has_tiles<float>()) return torch_product(M, N, K, A, lda, B, C, ldc, adds);
-  at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, B, C, false);
+inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool adds) {
+  if (!has_tiles<float>()) return torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
+  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, adds, A, B, C, false);
 }
-inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B, float* C, int64_t ldc, bool adds) {
-  at::native::cpublas::brgemm(M, N, K, lda, PANEL, ldc, adds, A, reinterpret_cast<const BFloat16*>(B), C, true);
+inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool adds) {
+  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, adds, A, reinterpret_cast<const BFloat16*>(B), C, true);
 }
-inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, double* C, int64_t ldc, bool adds) {
-  torch_product(M, N, K, A, lda, B, C, ldc, adds);
+inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, int64_t ldb, double* C, int64_t ldc, bool adds) {
+  torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
 }
 
 // How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the cache.
@@ -219,13 +219,19 @@ template <class T> constexpr int64_t apart(int64_t n) {
   return (n + line - 1) / line * line + line;
 }
 
-// C (M, N) = A (M, K) B, whose panels lie one after the other.
+// C (M, N) = A (M, K) B, of whose rows those of a panel lie `ldb` units apart, and panels `next` units.
 template <class P>
-inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
-  for (int64_t panel = 0; panel < panels(N); ++panel, B += units<P>(K) * PANEL)
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next, Sum<P>* C) {
+  for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
       product(M, panel_width(N, panel), std::min(MAX_SUM, room<P>(K) - k), A + k, apart<P>(K),
-              B + units<P>(k) * PANEL, C + panel * PANEL, apart<Sum<P>>(N), k > 0);
+              B + panel * next + units<P>(k) * ldb, ldb, C + panel * PANEL, apart<Sum<P>>(N), k > 0);
+}
+
+// The same, where panels were copied one after the other.
+template <class P>
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
+  multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C);
 }
 
 // -- memory and threads
