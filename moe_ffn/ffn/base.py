@@ -68,9 +68,15 @@ class ExpertStack:
     config: ExpertsConfig
     num_experts: int
     experts_per_token: float
+    latent_width: int | None = None
+    """Of the space that the experts are in, where it is not the model's own."""
+
+    def width(self, d_model: int) -> int:
+        """The width of what the experts read and return."""
+        return self.latent_width or d_model
 
     def build(self, d_model: int) -> Experts:
-        return self.config.build(d_model, self.num_experts, self.experts_per_token)
+        return self.config.build(self.width(d_model), self.num_experts, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):
