@@ -9,6 +9,7 @@ those of ours, in float32, in evaluation and, where noise or a capacity act, in 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from moe_ffn.files import write_whole
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import Block, config_width, merged, ours_of, resolve
 from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.sparse_mixer import TINY
 
 SMALL: dict[str, Any] = {
     "vocab_size": 31,
@@ -118,7 +120,7 @@ def same_noise() -> Iterator[None]:
 
     with (
         patch.object(Tensor, "uniform_", uniform_),
-        patch.object(Tensor, "exponential_", lambda x: x.copy_(-drawn(x).clamp(1e-6).log())),
+        patch.object(Tensor, "exponential_", lambda x: x.copy_(-drawn(x).clamp(TINY).log())),
         patch.object(torch, "rand_like", lambda x, **_: drawn(x)),
     ):
         yield
@@ -246,7 +248,9 @@ def flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {flow(given[key])}" for key in order) + "}"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):  # which YAML takes for a word where it has an exponent and no point
+        return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
+    return str(value)
 
 
 def shown_config(model: str, entry: Block) -> dict[str, Any]:

@@ -5,7 +5,7 @@ T tokens, D model width, E experts, K experts per token
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -65,36 +65,16 @@ class SparseMixerRouter(LinearRouter):
         if not self.training:
             return shares_TE.gather(-1, best_T1), best_T1
         # The largest of logits with Gumbel noise is a sample of their softmax.
-        noise_TE = torch.empty_like(near_TE).exponential_().log()
-        expert_T1 = (near_TE - noise_TE).argmax(dim=-1, keepdim=True)
+        uniform_TE = torch.empty_like(near_TE).uniform_().clamp(min=TINY)
+        expert_T1 = (near_TE - (-uniform_TE.log()).log()).argmax(dim=-1, keepdim=True)
         weight_T1 = shares_TE.gather(-1, expert_T1)
         is_best_T1 = expert_T1 == shares_TE.argmax(dim=-1, keepdim=True)
-        is_whole_T1 = is_best_T1 | (torch.rand_like(weight_T1) > 0.75)
-        factor_T1 = torch.where(is_whole_T1, 1.0, 0.3333)  # as the published code rounds a third
-        weight_T1 = _MidpointGradient.apply(logits_TE, weight_T1, expert_T1, shares_TE, factor_T1)
-        return weight_T1, expert_T1
+        is_whole_T1 = is_best_T1 | (torch.empty_like(weight_T1).uniform_() > 0.75)
+        # Heun's method: an output of a third of the weight, and the gradient of the whole (arXiv:2310.00811,
+        # section 3); a third as the published code rounds it.
+        given_T1 = torch.where(is_whole_T1, weight_T1, 0.3333 * weight_T1).detach()
+        return weight_T1 + (given_T1 - weight_T1.detach()), expert_T1
 
 
-class _MidpointGradient(torch.autograd.Function):
-    """The weight times its factor; its gradient without the factor, which by Heun's method gives an unbiased
-    one of third order in the mean over samples (arXiv:2310.00811, section 3).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_TE: Tensor,
-        weight_T1: Tensor,
-        expert_T1: Tensor,
-        shares_TE: Tensor,
-        factor_T1: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(weight_T1, expert_T1, shares_TE)
-        return weight_T1 * factor_T1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight_T1, expert_T1, shares_TE = ctx.saved_tensors
-        grad_T1 = grads[0] * weight_T1
-        grad_TE = (-grad_T1 * shares_TE).scatter_add(-1, expert_T1, grad_T1)
-        return grad_TE, None, None, None, None
+TINY = 1e-20
+"""Above 0, whose logarithm is infinite."""
