@@ -248,7 +248,9 @@ def flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {flow(given[key])}" for key in order) + "}"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):  # which YAML takes for a word where it has an exponent and no point
+    if isinstance(
+        value, float
+    ):  # which YAML takes for a word where it has an exponent and no point
         return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
     return str(value)
 

@@ -98,17 +98,25 @@ class RouterMLPConfig(Config, frozen=True):
         return linear_flops(d_model, self.width) + self.depth * linear_flops(self.width, self.width)
 
 
+class RouterNormConfig(Config, frozen=True):
+    """An RMS norm with a learned scale, of what the router reads."""
+
+    eps: float = Field(default=1e-6, gt=0, lt=1)
+    """Added to the mean of squares."""
+
+
 class LinearRouterConfig(RouterConfig, frozen=True):
     """A router whose logits are a projection of the token."""
+
+    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale"})
+    """Options that the router's repr leaves out where they have their defaults."""
 
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
     """In training, multiply what the router sees by noise from U(1 - jitter, 1 + jitter) (Switch)."""
-    input_norm: bool = False
-    """RMS-normalise what the router sees, with a learned scale (Gemma 4)."""
-    input_norm_eps: float = Field(default=1e-6, gt=0, lt=1)
-    """Of that norm."""
+    input_norm: RouterNormConfig | None = None
+    """An RMS norm of what the router reads (Gemma 4); none by default."""
     mlp: RouterMLPConfig | None = None
     """A small network before the projection; none by default."""
     logit_scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
@@ -117,7 +125,7 @@ class LinearRouterConfig(RouterConfig, frozen=True):
     """Bound of the logits on both sides, as cap * tanh(logit / cap); none by default."""
 
     def num_params(self, d_model: int, num_experts: int) -> int:
-        norm = d_model if self.input_norm else 0
+        norm = 0 if self.input_norm is None else d_model
         if self.mlp is None:
             return norm + linear_params(d_model, num_experts, self.bias)
         projection = linear_params(self.mlp.width, num_experts, self.bias)
@@ -206,8 +214,8 @@ class LinearRouter(Router):
         super().__init__()
         self.config = config
         self.input_norm = self.mlp = None
-        if config.input_norm:
-            self.input_norm = nn.RMSNorm(d_model, config.input_norm_eps)
+        if config.input_norm is not None:
+            self.input_norm = nn.RMSNorm(d_model, config.input_norm.eps)
         if config.mlp is not None:
             self.mlp = RouterMLP(config.mlp, d_model)
             d_model = config.mlp.width
@@ -238,7 +246,9 @@ class LinearRouter(Router):
         return found if have_rows else super().rows()
 
     def extra_repr(self) -> str:
-        return describe_options(self.config, without=["type"])
+        fields = type(self.config).model_fields
+        unchanged = [n for n in self.config.quiet if getattr(self.config, n) == fields[n].default]
+        return describe_options(self.config, without=["type", *unchanged])
 
 
 def jittered(x: Tensor, jitter: float) -> Tensor:

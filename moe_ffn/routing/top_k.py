@@ -77,6 +77,8 @@ class TokenTableConfig(Config, frozen=True):
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
+    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale", "renormalize_p", "select_by"})
+
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
     renormalize_p: float = Field(default=1.0, ge=1, le=100)
@@ -85,8 +87,8 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """Added to what `renormalize` divides by."""
     scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
     """Multiplies the weights (DeepSeek's routed scaling factor)."""
-    learned_scale: Literal["none", "global", "expert"] = "none"
-    """A learned factor of the weights, one for all, or one of each expert (Gemma 4); 1 at first."""
+    learned_scale: Literal["global", "expert"] | None = None
+    """A learned factor of the weights, one for all (Inkling), or one of each expert (Gemma 4); 1 at first."""
     select_by: Literal["score", "logit"] = "score"
     """What chooses the experts, and what the correction bias is added to; the score weighs all the same."""
     num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
@@ -148,7 +150,7 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
             self.groups.check(self.k, num_experts - self.num_always)
 
     def num_params(self, d_model: int, num_experts: int) -> int:
-        scales = {"none": 0, "global": 1, "expert": num_experts}[self.learned_scale]
+        scales = {None: 0, "global": 1, "expert": num_experts}[self.learned_scale]
         return super().num_params(d_model, num_experts) + scales
 
 
@@ -179,6 +181,8 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
 class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
+    quiet: ClassVar[frozenset[str]] = TopKOptionsConfig.quiet | {"score"}
+
     type: Literal["sigmoid_top_k"] = "sigmoid_top_k"
     score: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"
     """The score of a logit z: sigmoid(z), or sqrt(log(1 + exp(z))), as in DeepSeek-V4."""
@@ -207,7 +211,7 @@ class SelectingRouter(LinearRouter):
             bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
             self.register_buffer("correction_bias_E", bias_E)
         self.weight_scale = None
-        if config.learned_scale != "none":
+        if config.learned_scale is not None:
             size = num_experts if config.learned_scale == "expert" else 1
             self.weight_scale = nn.Parameter(torch.ones(size))
         self.num_selectable = num_experts - config.num_always

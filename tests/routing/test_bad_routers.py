@@ -240,7 +240,7 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
     "skews": ({"type": "forced", "skews": 0.1}, "did you mean 'skew'?"),
     "foreign": (
         {"type": "balanced_assignment", "k": 2},
-        "known: type, bias, jitter, input_norm, input_norm_eps, mlp, logit_scale, logit_cap",
+        "known: type, bias, jitter, input_norm, mlp, logit_scale, logit_cap",
     ),
 }
 

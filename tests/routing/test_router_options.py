@@ -88,7 +88,7 @@ def expected_pairs(router: Any, row: list[float], token_id: int) -> list[tuple[i
         norm = sum(weight**c.renormalize_p for weight in weights) ** (1 / c.renormalize_p)
         weights = [weight / (norm + c.renormalize_eps) for weight in weights]
     learned = [1.0] * E
-    if c.learned_scale != "none":
+    if c.learned_scale is not None:
         given = router.weight_scale.tolist()
         learned = given if c.learned_scale == "expert" else given * E
     return [(e, c.scale * learned[e] * w) for e, w in zip(chosen, weights, strict=True)]
@@ -135,8 +135,7 @@ def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
     mlp = {"width": 5, "depth": depth, "eps": 1e-3}
     options = {
         "type": "top_k",
-        "input_norm": True,
-        "input_norm_eps": 0.01,
+        "input_norm": {"eps": 0.01},
         "mlp": mlp,
         "bias": True,
     }
