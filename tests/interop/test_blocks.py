@@ -12,10 +12,13 @@ import torch
 
 from experiments import models
 from experiments.models import SMALL, build_empty, build_theirs, compare, config_of, shown_config
+from moe_ffn.cli.command_line import parse_config
 from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import FFNConfig
 from moe_ffn.interop import block_config, convert_block
 from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
 from moe_ffn.interop.blocks import Block, sparse_models
+from moe_ffn.runs.config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
@@ -171,3 +174,37 @@ def test_a_weight_that_ours_lacks_is_named() -> None:
         ConfigError, match=r"has no mlp\.|has no experts\.down_proj|has no experts\.0"
     ):
         convert_block("mixtral", theirs, config)
+
+
+# -- configs/models/small
+
+SMALL_CONFIGS = sorted((PAGE.parents[1] / "configs/models/small").glob("*.yaml"))
+PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}, "nemotron_h": {"moe_latent_size": 1024}}
+"""Options of published models that are not the defaults of their config."""
+SIZES = {
+    *("num_experts", "d_ff", "k", "width", "num_groups", "keep", "scale", "logit_scale"),
+    *("eps", "vocab_size", "limit"),
+}
+
+
+def without_sizes(options: Any) -> Any:
+    if not isinstance(options, dict):
+        return options
+    return {key: without_sizes(value) for key, value in options.items() if key not in SIZES}
+
+
+def test_there_is_a_small_config_of_twelve_models() -> None:
+    assert len(SMALL_CONFIGS) == 12
+
+
+@pytest.mark.parametrize("path", SMALL_CONFIGS, ids=[path.stem for path in SMALL_CONFIGS])
+def test_a_small_config_has_the_options_of_the_table(path: Path) -> None:
+    entry, given = COMPARED[path.stem], PUBLISHED.get(path.stem, {})
+    if path.stem == "gemma4":
+        given = {**SMALL, **entry.small}
+    options = block_config(path.stem, config_of(path.stem, entry, given))
+
+    config = parse_config(["--config", str(path)], TrainConfig, command="train")
+
+    theirs = FFNConfig.model_validate(options).to_dict()
+    assert without_sizes(config.model.layer_ffns()[-1].to_dict()) == without_sizes(theirs)
