@@ -5,6 +5,7 @@ T tokens, D model width, N (token, expert) pairs, R rows
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -91,9 +92,9 @@ class InnerNorm(nn.RMSNorm):
 class Norms(nn.Module):
     """The norms that are asked for, by the name of their option."""
 
-    def __init__(self, config: NormsConfig, d_model: int, d_experts: int) -> None:
+    def __init__(self, config: NormsConfig, widths: Mapping[str, int]) -> None:
         super().__init__()
-        for place, width in config.widths(d_model, d_experts).items():
+        for place, width in widths.items():
             self.add_module(place, InnerNorm(getattr(config, place), width))
 
     def forward(self, place: str, x: Tensor) -> Tensor:
@@ -111,12 +112,18 @@ class Latent(nn.Module):
         self.out_of = nn.Linear(config.width, d_model, config.bias)
 
 
-def run_by_pair(experts: Experts, sent: Dispatched, *, weigh_input: bool, norms: Norms) -> Tensor:
+def run_by_pair(
+    experts: Experts,
+    sent: Dispatched,
+    *,
+    weigh_input: bool,
+    normed: Callable[[str, Tensor], Tensor],
+) -> Tensor:
     """What experts return, (R, D), where more is done to a pair than its expert does.
 
     Args:
         weigh_input: whether the weight of a pair multiplies its expert's input, and not its output.
-        norms: `each_expert` of them is applied to what an expert returns.
+        normed: (place, values) -> values, with the norm of that place.
     """
     x_RD, plan = sent.rows(), sent.plan
     rows_ND, weights_N1 = x_RD.index_select(0, plan.token_ids_N), plan.weights_N.unsqueeze(-1)
@@ -126,7 +133,7 @@ def run_by_pair(experts: Experts, sent: Dispatched, *, weigh_input: bool, norms:
     pairs = replace(
         plan, token_ids_N=places_N, weights_N=torch.ones_like(plan.weights_N), pair_ids_N=places_N
     )
-    y_ND = norms("each_expert", experts(rows_ND, pairs))
+    y_ND = normed("each_expert", experts(rows_ND, pairs))
     if not weigh_input:
         y_ND = y_ND * weights_N1
     sums_RD = torch.zeros(x_RD.shape, dtype=y_ND.dtype, device=x_RD.device)

@@ -228,7 +228,8 @@ class MoEFFN(FFNBlock):
             self.output_bias = nn.Parameter(torch.zeros(d_model))
         width = config.expert_stack.width(d_model)
         self.latent = None if config.latent is None else Latent(config.latent, d_model)
-        self.norms = Norms(config.norms, d_model, width)
+        places = config.norms.widths(d_model, width)
+        self.norms = Norms(config.norms, places) if places else None
         self.by_pair = config.norms.each_expert is not None or config.weights_at == "input"
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -239,26 +240,29 @@ class MoEFFN(FFNBlock):
         routing = self.router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)
         inner_TD = x_TD if self.latent is None else self.latent.into(x_TD)
-        inner_TD = self.norms("experts_input", inner_TD)
+        inner_TD = self._normed("experts_input", inner_TD)
         sent = self.dispatcher.dispatch(inner_TD, make_plan(routing, self.num_experts))
         x = x_TD.view_as(x)  # zero where it is padding
         shared = None  # computed while tokens travel to experts elsewhere
         if self.shared_expert is not None:
-            shared = self.shared_expert(self.norms("shared_input", x), context).hidden
-            shared = self.norms("shared", shared)
+            shared = self.shared_expert(self._normed("shared_input", x), context).hidden
+            shared = self._normed("shared", shared)
         y_TD = sent.combine(self._run_experts(sent))
         y_TD = y_TD if self.latent is None else self.latent.out_of(y_TD)
-        y_TD = self.norms("routed", y_TD)
+        y_TD = self._normed("routed", y_TD)
         if self.zero_computation is not None:
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
         output = FFNOutput(y_TD.to(x.dtype).view_as(x), {"routing": routing})
         return self._with_shared(output, shared, x, context)
 
+    def _normed(self, place: str, x: Tensor) -> Tensor:
+        return x if self.norms is None else self.norms(place, x)
+
     def _run_experts(self, sent: Dispatched) -> Tensor:
         if not self.by_pair:
             return self.experts(sent.rows(), sent.plan)
         weigh_input = self.config.weights_at == "input"
-        return run_by_pair(self.experts, sent, weigh_input=weigh_input, norms=self.norms)
+        return run_by_pair(self.experts, sent, weigh_input=weigh_input, normed=self._normed)
 
     def _with_shared(
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None
@@ -270,7 +274,7 @@ class MoEFFN(FFNBlock):
             mask = None if context is None else context.mask
             shares["routing"] = share_of_norms(joined, routed, mask)
             hidden = routed + joined
-        hidden = self.norms("output", hidden)
+        hidden = self._normed("output", hidden)
         if self.output_bias is not None:
             hidden = hidden + self.output_bias.to(hidden.dtype)
         return replace(output, hidden=hidden, shared_shares=shares)
