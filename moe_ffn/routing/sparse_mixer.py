@@ -23,8 +23,9 @@ class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
     """
 
     type: Literal["sparse_mixer"] = "sparse_mixer"
-    threshold: float = Field(default=0.02, gt=0, lt=2)
-    """An expert competes where (largest - logit) / max(|logit|, largest) is at most this."""
+    threshold: float = Field(default=0.2, gt=0, lt=2)
+    """An expert competes where (largest - logit) / max(|logit|, largest) is at most this, 0.02 in
+    Phi-3.5-MoE. An expert without competitors weighs 1, and the router learns nothing from its token."""
 
     by_token: ClassVar[bool] = True
 
