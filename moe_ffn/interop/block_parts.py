@@ -192,3 +192,119 @@ def step(config: Any, option: str) -> dict[str, Any]:
         return {"type": "swiglu", "d_ff": config.moe_intermediate_size}
     clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"}
     return {"type": "clamped_swiglu", "d_ff": config.moe_intermediate_size, **clamp}
+
+
+# -- blocks that several models share
+
+MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").but(in_training={})
+DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
+QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
+QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
+OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
+GPT_OSS = of_family("gpt_oss", "GptOssMLP")
+SHARED = {**COMMON, **shared_at("shared_experts")}
+BIAS = bias_at("gate.e_score_correction_bias")
+QWEN_NAMES = {**COMMON, **shared_at("shared_expert"), **linear(combine__gate="shared_expert_gate")}
+GATED_SHARED = {
+    "shared_expert": shared("shared_expert_intermediate_size"),
+    "combine": {"type": "sigmoid_gate"},
+}
+DEEPSEEK_V2 = Block(
+    "DeepseekV2Moe",
+    moe(
+        {
+            **SOFTMAX,
+            "scale": its("routed_scaling_factor"),
+            "groups": lambda c: (
+                None
+                if c.topk_method == "greedy"
+                else {"num_groups": c.n_group, "keep": c.topk_group, "score_top": 1}
+            ),
+        },
+        count="n_routed_experts",
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+    ),
+    SHARED,
+    small={"topk_method": "group_limited_greedy", "norm_topk_prob": True},
+)
+CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
+GRANITE = Block(
+    "GraniteMoeMoE",
+    moe(CHOSEN, WIDE, "num_local_experts"),
+    {**EXPERTS, **ROUTER},
+    note="its residual multiplier is the decoder's",
+)
+GRANITE_LAYER = GRANITE.but(
+    options={"shared_expert": shared("shared_intermediate_size")},
+    names={
+        **{
+            f"{name}": named(f"block_sparse_moe.{theirs}")
+            for name, theirs in {
+                "experts.gate_up": "experts.gate_up_proj",
+                "experts.down": "experts.down_proj",
+                "router.projection.weight": "router.weight",
+            }.items()
+        },
+        **flat("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    },
+    small={"shared_intermediate_size": 20},
+    unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
+)
+GEMMA = Block(
+    "Gemma4TextDecoderLayer",
+    {
+        "type": "moe",
+        "num_experts": its("num_experts"),
+        "router": {
+            "type": "top_k",
+            "k": its("top_k_experts"),
+            "renormalize": True,
+            "learned_scale": "expert",
+            "input_norm": {"eps": its("rms_norm_eps")},
+            "logit_scale": lambda c: c.hidden_size**-0.5,
+        },
+        "experts": {"type": gate("hidden_activation"), "d_ff": NARROW},
+        "shared_expert": {"type": gate("hidden_activation"), "d_ff": WIDE},
+        "norms": {
+            place: {"eps": its("rms_norm_eps")}
+            for place in ("experts_input", "routed", "shared_input", "shared", "output")
+        },
+    },
+    {
+        **EXPERTS,
+        **linear(router__projection="router.proj"),
+        "router.input_norm.weight": named("router.scale"),
+        "router.weight_scale": named("router.per_expert_scale"),
+        **shared_at("mlp"),
+        **linear(
+            norms__experts_input="pre_feedforward_layernorm_2",
+            norms__routed="post_feedforward_layernorm_2",
+            norms__shared_input="pre_feedforward_layernorm",
+            norms__shared="post_feedforward_layernorm_1",
+            norms__output="post_feedforward_layernorm",
+        ),
+    },
+    small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
+    note="the block is given the residual stream; its norm before it is that of the shared expert",
+)
+SWITCH = Block(
+    "SwitchTransformersSparseMLP",
+    {
+        "type": "moe",
+        "num_experts": its("num_experts"),
+        "router": {
+            "type": "top_k",
+            "k": 1,
+            "bias": its("router_bias"),
+            "jitter": its("router_jitter_noise"),
+        },
+        "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
+        "capacity": {"per_sequence": its("expert_capacity")},
+    },
+    {**each_at("wi", "wo"), **linear(router__projection="router.classifier")},
+    small={"expert_capacity": 2, "dropout_rate": 0.0},
+    in_training={"jitter": its("router_jitter_noise"), "router": {"jitter": 0.0}},
+    wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "
+    "the paper's is the router's alone (arXiv:2101.03961, appendix F)",
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ffn import ConfigError, TokenContext, build_ffn
 from moe_ffn.ffn import FFNConfig
+from moe_ffn.kernels.select import refusal
 
 D, E = 8, 4
 SHARED = {"shared_expert": {"type": "swiglu", "d_ff": 6}}
@@ -205,3 +206,20 @@ def test_dense_blocks_have_the_gates_of_experts(kind: str) -> None:
     x_TD = torch.randn(5, D, dtype=torch.float64)
     torch.testing.assert_close(moe(x_TD).hidden, dense(x_TD).hidden, rtol=0, atol=1e-12)
     assert config.num_params(D) == sum(p.numel() for p in dense.parameters())
+
+
+@pytest.mark.parametrize(
+    ("experts", "gate"),
+    [
+        (
+            {"type": "clamped_swiglu", "alpha": 1.0, "limit": 7.0, "added": 0.0},
+            "ClampedGate(alpha=1.0, limit=7.0, added=0.0, after=False)",
+        ),
+        ({"type": "soft_capped_swiglu"}, "SoftCappedSwiGLU(gate_cap=7.0, up_cap=7.0)"),
+    ],
+)
+def test_a_backend_without_a_kernel_for_a_gate_says_so(experts: Any, gate: str) -> None:
+    moe: Any = build_ffn({"type": "moe", "experts": experts}, D)
+    assert refusal("triton", torch.zeros(1, D), moe.networks()) == (
+        f"has no kernel for the gate {gate}; use 'auto'"
+    )
