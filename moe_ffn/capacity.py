@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from moe_ffn.config import MAX_COUNT, Config
@@ -32,10 +32,24 @@ class CapacityConfig(Config, frozen=True):
     in training, random ones. Only the first is causal."""
     renormalize: bool = False
     """Scale the weights a token keeps up to the sum they had before dropping."""
+    per_sequence: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """A fixed number in place of both factors: the most pairs of one sequence that an expert takes, in
+    training and in evaluation (Switch Transformers in transformers)."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> CapacityConfig:
+        for option in ("factor", "eval_factor"):
+            value = getattr(self, option)
+            if value is not None and self.per_sequence is not None:
+                raise ValueError(
+                    f"{option} ({value:g}) and per_sequence ({self.per_sequence}) both limit an expert; "
+                    f"set one of them to null"
+                )
+        return self
 
     @property
     def is_limited(self) -> bool:
-        return self.factor is not None or self.eval_factor is not None
+        return not (self.factor is None and self.eval_factor is None and self.per_sequence is None)
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -49,17 +63,21 @@ class CapacityConfig(Config, frozen=True):
     @property
     def not_cached_because(self) -> Refusal | None:
         """Why, in evaluation, a token computed alone may be kept where its sequence drops it."""
-        if self.eval_factor is None:
-            return None
-        return Refusal(
-            f"eval_factor ({self.eval_factor:g}) lets tokens displace each other", "set it to null"
-        )
+        for option in ("eval_factor", "per_sequence"):
+            if (value := getattr(self, option)) is not None:
+                return Refusal(
+                    f"{option} ({value:g}) lets tokens displace each other", "set it to null"
+                )
+        return None
 
     def limit(self, routing: Routing, *, training: bool) -> Routing:
         """Apply `limit` with these options; nothing is random in evaluation."""
         factor = self.factor if training else self.eval_factor
         drop = self.drop if training or self.drop != "random" else "position"
-        return limit(routing, factor, DROP_POLICIES[drop], renormalize=self.renormalize)
+        priority, renormalize = DROP_POLICIES[drop], self.renormalize
+        if self.per_sequence is not None:
+            return limit_sequences(routing, self.per_sequence, priority, renormalize=renormalize)
+        return limit(routing, factor, priority, renormalize=renormalize)
 
 
 Priority = Callable[[Routing], Tensor]
@@ -92,6 +110,26 @@ def limit(
     capacity = ceil_of_share(count, share_of(*factors, parts=routing.num_experts))
     place_N = place_in_queue(routing, priority(routing))
     limited = replace(routing, dropped_N=routing.real_N & (place_N >= capacity), capacity=capacity)
+    return renormalize_survivors(limited) if renormalize else limited
+
+
+def limit_sequences(
+    routing: Routing, count: int, priority: Priority, *, renormalize: bool = False
+) -> Routing:
+    """Mark as dropped what exceeds `count` pairs of one sequence at an expert; other arguments as of `limit`.
+
+    `Routing.capacity` is that of an expert for all sequences together.
+    """
+    length = max(routing.sequence_length, 1)
+    num_sequences = max(-(-routing.num_tokens // length), 1)
+    # The same experts again for each sequence, so that each has queues of its own.
+    queues_N = routing.expert_ids_N * num_sequences + routing.token_ids_N // length
+    by_queue = replace(
+        routing, expert_ids_N=queues_N, num_experts=routing.num_experts * num_sequences
+    )
+    place_N = place_in_queue(by_queue, priority(routing))
+    capacity = torch.tensor(count * num_sequences, device=place_N.device)
+    limited = replace(routing, dropped_N=routing.real_N & (place_N >= count), capacity=capacity)
     return renormalize_survivors(limited) if renormalize else limited
 
 

@@ -12,13 +12,16 @@ import torch
 from moe_ffn import FFNConfig, TokenContext, build_ffn
 from moe_ffn.capacity import (
     DROP_POLICIES,
+    CapacityConfig,
     at_random,
     by_position,
     by_probability,
     limit,
     place_in_queue,
 )
+from moe_ffn.errors import Refusal
 from moe_ffn.outputs import Routing, flatten_tokens
+from moe_ffn.routing import routing_of_pairs
 
 
 def limit_by_position(routing: Routing, factor: float | None) -> Routing:
@@ -409,3 +412,28 @@ def test_a_token_without_survivors_keeps_no_weight_and_no_nan(make_routing: Any)
     limited.weights_N[limited.computed_N].sum().backward()
     assert weights.grad is not None
     assert weights.grad.tolist() == pytest.approx([1, 0])
+
+
+def test_a_fixed_number_of_pairs_of_each_sequence() -> None:
+    """Queues are of one sequence, by position; the same in training and in evaluation, whatever the batch."""
+    config = CapacityConfig(per_sequence=2)
+    # Two sequences of four tokens, all for expert 0, but the last of each.
+    experts = [0, 0, 0, 1, 0, 0, 0, 1]
+    ids_T1 = torch.tensor(experts).unsqueeze(-1)
+    scores_TE = torch.ones(8, 2)
+    for context, dropped in (
+        (TokenContext(sequence_length=4), [2, 6]),
+        (TokenContext(sequence_length=8), [2, 4, 5, 6]),
+        (TokenContext(sequence_length=4, mask=torch.tensor([False] + [True] * 7)), [6]),
+    ):
+        routing = routing_of_pairs(scores_TE[:, :1], ids_T1, scores_TE, scores_TE, context)
+        for training in (True, False):
+            limited = config.limit(routing, training=training)
+            assert limited.dropped_N.nonzero().flatten().tolist() == dropped
+            assert limited.capacity is not None
+            assert int(limited.capacity) == 2 * 8 // (context.sequence_length or 8)
+    assert config.is_limited
+    assert config.not_causal_because is None
+    assert config.not_cached_because == Refusal(
+        "per_sequence (2) lets tokens displace each other", "set it to null"
+    )

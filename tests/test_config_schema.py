@@ -117,7 +117,8 @@ def test_schema_takes_a_number_or_a_match_for_a_width(schema: dict[str, Any]) ->
     number = {"minimum": 1, "maximum": 10**9, "type": "integer"}
     kinds = [number, {"$ref": "#/$defs/MatchConfig"}, {"type": "null"}]
     assert [width["anyOf"] for width in widths] == [kinds] * len(widths)
-    assert len(widths) == 6  # dense, gated and conv blocks; plain, gated and clamped experts
+    # Dense, conv and three gated blocks; plain and three gated kinds of experts.
+    assert len(widths) == 9
     match = schema["$defs"]["MatchConfig"]
     assert match["properties"]["of"]["$ref"] == "#/$defs/FFNConfig"
     assert match["required"] == ["match", "of"]

@@ -8,3 +8,6 @@ from moe_ffn.experts.base import ExpertsConfig as ExpertsConfig
 from moe_ffn.experts.matrices import ClampedSwiGLUExpertsConfig as ClampedSwiGLUExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig as GatedExpertsConfig
 from moe_ffn.experts.matrices import MLPExpertsConfig as MLPExpertsConfig
+from moe_ffn.experts.matrices import (
+    SoftCappedSwiGLUExpertsConfig as SoftCappedSwiGLUExpertsConfig,
+)

@@ -13,16 +13,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.config import describe_options
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.base import (
     GATE_ACTIVATIONS,
     Activation,
-    ClampedSwiGLU,
+    ClampOptions,
     ExpertWeights,
+    Gate,
     GatedType,
+    SoftCapOptions,
 )
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Memory
@@ -169,13 +171,13 @@ class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     num_matrices: ClassVar[int] = 3
 
     @property
-    def clamped(self) -> ClampedSwiGLU | None:
+    def clamped(self) -> Gate | None:
         """Replaces activation(gate) * up where it is given."""
         return None
 
     @property
-    @abstractmethod
-    def gate_activation(self) -> Activation: ...
+    def gate_activation(self) -> Activation:
+        return "silu"
 
     def width(self, d_model: int, experts_per_token: float) -> int:
         return given_width(self.d_ff) or gated_width(d_model / experts_per_token)
@@ -194,22 +196,19 @@ class GatedExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
         return GATE_ACTIVATIONS[self.type]
 
 
-class ClampedSwiGLUExpertsConfig(ThreeMatrixExpertsConfig, frozen=True):
-    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part."""
+class ClampedSwiGLUExpertsConfig(ClampOptions, ThreeMatrixExpertsConfig, frozen=True):
+    """The gated experts of GPT-OSS (arXiv:2508.10925): clamped SwiGLU with 1 added to the linear part.
+
+    Its options make the gates of models after it, such as that of DeepSeek-V4.
+    """
 
     type: Literal["clamped_swiglu"] = "clamped_swiglu"
-    alpha: float = Field(default=1.702, gt=0, le=MAX_COUNT)
-    """Slope inside the sigmoid."""
-    limit: float = Field(default=7.0, gt=0, le=MAX_COUNT)
-    """Bound of the gate from above, and of the linear part on both sides."""
 
-    @property
-    def clamped(self) -> ClampedSwiGLU | None:
-        return ClampedSwiGLU(self.alpha, self.limit)
 
-    @property
-    def gate_activation(self) -> Activation:
-        return "silu"
+class SoftCappedSwiGLUExpertsConfig(SoftCapOptions, ThreeMatrixExpertsConfig, frozen=True):
+    """Gated experts with soft caps: SwiGLU whose gate and linear part are bounded by tanh (Inkling 2)."""
+
+    type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
 
 
 class GatedExperts(MatrixExperts):

@@ -15,10 +15,12 @@ from moe_ffn.config import require_count
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.ffn.base import FFNBlock as FFNBlock
 from moe_ffn.ffn.base import FFNConfig as FFNConfig
+from moe_ffn.ffn.dense import ClampedSwiGLUConfig as ClampedSwiGLUConfig
 from moe_ffn.ffn.dense import ConvConfig as ConvConfig
 from moe_ffn.ffn.dense import DenseConfig as DenseConfig
 from moe_ffn.ffn.dense import GatedConfig as GatedConfig
 from moe_ffn.ffn.dense import IdentityConfig as IdentityConfig
+from moe_ffn.ffn.dense import SoftCappedSwiGLUConfig as SoftCappedSwiGLUConfig
 from moe_ffn.ffn.match import WidthMatch as WidthMatch
 from moe_ffn.ffn.match import solve_widths as solve_widths
 from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig as MixtureOfDepthsConfig

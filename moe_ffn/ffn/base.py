@@ -68,9 +68,15 @@ class ExpertStack:
     config: ExpertsConfig
     num_experts: int
     experts_per_token: float
+    latent_width: int | None = None
+    """Of the space that the experts are in, where it is not the model's own."""
+
+    def width(self, d_model: int) -> int:
+        """The width of what the experts read and return."""
+        return self.latent_width or d_model
 
     def build(self, d_model: int) -> Experts:
-        return self.config.build(d_model, self.num_experts, self.experts_per_token)
+        return self.config.build(self.width(d_model), self.num_experts, self.experts_per_token)
 
     def num_params(self, d_model: int) -> int:
         return self._params_of(self.num_experts, d_model)
@@ -87,14 +93,16 @@ class ExpertStack:
             pairs_per_token: experts that it passes through.
             rows_per_token: rows that the experts are given for it.
         """
-        pair = self.config.flops_per_pair(d_model, self.experts_per_token)
-        shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
+        width = self.width(d_model)
+        pair = self.config.flops_per_pair(width, self.experts_per_token)
+        shared = self.config.shared_flops_per_token(width, self.experts_per_token)
         return round(pairs_per_token * pair + rows_per_token * shared)
 
     def _params_of(self, num_experts: float, d_model: int) -> int:
         """Of so many of the experts, and of what all of them share."""
-        own = self.config.params_per_expert(d_model, self.experts_per_token)
-        return round(num_experts * own) + self.config.shared_params(d_model, self.experts_per_token)
+        width = self.width(d_model)
+        own = self.config.params_per_expert(width, self.experts_per_token)
+        return round(num_experts * own) + self.config.shared_params(width, self.experts_per_token)
 
 
 class FFNConfig(TaggedConfig, frozen=True):

@@ -17,14 +17,22 @@ from torch import Tensor, nn
 from moe_ffn.config import MAX_COUNT, describe_options
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import ExpertsConfig
-from moe_ffn.experts.matrices import GatedExpertsConfig, MLPExpertsConfig
+from moe_ffn.experts.matrices import (
+    ClampedSwiGLUExpertsConfig,
+    GatedExpertsConfig,
+    MLPExpertsConfig,
+    SoftCappedSwiGLUExpertsConfig,
+)
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
 from moe_ffn.kernels.base import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
     Activation,
+    ClampOptions,
     ExpertWeights,
+    Gate,
     GatedType,
+    SoftCapOptions,
     check_dtype,
 )
 from moe_ffn.outputs import (
@@ -99,29 +107,69 @@ class DenseConfig(HiddenWidthConfig, frozen=True):
         return DenseFFN(self, d_model)
 
 
-class GatedConfig(HiddenWidthConfig, frozen=True):
-    """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
+class ThreeMatrixConfig(HiddenWidthConfig, frozen=True):
+    """The options of all gated blocks."""
 
-    The type is the activation of the gate: swiglu SiLU, geglu GELU, reglu ReLU, glu sigmoid,
-    bilinear none.
-    """
-
-    type: GatedType = "swiglu"
     multiple_of: int = Field(default=8, ge=1, le=MAX_COUNT)
     """The default hidden width is rounded to a multiple of this."""
 
     num_matrices: ClassVar[int] = 3
     by_token: ClassVar[bool] = True
 
+    @property
+    def gate_activation(self) -> Activation:
+        return "silu"
+
+    @property
+    def clamped(self) -> Gate | None:
+        """Replaces activation(gate) * up where it is given."""
+        return None
+
     def width(self, d_model: int) -> int:
         return given_width(self.d_ff) or gated_width(d_model, self.multiple_of)
 
-    def as_experts(self, d_model: int) -> ExpertsConfig:
-        width = self.width(d_model)
-        return GatedExpertsConfig(type=self.type, d_ff=width, bias=self.bias, dropout=self.dropout)
-
     def build(self, d_model: int) -> FFNBlock:
         return GatedFFN(self, d_model)
+
+    def expert_options(self, d_model: int) -> dict[str, Any]:
+        """The options of experts each of which is such a block."""
+        options = {name: value for name, value in self if name != "multiple_of"}
+        return {**options, "d_ff": self.width(d_model)}
+
+
+class GatedConfig(ThreeMatrixConfig, frozen=True):
+    """A gated linear unit, down(act(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
+
+    The type is the activation of the gate: swiglu SiLU, geglu GELU (geglu_tanh its approximation), reglu
+    ReLU, glu sigmoid, bilinear none.
+    """
+
+    type: GatedType = "swiglu"
+
+    @property
+    def gate_activation(self) -> Activation:
+        return GATE_ACTIVATIONS[self.type]
+
+    def as_experts(self, d_model: int) -> ExpertsConfig:
+        return GatedExpertsConfig(**self.expert_options(d_model))
+
+
+class ClampedSwiGLUConfig(ClampOptions, ThreeMatrixConfig, frozen=True):
+    """SwiGLU with clamps, as in the shared experts of DeepSeek-V4 and MiniMax-M3."""
+
+    type: Literal["clamped_swiglu"] = "clamped_swiglu"
+
+    def as_experts(self, d_model: int) -> ExpertsConfig:
+        return ClampedSwiGLUExpertsConfig(**self.expert_options(d_model))
+
+
+class SoftCappedSwiGLUConfig(SoftCapOptions, ThreeMatrixConfig, frozen=True):
+    """SwiGLU whose gate and linear part are bounded by tanh, as in the dense layers of Inkling 2."""
+
+    type: Literal["soft_capped_swiglu"] = "soft_capped_swiglu"
+
+    def as_experts(self, d_model: int) -> ExpertsConfig:
+        return SoftCappedSwiGLUExpertsConfig(**self.expert_options(d_model))
 
 
 class ConvConfig(HiddenWidthConfig, frozen=True):
@@ -257,10 +305,10 @@ class DenseFFN(HiddenWidthFFN):
 
 
 class GatedFFN(HiddenWidthFFN):
-    """down(act(gate x) * up x)."""
+    """down(act(gate x) * up x), or with a gate of another kind."""
 
-    def __init__(self, config: GatedConfig, d_model: int) -> None:
-        super().__init__(config, d_model, GATE_ACTIVATIONS[config.type])
+    def __init__(self, config: ThreeMatrixConfig, d_model: int) -> None:
+        super().__init__(config, d_model, config.gate_activation)
         width = config.width(d_model)
         self.gate = nn.Linear(d_model, width, bias=config.bias)
         self.up = nn.Linear(d_model, width, bias=config.bias)
@@ -268,7 +316,9 @@ class GatedFFN(HiddenWidthFFN):
 
     def hidden(self, x: Tensor, context: TokenContext | None) -> Tensor:
         x = without_padding(x, context)
-        return self.activation(self.gate(x)) * self.up(x)
+        gate, up = self.gate(x), self.up(x)
+        clamped = self.config.clamped
+        return self.activation(gate) * up if clamped is None else clamped(gate, up)
 
     def transform(self, x: Tensor, context: TokenContext | None) -> Tensor:
         return self.down(self.dropout(self.hidden(x, context)))
@@ -276,10 +326,11 @@ class GatedFFN(HiddenWidthFFN):
     def networks(self) -> ExpertWeights:
         into, bias = (self.gate, self.up), self.gate.bias
         return ExpertWeights(
-            GATE_ACTIVATIONS[self.config.type],
+            self.config.gate_activation,
             torch.cat([linear.weight for linear in into])[None],
             self.down.weight[None],
             gated=True,
+            clamped=self.config.clamped,
             up_bias_EH=None if bias is None else torch.cat([linear.bias for linear in into])[None],
             down_bias_ED=None if bias is None else self.down.bias[None],
         )

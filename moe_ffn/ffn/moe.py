@@ -8,22 +8,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import MAX_COUNT, describe_options
-from moe_ffn.dispatch import Dispatcher, LocalDispatcher, make_plan
+from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
+from moe_ffn.ffn.around import Latent, LatentConfig, Norms, NormsConfig, run_by_pair
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
 from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
-from moe_ffn.routing import RouterConfig, TopKRouterConfig
-from moe_ffn.routing.base import Router
+from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
+from moe_ffn.routing.base import Router, jittered
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -44,6 +46,17 @@ class MoEConfig(FFNConfig, frozen=True):
     """A block that every token passes through beside its routed experts (DeepSeekMoE)."""
     combine: CombineConfig = SumConfig()
     """How the shared expert's output joins the routed one."""
+    weights_at: Literal["output", "input"] = "output"
+    """Whether the weight of an expert multiplies what it returns, or what it reads (Llama 4)."""
+    jitter: float = Field(default=0.0, ge=0, lt=1)
+    """In training, multiply what the whole block sees by noise from U(1 - jitter, 1 + jitter) (Mixtral in
+    transformers), where `router.jitter` is seen by the router alone."""
+    latent: LatentConfig | None = None
+    """The experts are in a narrower space; off by default."""
+    norms: NormsConfig = NormsConfig()
+    """Norms inside the block; none by default."""
+    output_bias: bool = False
+    """Add a learned vector to the output (JetMoE)."""
 
     is_sparse: ClassVar[bool] = True
 
@@ -60,7 +73,23 @@ class MoEConfig(FFNConfig, frozen=True):
                 f"shared_expert.type ('{self.shared_expert.type}') must not be a sparse block: every "
                 "token passes through a shared expert; use 'swiglu' or 'dense'"
             )
+        for option in ("shared_input", "shared"):
+            if self.shared_expert is None and getattr(self.norms, option) is not None:
+                raise ValueError(
+                    f"norms.{option} is of a shared expert, but shared_expert is null; give it one, such as "
+                    f"'swiglu', or leave norms.{option} out"
+                )
+        if self.jitter and self.router_jitter:
+            raise ValueError(
+                f"jitter ({self.jitter:g}) reaches the router too, which has router.jitter "
+                f"({self.router_jitter:g}) of its own; set one of them to 0"
+            )
         return self
+
+    @property
+    def router_jitter(self) -> float:
+        """The noise that the router alone sees; 0 for a router without that option."""
+        return self.router.jitter if isinstance(self.router, LinearRouterConfig) else 0.0
 
     def _check_router(self) -> None:
         try:
@@ -119,10 +148,12 @@ class MoEConfig(FFNConfig, frozen=True):
 
     @property
     def expert_stack(self) -> ExpertStack:
-        return ExpertStack(self.experts, self.num_experts, self.experts_per_token)
+        width = None if self.latent is None else self.latent.width
+        return ExpertStack(self.experts, self.num_experts, self.experts_per_token, width)
 
     def with_num_experts(self, num_experts: int, d_model: int) -> MoEConfig:
-        experts = self.experts.with_fixed_width(d_model, self.experts_per_token)
+        width = self.expert_stack.width(d_model)
+        experts = self.experts.with_fixed_width(width, self.experts_per_token)
         options = {**dict(self), "num_experts": num_experts, "experts": experts}
         return type(self).model_validate(options)
 
@@ -141,8 +172,10 @@ class MoEConfig(FFNConfig, frozen=True):
             shared = self.shared_expert.flops_per_token(d_model, seq_len)
             shared += self.combine.flops_per_token(d_model)
         router = self.router.flops_per_token(d_model, self.num_routable)
-        experts = self.routed_flops_per_token(d_model, seq_len)
-        return experts + shared + router + self.zero_computation.flops_per_token(d_model)
+        if self.latent is not None:
+            router += self.latent.flops_per_token(d_model)
+        routed = self.routed_flops_per_token(d_model, seq_len)
+        return routed + shared + router + self.zero_computation.flops_per_token(d_model)
 
     def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
         pairs = self.router.pairs_per_token(self.num_routable, seq_len)
@@ -153,9 +186,11 @@ class MoEConfig(FFNConfig, frozen=True):
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
 
     def _params_beside_experts(self, d_model: int) -> int:
-        shared = 0
+        shared = self.norms.num_params(d_model, self.expert_stack.width(d_model))
+        shared += d_model if self.output_bias else 0
+        shared += 0 if self.latent is None else self.latent.num_params(d_model)
         if self.shared_expert is not None:
-            shared = self.shared_expert.num_params(d_model) + self.combine.num_params(d_model)
+            shared += self.shared_expert.num_params(d_model) + self.combine.num_params(d_model)
         router = self.router.num_params(d_model, self.num_routable)
         return router + shared + self.zero_computation.num_params(d_model)
 
@@ -169,50 +204,91 @@ class MoEFFN(FFNBlock):
 
     def __init__(self, config: MoEConfig, d_model: int) -> None:
         super().__init__()
+        self.config = config
         self.d_model = d_model
         self.num_experts = config.num_experts
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
         self.dispatcher: Dispatcher = LocalDispatcher()
-        self.zero_computation = self.shared_expert = None
+        self.zero_computation = self.shared_expert = self.output_bias = None
         if config.zero_computation.total:
             self.zero_computation = ZeroComputationExperts(config.zero_computation, d_model)
         if config.shared_expert is not None:
             self.shared_expert = config.shared_expert.build(d_model)
             self.combine = config.combine.build(d_model, config.experts_per_token)
+        if config.output_bias:
+            self.output_bias = nn.Parameter(torch.zeros(d_model))
+        width = config.expert_stack.width(d_model)
+        self.latent = None if config.latent is None else Latent(config.latent, d_model)
+        places = config.norms.widths(d_model, width)
+        self.norms = Norms(config.norms, places) if places else None
+        self.by_pair = config.norms.each_expert is not None or config.weights_at == "input"
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         x_TD, flat = flatten_tokens(x, context)
+        if self.training and self.config.jitter:
+            x_TD = jittered(x_TD, self.config.jitter).to(x_TD.dtype)
         routing = self.router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)
-        sent = self.dispatcher.dispatch(x_TD, make_plan(routing, self.num_experts))
+        inner_TD = x_TD if self.latent is None else self.latent.into(x_TD)
+        inner_TD = self._normed("experts_input", inner_TD)
+        sent = self.dispatcher.dispatch(inner_TD, make_plan(routing, self.num_experts))
         x = x_TD.view_as(x)  # zero where it is padding
         shared = None  # computed while tokens travel to experts elsewhere
         if self.shared_expert is not None:
-            shared = self.shared_expert(x, context).hidden
-        y_TD = sent.combine(self.experts(sent.rows(), sent.plan))
+            shared = self.shared_expert(self._normed("shared_input", x), context).hidden
+            shared = self._normed("shared", shared)
+        y_TD = sent.combine(self._run_experts(sent))
+        y_TD = y_TD if self.latent is None else self.latent.out_of(y_TD)
+        y_TD = self._normed("routed", y_TD)
         if self.zero_computation is not None:
             y_TD = y_TD + self.zero_computation(x_TD, routing, first=self.num_experts)
-        output = FFNOutput(y_TD.view_as(x), {"routing": routing})
-        return output if shared is None else self._with_shared(output, shared, x, context)
+        output = FFNOutput(y_TD.to(x.dtype).view_as(x), {"routing": routing})
+        return self._with_shared(output, shared, x, context)
+
+    def _normed(self, place: str, x: Tensor) -> Tensor:
+        return x if self.norms is None else self.norms(place, x)
+
+    def _run_experts(self, sent: Dispatched) -> Tensor:
+        if not self.by_pair:
+            return self.experts(sent.rows(), sent.plan)
+        weigh_input = self.config.weights_at == "input"
+        return run_by_pair(self.experts, sent, weigh_input=weigh_input, normed=self._normed)
 
     def _with_shared(
-        self, output: FFNOutput, shared: Tensor, x: Tensor, context: TokenContext | None
+        self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None
     ) -> FFNOutput:
-        """The routed output and the shared expert's together."""
-        routed, shared = self.combine(output.hidden, shared, x)
-        share = share_of_norms(shared, routed, None if context is None else context.mask)
-        return replace(output, hidden=routed + shared, shared_shares={"routing": share})
+        """The routed output and the shared expert's together, normalised, and with the bias."""
+        hidden, shares = output.hidden, dict[str, Tensor]()
+        if shared is not None:
+            routed, joined = self.combine(hidden, shared, x)
+            mask = None if context is None else context.mask
+            shares["routing"] = share_of_norms(joined, routed, mask)
+            hidden = routed + joined
+        hidden = self._normed("output", hidden)
+        if self.output_bias is not None:
+            hidden = hidden + self.output_bias.to(hidden.dtype)
+        return replace(output, hidden=hidden, shared_shares=shares)
 
     def place_experts(self, place: PlaceExperts) -> None:
         self.dispatcher = place(self.experts, self.num_experts)
 
+    @property
+    def _adds_up_networks(self) -> bool:
+        """Whether an expert's part of the output is its weight times a network of the token."""
+        norms = self.config.norms
+        of_routed = (norms.experts_input, norms.each_expert, norms.routed, norms.output)
+        plain = self.config.latent is None and self.config.weights_at == "output"
+        return plain and all(norm is None for norm in of_routed)
+
     def networks(self) -> ExpertWeights | None:
-        return self.experts.weights()
+        return self.experts.weights() if self._adds_up_networks else None
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        if not self._adds_up_networks:
+            return []
         x_TD, flat = flatten_tokens(x, context)
         routing = self.capacity.limit(self.router(x_TD, flat), training=self.training)
         found = self.experts.memories(x_TD, make_plan(routing, self.num_experts))

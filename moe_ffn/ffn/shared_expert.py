@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import TaggedConfig
+from moe_ffn.config import MAX_COUNT, TaggedConfig
 from moe_ffn.sizes import linear_flops, linear_params
 
 
@@ -57,9 +58,11 @@ class AverageConfig(CombineConfig, frozen=True):
     """(k * routed + shared) / (k + 1): the shared expert counts as one more (OLMo-core)."""
 
     type: Literal["average"] = "average"
+    k: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """How many the routed output counts for; the experts per token by default, and 1 in Cohere 2."""
 
     def build(self, d_model: int, experts_per_token: float) -> Combine:
-        return Average(experts_per_token)
+        return Average(experts_per_token if self.k is None else self.k)
 
 
 class ResidualConfig(CombineConfig, frozen=True):

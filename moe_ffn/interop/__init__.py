@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_ffn.interop.blocks import block_config, convert_block
     from moe_ffn.interop.from_transformers import load_ffn, load_transformers
     from moe_ffn.interop.routings import watch
     from moe_ffn.interop.swap import swap_ffn
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from moe_ffn.interop.transformers import register
 
 _LAZY = {
+    "block_config": "blocks",
+    "convert_block": "blocks",
     "export_transformers": "to_transformers",
     "load_ffn": "from_transformers",
     "load_transformers": "from_transformers",
@@ -21,6 +24,8 @@ _LAZY = {
 """Imported on first use: what reads files needs packages that others lack."""
 
 __all__ = [
+    "block_config",
+    "convert_block",
     "export_transformers",
     "load_ffn",
     "load_transformers",

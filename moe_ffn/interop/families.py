@@ -198,7 +198,7 @@ FAMILIES = (
             same("num_local_experts", "sparse.num_experts", 1),
             same("intermediate_size", "sparse.experts.d_ff", 1),
             gated("sparse.experts.type"),
-            only("router_jitter_noise", 0.0),  # it would reach the experts too
+            same("router_jitter_noise", "sparse.jitter", 0.0),
             K,
             always({"sparse.router.renormalize": True}),
             SOFTMAX_TOP_K,
@@ -212,6 +212,7 @@ FAMILIES = (
             "max_position_embeddings": 131_072,
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
+            "router_jitter_noise": 0.0,
         },
         {
             **EXPERTS,

@@ -76,6 +76,14 @@ def load_transformers(folder: str | Path) -> Decoder:
     return decoder.eval()
 
 
+def sparse_options(family: Family, their: Theirs) -> dict[str, Any]:
+    """The options of the sparse block of an architecture, as YAML has them; ConfigError as above."""
+    options: dict[str, Any] = {}
+    for part in family.ffn:
+        options |= part.read(their)
+    return _blocks(options)[1]["sparse"]
+
+
 class _BlockConfig(Config, frozen=True):
     ffn: FFNConfig
 

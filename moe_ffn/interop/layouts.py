@@ -23,8 +23,13 @@ class Piece:
     """The view of ours that it fills; of its shape."""
     order: tuple[int, Tensor] | None = None
     """(dimension, places): which of its rows or columns stands at each place of ours."""
+    rows: slice | None = None
+    """Those of its rows that it is, where others are a part of another tensor of ours; not written."""
+    added: float = 0.0
+    """The difference of ours from it; not written."""
 
     def to_ours(self, theirs: Tensor) -> Tensor:
+        theirs = theirs if self.rows is None else theirs[self.rows]
         return theirs if self.order is None else theirs.index_select(*self.order)
 
     def to_theirs(self, ours: Tensor) -> Tensor:
@@ -42,6 +47,11 @@ first of which is written."""
 def named(*names: str) -> Layout:
     """The same tensor, under one of these names."""
     return lambda prefix, shape, their: [[Piece(prefix + name)] for name in names]
+
+
+def one_less(name: str) -> Layout:
+    """A scale of which theirs learn the difference from 1."""
+    return lambda prefix, shape, their: [[Piece(prefix + name, added=1.0)]]
 
 
 def stacked(fused: str, *each: str) -> Layout:

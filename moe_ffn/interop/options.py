@@ -101,6 +101,7 @@ ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",
     "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
     "relu": "reglu",
     "sigmoid": "glu",
     "linear": "bilinear",

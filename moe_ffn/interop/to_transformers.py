@@ -183,7 +183,7 @@ def options_of(config: DecoderConfig) -> tuple[dict[str, Any], list[str]]:
         if kind == "sparse":
             sparse.append(layer)
         flat |= {f"{kind}.{path}": value for path, value in block.items()}
-    left_out = {path for path in flat if _acts_in_training_alone(path, flat)}
+    left_out = {path for path in flat if _acts_in_training_alone(path)}
     given = [_path(path) for path in flat if path in left_out and _is_given(path, flat[path])]
     kept = {
         path: value for path, value in flat.items() if value is not None and path not in left_out
@@ -211,9 +211,9 @@ _TRAINING = {"dropout", "jitter", "backend", "multiple_of", "activation_checkpoi
 """Last words of options that change no output in evaluation."""
 
 
-def _acts_in_training_alone(path: str, flat: Options) -> bool:
+def _acts_in_training_alone(path: str) -> bool:
     if path.startswith("sparse.capacity."):
-        return flat.get("sparse.capacity.eval_factor") is None
+        return path.rpartition(".")[2] not in ("eval_factor", "per_sequence")
     return path != "attention.dropout" and path.rpartition(".")[2] in _TRAINING
 
 

@@ -13,7 +13,7 @@ from moe_ffn.kernels.base import (
     transforms_at_work,
 )
 from moe_ffn.kernels.blocks import blocks
-from moe_ffn.kernels.native.backend import native
+from moe_ffn.kernels.native.backend import native, takes
 from moe_ffn.kernels.native.build import why_not
 from moe_ffn.kernels.torch_products import loop
 
@@ -24,7 +24,7 @@ FEW_PAIRS = 64
 @outside_graphs
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
-    if why_not() is None:
+    if takes(weights) and why_not() is None:
         return native(x_TD, plan, weights)
     if not torch.is_grad_enabled() and len(plan.token_ids_N) <= FEW_PAIRS:
         return loop(x_TD, plan, weights)

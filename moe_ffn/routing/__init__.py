@@ -19,6 +19,7 @@ from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig as NeuronTopKRou
 from moe_ffn.routing.noisy_top_k import NoisyTopKRouterConfig as NoisyTopKRouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig as ReLURouterConfig
 from moe_ffn.routing.sinkhorn import SinkhornRouterConfig as SinkhornRouterConfig
+from moe_ffn.routing.sparse_mixer import SparseMixerRouterConfig as SparseMixerRouterConfig
 from moe_ffn.routing.top_k import GroupsConfig as GroupsConfig
 from moe_ffn.routing.top_k import SigmoidTopKRouterConfig as SigmoidTopKRouterConfig
 from moe_ffn.routing.top_k import TopKRouterConfig as TopKRouterConfig

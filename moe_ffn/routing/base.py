@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from moe_ffn.config import MAX_COUNT, TaggedConfig, describe_options
+from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.errors import ConfigError, Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
@@ -77,19 +77,64 @@ class RouterConfig(TaggedConfig, frozen=True):
         return self.type
 
 
+class RouterMLPConfig(Config, frozen=True):
+    """A small network between the token and the projection to the experts, as in `zaya` of transformers.
+
+    h = RMSNorm(W_0 x + b_0), then `depth` times h = GELU(W_i h + b_i); the projection reads h.
+    """
+
+    width: int = Field(default=256, ge=1, le=MAX_COUNT)
+    """Width of all its layers."""
+    depth: int = Field(default=2, ge=0, le=100)
+    """Layers with an activation."""
+    eps: float = Field(default=1e-6, gt=0, lt=1)
+    """Of its norm."""
+
+    def num_params(self, d_model: int) -> int:
+        layers = self.depth * linear_params(self.width, self.width, bias=True)
+        return linear_params(d_model, self.width, bias=True) + self.width + layers
+
+    def flops_per_token(self, d_model: int) -> int:
+        return linear_flops(d_model, self.width) + self.depth * linear_flops(self.width, self.width)
+
+
+class RouterNormConfig(Config, frozen=True):
+    """An RMS norm with a learned scale, of what the router reads."""
+
+    eps: float = Field(default=1e-6, gt=0, lt=1)
+    """Added to the mean of squares."""
+
+
 class LinearRouterConfig(RouterConfig, frozen=True):
     """A router whose logits are a projection of the token."""
+
+    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale"})
+    """Options that the router's repr leaves out where they have their defaults."""
 
     bias: bool = False
     """Add a learned bias to the logits, as GPT-OSS does."""
     jitter: float = Field(default=0.0, ge=0, lt=1)
     """In training, multiply what the router sees by noise from U(1 - jitter, 1 + jitter) (Switch)."""
+    input_norm: RouterNormConfig | None = None
+    """An RMS norm of what the router reads (Gemma 4); none by default."""
+    mlp: RouterMLPConfig | None = None
+    """A small network before the projection; none by default."""
+    logit_scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
+    """Multiplies the logits."""
+    logit_cap: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """Bound of the logits on both sides, as cap * tanh(logit / cap); none by default."""
 
     def num_params(self, d_model: int, num_experts: int) -> int:
-        return linear_params(d_model, num_experts, self.bias)
+        norm = 0 if self.input_norm is None else d_model
+        if self.mlp is None:
+            return norm + linear_params(d_model, num_experts, self.bias)
+        projection = linear_params(self.mlp.width, num_experts, self.bias)
+        return norm + self.mlp.num_params(d_model) + projection
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
-        return linear_flops(d_model, num_experts)
+        if self.mlp is None:
+            return linear_flops(d_model, num_experts)
+        return self.mlp.flops_per_token(d_model) + linear_flops(self.mlp.width, num_experts)
 
 
 class FixedKConfig(RouterConfig, frozen=True):
@@ -168,24 +213,67 @@ class LinearRouter(Router):
     def __init__(self, config: LinearRouterConfig, d_model: int, num_experts: int) -> None:
         super().__init__()
         self.config = config
+        self.input_norm = self.mlp = None
+        if config.input_norm is not None:
+            self.input_norm = nn.RMSNorm(d_model, config.input_norm.eps)
+        if config.mlp is not None:
+            self.mlp = RouterMLP(config.mlp, d_model)
+            d_model = config.mlp.width
         self.projection = RouterLinear(d_model, num_experts, config.bias)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """(T, E), float32 or wider. The experts themselves see the tokens without the jitter."""
-        jitter = self.config.jitter
-        if self.training and jitter:
-            noise_TD = torch.empty_like(x_TD, dtype=self.projection.dtype_for(x_TD))
-            x_TD = x_TD * noise_TD.uniform_(1 - jitter, 1 + jitter)
-        return self.projection(x_TD)
+        config = self.config
+        if self.training and config.jitter:
+            x_TD = jittered(x_TD, config.jitter)
+        if self.input_norm is not None:
+            dtype = self.projection.dtype_for(x_TD)
+            scale_D, eps = self.input_norm.weight.to(dtype), self.input_norm.eps
+            x_TD = F.rms_norm(x_TD.to(dtype), scale_D.shape, scale_D, eps)
+        logits_TE = self.projection(x_TD if self.mlp is None else self.mlp(x_TD))
+        if config.logit_scale != 1:
+            logits_TE = logits_TE * config.logit_scale
+        if config.logit_cap is not None:
+            logits_TE = config.logit_cap * (logits_TE / config.logit_cap).tanh()
+        return logits_TE
 
     def rows(self) -> dict[str, Tensor]:
+        if self.input_norm is not None or self.mlp is not None:
+            return super().rows()
         found = self.state_dict(keep_vars=True)
         num_experts = len(self.projection.weight)
         have_rows = all(rows.ndim and len(rows) == num_experts for rows in found.values())
         return found if have_rows else super().rows()
 
     def extra_repr(self) -> str:
-        return describe_options(self.config, without=["type"])
+        fields = type(self.config).model_fields
+        unchanged = [n for n in self.config.quiet if getattr(self.config, n) == fields[n].default]
+        return describe_options(self.config, without=["type", *unchanged])
+
+
+def jittered(x: Tensor, jitter: float) -> Tensor:
+    """`x` times noise from U(1 - jitter, 1 + jitter), float32 or wider."""
+    noise = torch.empty_like(x, dtype=RouterLinear.dtype_for(x))
+    return x * noise.uniform_(1 - jitter, 1 + jitter)
+
+
+class RouterMLP(nn.Module):
+    """h = RMSNorm(W_0 x + b_0), then h = GELU(W_i h + b_i), in float32; see `RouterMLPConfig`."""
+
+    def __init__(self, config: RouterMLPConfig, d_model: int) -> None:
+        super().__init__()
+        self.into = RouterLinear(d_model, config.width, bias=True)
+        self.norm = nn.RMSNorm(config.width, config.eps)
+        layers = (RouterLinear(config.width, config.width, bias=True) for _ in range(config.depth))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        h = self.into(x_TD)
+        scale = self.norm.weight.to(h.dtype)
+        h = F.rms_norm(h, scale.shape, scale, self.norm.eps)
+        for layer in self.layers:
+            h = F.gelu(layer(h))
+        return h
 
 
 class RouterLinear(nn.Module):

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from moe_ffn.outputs import Routing, TokenContext
@@ -32,6 +33,16 @@ class NeuronTopKRouterConfig(LinearTopKConfig, frozen=True):
     type: Literal["neuron_top_k"] = "neuron_top_k"
     correction_bias: bool = False
     """Select by score + bias; `objective.bias_rule` moves the bias towards balance."""
+
+    @model_validator(mode="after")
+    def _leave_the_unit_as_it_is(self) -> NeuronTopKRouterConfig:
+        for option in ("input_norm", "mlp", "logit_scale", "logit_cap"):
+            if getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(
+                    f"{option} is for routers whose logits are a projection of the token, but those of "
+                    "type 'neuron_top_k' are a unit of each expert; leave it out"
+                )
+        return self
 
     @property
     def has_correction_bias(self) -> bool:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange, repeat
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
+from moe_ffn.routing.hash import hash_of
 
 
 class GroupsConfig(Config, frozen=True):
@@ -63,13 +65,37 @@ class GroupsConfig(Config, frozen=True):
             )
 
 
+class TokenTableConfig(Config, frozen=True):
+    """A fixed list of experts for each token of the vocabulary, as in the first layers of DeepSeek-V4."""
+
+    vocab_size: int = Field(ge=1, le=MAX_COUNT)
+    """Rows of the table."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the hash function that fills it (`router.type: hash`)."""
+
+
 class TopKOptionsConfig(LinearTopKConfig, frozen=True):
     """The options that softmax and sigmoid top-k share."""
 
+    quiet: ClassVar[frozenset[str]] = frozenset({"logit_scale", "renormalize_p", "select_by"})
+
     renormalize: bool = False
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
+    renormalize_p: float = Field(default=1.0, ge=1, le=100)
+    """`renormalize` divides by the p-norm of the weights: by their sum for 1, by the Euclidean norm for 2."""
+    renormalize_eps: float = Field(default=0.0, ge=0, lt=1)
+    """Added to what `renormalize` divides by."""
     scale: float = Field(default=1.0, gt=0, le=MAX_COUNT)
     """Multiplies the weights (DeepSeek's routed scaling factor)."""
+    learned_scale: Literal["global", "expert"] | None = None
+    """A learned factor of the weights, one for all (Inkling), or one of each expert (Gemma 4); 1 at first."""
+    select_by: Literal["score", "logit"] = "score"
+    """What chooses the experts, and what the correction bias is added to; the score weighs all the same."""
+    num_always: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """The last so many experts are every token's, beside the k that it chooses, and are weighed and
+    normalised together with these: shared experts within the router (Inkling)."""
+    token_table: TokenTableConfig | None = None
+    """The token's id chooses the k experts, by a table; the scores weigh all the same. Off by default."""
     groups: GroupsConfig | None = None
     """Limit each token to a few groups of experts; off by default."""
     correction_bias: bool = False
@@ -80,21 +106,52 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
 
     @model_validator(mode="after")
     def _keep_the_router_gradient(self) -> TopKOptionsConfig:
-        if self.k == 1 and self.renormalize:
+        if self.k + self.num_always == 1 and self.renormalize:
             raise ValueError(
                 "renormalize (true) with k (1) makes every weight a constant 1, so the router would "
                 "never learn; set renormalize: false or k >= 2"
             )
         return self
 
+    @model_validator(mode="after")
+    def _refuse_what_would_not_be_used(self) -> TopKOptionsConfig:
+        for option in ("renormalize_p", "renormalize_eps"):
+            value = getattr(self, option)
+            if value != type(self).model_fields[option].default and not self.renormalize:
+                raise ValueError(
+                    f"{option} ({value:g}) is for renormalize, which is false; set it to true, or leave "
+                    f"{option} out"
+                )
+        if self.token_table is not None:
+            for option in ("groups", "correction_bias"):
+                if getattr(self, option):
+                    raise ValueError(
+                        f"{option} changes which experts the scores choose, but token_table chooses them "
+                        f"by the token's id; leave one of them out"
+                    )
+        return self
+
     @property
     def has_correction_bias(self) -> bool:
         return self.correction_bias
 
+    def experts_per_token(self, num_experts: int) -> float:
+        return self.k + self.num_always
+
     def check_num_experts(self, num_experts: int) -> None:
+        if self.num_always and self.k > num_experts - self.num_always:
+            raise ValueError(
+                f"router.k ({self.k}) must not exceed the experts that are left to choose from "
+                f"({num_experts - self.num_always}: of {num_experts}, router.num_always "
+                f"{self.num_always} are every token's); lower one of them or raise num_experts"
+            )
         super().check_num_experts(num_experts)
         if self.groups is not None:
-            self.groups.check(self.k, num_experts)
+            self.groups.check(self.k, num_experts - self.num_always)
+
+    def num_params(self, d_model: int, num_experts: int) -> int:
+        scales = {None: 0, "global": 1, "expert": num_experts}[self.learned_scale]
+        return super().num_params(d_model, num_experts) + scales
 
 
 class TopKRouterConfig(TopKOptionsConfig, frozen=True):
@@ -110,7 +167,7 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
 
     @model_validator(mode="after")
     def _keep_the_router_gradient_after_selection(self) -> TopKRouterConfig:
-        if self.k == 1 and self.softmax == "after":
+        if self.k + self.num_always == 1 and self.softmax == "after":
             raise ValueError(
                 "softmax (after) with k (1) makes every weight a constant 1, so the router would "
                 "never learn; set softmax: before or k >= 2"
@@ -124,7 +181,11 @@ class TopKRouterConfig(TopKOptionsConfig, frozen=True):
 class SigmoidTopKRouterConfig(TopKOptionsConfig, frozen=True):
     """Sigmoid top-k: every expert is scored by itself, as in DeepSeek-V3 (arXiv:2412.19437)."""
 
+    quiet: ClassVar[frozenset[str]] = TopKOptionsConfig.quiet | {"score"}
+
     type: Literal["sigmoid_top_k"] = "sigmoid_top_k"
+    score: Literal["sigmoid", "sqrt_softplus"] = "sigmoid"
+    """The score of a logit z: sigmoid(z), or sqrt(log(1 + exp(z))), as in DeepSeek-V4."""
     renormalize: bool = True
     """Divide the k weights by their sum. Not for k = 1: the weight would be a constant 1."""
     correction_bias: bool = True
@@ -149,27 +210,65 @@ class SelectingRouter(LinearRouter):
         if config.correction_bias:
             bias_E = torch.zeros(num_experts, dtype=torch.float32)  # whatever torch's default is
             self.register_buffer("correction_bias_E", bias_E)
+        self.weight_scale = None
+        if config.learned_scale is not None:
+            size = num_experts if config.learned_scale == "expert" else 1
+            self.weight_scale = nn.Parameter(torch.ones(size))
+        self.num_selectable = num_experts - config.num_always
+        self.table_VK: Tensor | None
+        table_VK = None
+        if config.token_table is not None:
+            ids_V1 = torch.arange(config.token_table.vocab_size).unsqueeze(-1)
+            first_V1 = hash_of(ids_V1, config.token_table.seed)
+            table_VK = (first_V1 + torch.arange(config.k)) % self.num_selectable
+        self.register_buffer("table_VK", table_VK)
 
-    def select(self, scores_TE: Tensor, context: TokenContext) -> Tensor:
+    def route(self, logits_TE: Tensor, scores_TE: Tensor, context: TokenContext) -> Routing:
+        expert_ids_TK = self.select(scores_TE, context, logits_TE)
+        weights_TK = self.weigh(scores_TE, expert_ids_TK, logits_TE)
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+
+    def select(self, scores_TE: Tensor, context: TokenContext, logits_TE: Tensor) -> Tensor:
         """int64 (T, K), the best expert first; or those that the context names."""
         if context.expert_ids is not None:
             return context.expert_ids
-        k, groups = self.config.k, self.config.groups
-        ranking_TE = scores_TE.detach()
-        if self.correction_bias_E is not None:
-            ranking_TE = ranking_TE + self.correction_bias_E
-        if groups is not None:
-            allowed_TE = experts_of_best_groups(ranking_TE, groups, k)
-            # -inf and not 0, under which a negative bias would let the masked experts win.
-            ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
-        return ranking_TE.topk(k, dim=-1).indices
+        config, last = self.config, self.num_selectable
+        if self.table_VK is not None:
+            chosen_TK = self.table_VK[_known_ids(context)]
+        else:
+            ranking_TE = (scores_TE if config.select_by == "score" else logits_TE).detach()
+            if self.correction_bias_E is not None:
+                ranking_TE = ranking_TE + self.correction_bias_E
+            ranking_TE = ranking_TE[:, :last]
+            if config.groups is not None:
+                allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
+                # -inf and not 0, under which a negative bias would let the masked experts win.
+                ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
+            chosen_TK = ranking_TE.topk(config.k, dim=-1).indices
+        if not config.num_always:
+            return chosen_TK
+        always = torch.arange(last, last + config.num_always, device=chosen_TK.device)
+        return torch.cat([chosen_TK, always.expand(len(chosen_TK), -1)], dim=-1)
 
-    def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
-        """(T, K), the scores of these experts, divided by their sum if asked, times the scale."""
+    def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
+        """(T, K), the scores of these experts, divided by their norm if asked, times the scales."""
+        config = self.config
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        if self.config.renormalize:
-            tiny = torch.finfo(weights_TK.dtype).tiny
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=tiny)
+        if config.renormalize:
+            norm_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            if config.renormalize_p != 1:
+                norm_T1 = torch.linalg.vector_norm(
+                    weights_TK, ord=config.renormalize_p, dim=-1, keepdim=True
+                )
+            norm_T1 = norm_T1 + config.renormalize_eps if config.renormalize_eps else norm_T1
+            weights_TK = weights_TK / norm_T1.clamp(min=torch.finfo(weights_TK.dtype).tiny)
+        return self.scaled(weights_TK, expert_ids_TK)
+
+    def scaled(self, weights_TK: Tensor, expert_ids_TK: Tensor) -> Tensor:
+        """Times the scale of the config, and the learned one."""
+        if self.weight_scale is not None:
+            scale = self.weight_scale.to(weights_TK.dtype)
+            weights_TK = weights_TK * (scale[expert_ids_TK] if len(scale) > 1 else scale)
         scale = self.config.scale
         return weights_TK if scale == 1 else weights_TK * scale
 
@@ -182,13 +281,12 @@ class TopKRouter(SelectingRouter):
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.softmax(dim=-1)
-        expert_ids_TK = self.select(scores_TE, context)
-        if self.config.softmax == "after":
-            weights_TK = logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1) * self.config.scale
-        else:
-            weights_TK = self.weigh(scores_TE, expert_ids_TK)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        return self.route(logits_TE, logits_TE.softmax(dim=-1), context)
+
+    def weigh(self, scores_TE: Tensor, expert_ids_TK: Tensor, logits_TE: Tensor) -> Tensor:
+        if self.config.softmax == "before":
+            return super().weigh(scores_TE, expert_ids_TK, logits_TE)
+        return self.scaled(logits_TE.gather(-1, expert_ids_TK).softmax(dim=-1), expert_ids_TK)
 
 
 class SigmoidTopKRouter(SelectingRouter):
@@ -196,10 +294,23 @@ class SigmoidTopKRouter(SelectingRouter):
 
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
-        scores_TE = logits_TE.sigmoid()
-        expert_ids_TK = self.select(scores_TE, context)
-        weights_TK = self.weigh(scores_TE, expert_ids_TK)
-        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+        if self.config.score == "sigmoid":
+            return self.route(logits_TE, logits_TE.sigmoid(), context)
+        return self.route(logits_TE, F.softplus(logits_TE).sqrt(), context)
+
+
+def _known_ids(context: TokenContext) -> Tensor:
+    """int64 (T,); padding, which may have any id, as 0.
+
+    Raises:
+        ValueError: the context has no ids.
+    """
+    if context.token_ids is None:
+        raise ValueError(
+            "router.token_table routes by token id: call the block with TokenContext(token_ids=...)"
+        )
+    ids_T = context.token_ids.long()
+    return ids_T if context.mask is None else ids_T.masked_fill(~context.mask, 0)
 
 
 def experts_of_best_groups(ranking_TE: Tensor, groups: GroupsConfig, k: int) -> Tensor:

@@ -268,7 +268,7 @@ class _Trial:
         stack = config.expert_stack
         if stack is None or not is_outside(type(stack.config)):
             return
-        x_TD = self.x().flatten(0, 1)
+        x_TD = self.random(self.x().shape[:-1].numel(), stack.width(self.d_model))
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % stack.num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), stack.num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())

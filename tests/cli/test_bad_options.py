@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
-    "bilinear, conv, dense, geglu, glu, identity, mixture_of_depths, moe, reglu, soft_moe, swiglu"
+    "bilinear, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, mixture_of_depths, moe, "
+    "reglu, soft_capped_swiglu, soft_moe, swiglu"
 )
 
 KNOWN_OPTIMIZERS = (
@@ -40,8 +41,9 @@ REFUSED = {
     ),
     "unknown option like no other": (
         "--model.ffn.router.zzz 3",
-        "model.ffn.router.zzz: unknown; known: type, bias, jitter, k, renormalize, scale, groups, "
-        "correction_bias, softmax",
+        "model.ffn.router.zzz: unknown; known: type, bias, jitter, input_norm, mlp, logit_scale, logit_cap, "
+        "k, renormalize, renormalize_p, renormalize_eps, scale, learned_scale, select_by, num_always, "
+        "token_table, groups, correction_bias, softmax",
     ),
     "option of another type": (
         "--model.ffn.type dense --model.ffn.num_experts 4",

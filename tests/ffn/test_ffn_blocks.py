@@ -407,6 +407,10 @@ def test_dense_is_two_matrices_and_an_activation(
     [
         ("swiglu", lambda z: z * torch.sigmoid(z)),
         ("geglu", lambda z: z * torch.special.ndtr(z)),
+        (
+            "geglu_tanh",
+            lambda z: z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))) / 2,
+        ),
         ("reglu", lambda z: z.clamp(min=0)),
         ("glu", torch.sigmoid),
         ("bilinear", lambda z: z),

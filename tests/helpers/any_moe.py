@@ -178,6 +178,9 @@ ROUTERS: dict[str, Callable[[int], st.SearchStrategy[Options]]] = {
     ),
     "expert_choice": _expert_choice,
     "sinkhorn": lambda e: _options("sinkhorn", k=st.integers(1, e)),
+    "sparse_mixer": lambda e: _options(
+        "sparse_mixer", k=st.integers(1, e), threshold=st.sampled_from([0.02, 0.5, 1.9])
+    ),
 }
 """By type, given the number of experts; a router that is missing here is drawn with its defaults."""
 

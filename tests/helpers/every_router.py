@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "expert_choice-all": {"k": 4},
     },
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
+    "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
 }

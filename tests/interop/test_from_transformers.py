@@ -218,7 +218,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
         "clip_qkv is 8.0, which our model does not compute; served is None",
     ),
     "head_dim": ("olmoe", {"head_dim": 12}, "head_dim is 12, which our model does not compute"),
-    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which"),
     "bias": ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, which"),
     "eps": ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, which"),
     "kv heads": ("deepseek_v3", {"num_key_value_heads": 2}, "served is None or 4"),

@@ -32,6 +32,7 @@ DENSE: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-bias": ("llama", {"mlp_bias": True}, "swiglu"),
     "llama-bf16": ("llama", {"dtype": torch.bfloat16}, "swiglu"),
     "llama-gelu": ("llama", {"hidden_act": "gelu"}, "geglu"),
+    "gemma": ("gemma", {}, "geglu_tanh"),
     "qwen2": ("qwen2", {}, "swiglu"),
     "qwen3": ("qwen3", {}, "swiglu"),
     "gpt2": ("gpt2", GPT2, "dense"),
@@ -147,14 +148,15 @@ def test_any_other_block_begins_with_weights_of_its_own() -> None:
         ("llama", [0], "soft_moe", "the model looks back alone, but config.* mixes"),
         ("llama", [0], {"type": "swiglo"}, "config.*swiglo"),
         ("llama", [0], {**MOE, "experts": "mlp"}, "experts.type: the experts compute"),
-        ("gemma", [0], "geglu", "GemmaMLP, has the activation .* which no block of ours of its"),
+        ("gemma", [0], "geglu", "config.type is 'geglu', but the FFN of layer 0 has 'geglu_tanh'"),
+        ("mish", [0], "geglu", "LlamaMLP, has the activation .* which no block of ours of its"),
     ],
 )  # fmt: skip
 def test_what_cannot_take_the_place_is_named_and_nothing_changes(
     family: str, layers: list[int], config: Any, sentence: str
 ) -> None:
-    more = GPT2 if family == "gpt2" else {}
-    model = model_of(family, **more)
+    more = {"gpt2": GPT2, "mish": {"hidden_act": "mish"}}.get(family, {})
+    model = model_of("llama" if family == "mish" else family, **more)
     names = list(model.state_dict())
 
     with pytest.raises(ConfigError, match=sentence):

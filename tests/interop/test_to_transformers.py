@@ -263,6 +263,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"ffn": moe(experts__bias=True)},
         "model.ffn.experts.bias (true) has no equal",
     ),
+    "capacity of a sequence": (
+        {"ffn": moe(capacity__per_sequence=2)},
+        "model.ffn.capacity.per_sequence (2) has no equal",
+    ),
+    "latent experts": ({"ffn": moe(latent__width=8)}, "model.ffn.latent.width (8) has no equal"),
     "capacity": (
         {"ffn": moe(capacity__eval_factor=2.0)},
         "model.ffn.capacity.eval_factor (2.0) has no equal",

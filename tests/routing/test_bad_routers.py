@@ -238,7 +238,10 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
     "maxk": ({"type": "top_p", "maxk": 2}, "did you mean 'max_k'?"),
     "tolerence": ({"type": "sinkhorn", "tolerence": 0.1}, "did you mean 'tolerance'?"),
     "skews": ({"type": "forced", "skews": 0.1}, "did you mean 'skew'?"),
-    "foreign": ({"type": "balanced_assignment", "k": 2}, "known: type, bias, jitter"),
+    "foreign": (
+        {"type": "balanced_assignment", "k": 2},
+        "known: type, bias, jitter, input_norm, mlp, logit_scale, logit_cap",
+    ),
 }
 
 

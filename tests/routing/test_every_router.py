@@ -168,6 +168,8 @@ def test_every_parameter_of_the_router_learns_from_the_output(
 def test_weights_and_scores_have_the_gradient_of_finite_differences(
     router: dict[str, Any], training: bool
 ) -> None:
+    if training and router["type"] == "sparse_mixer":
+        pytest.skip("its gradient in training is that of more than it returns: test_router_options")
     built = build_layer(router).router.train(training).double()
     batch = make_batch(batch=1, length=4)
     x = batch.x_BSD.double().requires_grad_()

@@ -15,6 +15,7 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
     Activation,
+    ClampedSwiGLU,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
@@ -27,6 +28,11 @@ from moe_ffn.kernels.gradient_memory import empty_gradient
 
 _CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}
 """The numbers of `Activation` in passes.h."""
+
+
+def takes(weights: ExpertWeights) -> bool:
+    """Whether there is a kernel for the gate of these experts."""
+    return weights.clamped is None or isinstance(weights.clamped, ClampedSwiGLU)
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -53,6 +59,7 @@ def _forward(
         dtype = torch.float32
     dropout_NF = dropout_mask(len(weights_N), weights, dtype, x_TD.device)
     clamped = weights.clamped
+    assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # as `takes` has said
     layer = (
         x_TD.contiguous(),
         weights_N.to(torch.float64 if dtype == torch.float64 else torch.float32).contiguous(),

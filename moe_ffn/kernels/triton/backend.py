@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
+    ClampedSwiGLU,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
@@ -38,7 +39,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     dtype = compute_dtype(x_TD)
     ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
     differentiable = (x_TD, plan.weights_N, *weights.parameters)
-    clamped = weights.clamped
+    clamped = weights.clamped if isinstance(weights.clamped, ClampedSwiGLU) else None
     y_TD, _ = experts(
         *differentiable,
         plan.token_ids_N,
@@ -64,6 +65,8 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return why
     if weights.interleaved:
         return "needs all rows of a gate before those of up, but they take turns; use 'auto'"
+    if weights.clamped is not None and not isinstance(weights.clamped, ClampedSwiGLU):
+        return f"has no kernel for the gate {weights.clamped}; use 'auto'"
     if transforms_at_work():
         return NOT_BY_TRANSFORMS
     dtype = compute_dtype(x_TD)

@@ -1,0 +1,332 @@
+"""How near our blocks are to the sparse blocks of transformers: writes docs/models.md.
+
+    python -m experiments.models [docs/models.md]
+
+Each block of the table is built small, with random weights; its output and every gradient are compared with
+those of ours, in float32, in evaluation and, where noise or a capacity act, in training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.cli.exit import exit_on_bad_input
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import build_ffn
+from moe_ffn.files import write_whole
+from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
+from moe_ffn.interop.blocks import Block, config_width, merged, ours_of, resolve
+from moe_ffn.outputs import TokenContext
+from moe_ffn.routing.sparse_mixer import TINY
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 16,
+    "d_model": 16,
+    "d_ff": 12,
+    "encoder_ffn_dim": 12,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "num_shared_experts": 2,
+    "router_hidden_size": 8,
+    "router_jitter_noise": 0.1,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
+}
+BATCH, LENGTH = 2, 6
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest difference of theirs and ours, by the largest number of theirs."""
+
+    output: float
+    gradients: dict[str, float]
+    """By our name of a parameter; `x` is the input's."""
+
+    @property
+    def largest(self) -> float:
+        return max(self.output, *self.gradients.values())
+
+
+def config_of(model: str, entry: Block, options: Mapping[str, Any]) -> Any:
+    """Their config of that block, with these options."""
+    folder = model.split()[0]
+    module = import_module(f"transformers.models.{folder}.configuration_{folder}")
+    classes = {name: value for name, value in vars(module).items() if name.endswith("Config")}
+    fitting = [name for name in classes if entry.class_name.startswith(name.removesuffix("Config"))]
+    name = entry.config_name or max(fitting, key=len)
+    config = classes[name](**options)
+    config._experts_implementation = config._attn_implementation = "eager"
+    return config
+
+
+def build_theirs(model: str, entry: Block, config: Any) -> nn.Module:
+    folder = model.split()[0]
+    module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    cls = getattr(module, entry.class_name)
+    given = {"config": config, "layer_idx": 0, "ffn_dim": getattr(config, "encoder_ffn_dim", 0)}
+    needed = inspect.signature(cls.__init__).parameters
+    block = cls(**{name: value for name, value in given.items() if name in needed}).float()
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in block.state_dict().items():
+        if not tensor.is_floating_point():  # the experts of each token of the vocabulary
+            drawn = torch.rand(len(tensor), config.num_local_experts, generator=generator)
+            tensor.copy_(drawn.argsort(dim=-1)[:, : tensor.shape[1]])
+            continue
+        tensor.normal_(std=0.3, generator=generator)
+        if "norm" in name or "scale" in name:
+            tensor.add_(1)
+        elif name.endswith(("correction_bias", "expert_bias", "balancing_biases")):
+            tensor.abs_()
+    return block
+
+
+@contextmanager
+def same_noise() -> Iterator[None]:
+    """Noise that is a function of its size alone, however often and in which order it is drawn."""
+
+    def drawn(like: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(like.numel())
+        return torch.rand(like.numel(), generator=generator).view(like.shape)
+
+    def uniform_(x: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        return x.copy_(low + (high - low) * drawn(x))
+
+    with (
+        patch.object(Tensor, "uniform_", uniform_),
+        patch.object(Tensor, "exponential_", lambda x: x.copy_(-drawn(x).clamp(TINY).log())),
+        patch.object(torch, "rand_like", lambda x, **_: drawn(x)),
+    ):
+        yield
+
+
+def call_theirs(block: Any, x_BSD: Tensor, ids_BS: Tensor) -> Tensor:
+    """The output of a block, or of the feed-forward part of a decoder layer."""
+    name = type(block).__name__
+    if "Layer" in name and hasattr(block, "self_attn"):
+        return _of_layer(block, x_BSD)
+    given = (
+        {"input_ids": ids_BS} if "input_ids" in inspect.signature(block.forward).parameters else {}
+    )
+    output = block(x_BSD, **given)
+    return (output[0] if isinstance(output, tuple) else output).view(x_BSD.shape)
+
+
+def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
+    """Its feed-forward part alone: the rest of the layer passes on what it is given."""
+    if hasattr(layer, "shared_mlp"):  # Granite
+        return layer.block_sparse_moe(x_BSD) + layer.shared_mlp(x_BSD)
+
+    class Nothing(nn.Module):
+        def forward(self, *_: Any, hidden_states: Tensor, **__: Any) -> tuple[Tensor, None]:
+            return torch.zeros_like(hidden_states), None
+
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    layer.self_attn, layer.post_attention_layernorm = Nothing(), Same()
+    layer.layer_scalar.fill_(1.0)
+    output = layer(x_BSD)
+    return (output[0] if isinstance(output, tuple) else output) - x_BSD
+
+
+def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
+    """The two most probable experts of each token, by their probabilities, which are made to add up to 1."""
+    outputs = []
+    for x_D in x_BSD.flatten(0, 1):
+        weights_K, ids_K = block.router.classifier(x_D).softmax(dim=-1).topk(2)
+        experts = (block.experts[f"expert_{expert}"] for expert in ids_K.tolist())
+        parts = [
+            w * expert(x_D) for w, expert in zip(weights_K / weights_K.sum(), experts, strict=True)
+        ]
+        outputs.append(parts[0] + parts[1])
+    return torch.stack(outputs).view_as(x_BSD)
+
+
+PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nllb_moe": _paper_of_nllb}
+"""What the paper computes of the weights of a block that computes something else in evaluation too."""
+
+
+def compare(model: str, *, training: bool = False) -> Errors:
+    """Theirs and ours, small and with the same weights, on the same tokens."""
+    entry = cast("Block", BLOCKS[model])
+    config = config_of(model, entry, {**SMALL, **entry.small})
+    theirs = build_theirs(model, entry, config).train(training)
+    template = resolve(entry.ffn, config)
+    if training:
+        template = merged(template, resolve(entry.in_training or {}, config))
+    ours = build_ffn(template, config_width(config)).train(training)
+    state = dict(theirs.state_dict())
+    ours.load_state_dict(ours_of(entry, state, ours.state_dict(), config))
+
+    generator = torch.Generator().manual_seed(1)
+    x_BSD = torch.randn(BATCH, LENGTH, config_width(config), generator=generator)
+    direction_BSD = torch.randn(x_BSD.shape, generator=generator)
+    ids_BS = torch.randint(31, (BATCH, LENGTH), generator=generator)
+    x_theirs, x_ours = (x_BSD.clone().requires_grad_() for _ in range(2))
+    with same_noise():
+        x_copy = x_theirs * 1  # which some change in place
+        paper = PAPERS.get(model)
+        y_theirs = paper(theirs, x_copy) if paper else call_theirs(theirs, x_copy, ids_BS)
+        y_ours = ours(x_ours, TokenContext(token_ids=ids_BS)).hidden
+    (y_theirs * direction_BSD).sum().backward()
+    (y_ours * direction_BSD).sum().backward()
+    gradients = {
+        name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for name, tensor in theirs.named_parameters()
+    }
+    expected = ours_of(entry, gradients, dict(ours.named_parameters()), config, gradients=True)
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    errors = {name: _error(found[name], expected[name]) for name in found}
+    return Errors(_error(y_ours, y_theirs), {"x": _error(x_ours.grad, x_theirs.grad), **errors})
+
+
+@torch.no_grad()
+def _error(ours: Tensor | None, theirs: Tensor | None) -> float:
+    assert ours is not None
+    assert theirs is not None
+    size = theirs.abs().max().clamp(min=1e-30)
+    assert size > 1e-6, "nothing to compare"
+    return ((ours - theirs).abs().max() / size).item()
+
+
+# -- docs/models.md
+
+HEAD = """# Sparse blocks of transformers, by config
+
+Every model of transformers {version} whose file has a sparse feed-forward block: our config of it, and how
+far ours is from theirs. `python -m experiments.models` writes this page; a test looks through the installed
+transformers and fails by the name of a model that is missing here.
+
+- **Numbers**: both blocks are built small, with the same random weights; the largest difference of the
+  outputs, and of the gradients of all parameters and of the input, each by the largest number of theirs;
+  float32, in evaluation and, where noise or a capacity act, in training; the larger of both.
+- **Config**: of the default config of that model, or of a small one where the default is none that trains.
+- **Weights** of a live model come over by `moe_ffn.interop.convert_block("{example}", block, config)`, the
+  config alone by `block_config("{example}", config)`.
+
+Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them is held to its paper, since
+theirs is wrong in evaluation too.
+
+| model | block of transformers | our config | output | gradients | |
+|---|---|---|---|---|---|
+"""
+
+
+def flow(value: Any) -> str:
+    """YAML on one line, without what is null."""
+    if isinstance(value, Mapping):
+        given = {key: inner for key, inner in value.items() if inner is not None}
+        order = sorted(given, key=lambda key: (key != "type", isinstance(given[key], Mapping)))
+        return "{" + ", ".join(f"{key}: {flow(given[key])}" for key in order) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(
+        value, float
+    ):  # which YAML takes for a word where it has an exponent and no point
+        return re.sub(r"^(\d+)e", r"\1.0e", f"{value:.4g}")
+    return str(value)
+
+
+def shown_config(model: str, entry: Block) -> dict[str, Any]:
+    """Ours of the default config of that model; of a small one where that is no model yet."""
+    try:
+        shown = resolve(entry.ffn, config_of(model, entry, {}))
+        build_empty(shown)
+    except (ConfigError, TypeError, AttributeError):
+        shown = resolve(entry.ffn, config_of(model, entry, {**SMALL, **entry.small}))
+    return shown
+
+
+def build_empty(options: Mapping[str, Any]) -> nn.Module:
+    """The block without memory for its weights; ConfigError where it is none."""
+    with torch.device("meta"):
+        return build_ffn(options, 64)
+
+
+def largest_errors(model: str, entry: Block) -> Errors:
+    """In evaluation and, where that differs, in training."""
+    found = compare(model)
+    if entry.in_training is not None:
+        other = compare(model, training=True)
+        larger = {
+            name: max(error, other.gradients[name]) for name, error in found.gradients.items()
+        }
+        found = Errors(max(found.output, other.output), larger)
+    return found
+
+
+def page(errors: Mapping[str, Errors]) -> str:
+    """The Markdown of docs/models.md."""
+    models = {model.split()[0] for model in BLOCKS}
+    missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
+    head = HEAD.format(
+        version=version("transformers"),
+        example="qwen3_moe",
+        total=len(models),
+        exact=len(models - missing),
+        share=len(models - missing) / len(models),
+        paper=len(PAPERS),
+    )
+    rows = []
+    for model, entry in BLOCKS.items():
+        if isinstance(entry, str):
+            rows.append(f"| `{model}` | | | | | no: {entry} |")
+            continue
+        found = errors[model]
+        notes = [entry.note, f"**Theirs is wrong:** {entry.wrong}" if entry.wrong else ""]
+        rows.append(
+            f"| `{model}` | `{entry.class_name}` | `{flow(shown_config(model, entry))}` | "
+            f"{found.output:.0e} | {max(found.gradients.values()):.0e} | {'. '.join(filter(None, notes))} |"
+        )
+    others = "; ".join(f"`{model}` ({why})" for model, why in NO_BLOCK.items())
+    return f"{head}{chr(10).join(rows)}\n\nNot sparse, though their files speak of it: {others}.\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1 or any(argument.startswith("-") for argument in argv):
+        raise ConfigError(
+            "give the file to write, or nothing: python -m experiments.models [docs/models.md]"
+        )
+    path = Path(argv[0] if argv else "docs/models.md")
+    errors = {
+        model: largest_errors(model, entry)
+        for model, entry in BLOCKS.items()
+        if not isinstance(entry, str)
+    }
+    write_whole(path, page(errors))
+    print(
+        f"{path}: {len(errors)} blocks, the largest error {max(e.largest for e in errors.values()):.1e}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_on_bad_input(main))

@@ -1,0 +1,310 @@
+"""What the table of sparse blocks of transformers is made of: parts of options, and where weights are.
+
+Templates are options of ours as YAML has them; see `moe_ffn.interop.blocks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from moe_ffn.interop.blocks import Block, Live, Template, its, merged
+from moe_ffn.interop.families import FAMILIES, Family
+from moe_ffn.interop.from_transformers import sparse_options
+from moe_ffn.interop.layouts import Layout, Piece, linear, named, transposed
+from moe_ffn.interop.options import ACTIVATIONS, Theirs
+
+# -- parts of templates
+
+
+def gate(option: str = "hidden_act") -> Any:
+    """The type of a gated block whose activation is that option."""
+    return lambda config: ACTIVATIONS[getattr(config, option)]
+
+
+def times(*names: str) -> Any:
+    def product(config: Any) -> Any:
+        first, second = (getattr(config, name) for name in names)
+        return first * second
+
+    return product
+
+
+def groups(config: Any) -> dict[str, int] | None:
+    if config.n_group in (None, config.topk_group):
+        return None
+    return {"num_groups": config.n_group, "keep": config.topk_group}
+
+
+def if_any(option: str, template: Template, otherwise: Any = None) -> Any:
+    """The template where their option is neither 0 nor null."""
+    return lambda config: template if getattr(config, option) else otherwise
+
+
+K = its("num_experts_per_tok")
+WIDE, NARROW = its("intermediate_size"), its("moe_intermediate_size")
+SOFTMAX = {"type": "top_k", "k": K}
+RENORMALIZED = {**SOFTMAX, "renormalize": True}
+CHOSEN = {**SOFTMAX, "softmax": "after"}
+QWEN = {**SOFTMAX, "renormalize": its("norm_topk_prob")}
+GROUPED = {**QWEN, "scale": its("routed_scaling_factor"), "groups": groups}
+SIGMOID = {"type": "sigmoid_top_k", "k": K}
+BIASED = {**SIGMOID, "scale": its("routed_scaling_factor")}
+
+
+def moe(router: Any, width: Any = NARROW, count: str = "num_experts", **more: Any) -> Template:
+    experts = {"type": gate(), "d_ff": width}
+    base = {"type": "moe", "num_experts": its(count), "router": router, "experts": experts}
+    return merged(base, more)
+
+
+def shared(*width: str, **more: Any) -> Template:
+    d_ff = times(*width) if len(width) > 1 else its(*width)
+    return {"type": gate(), "d_ff": d_ff, **more}
+
+
+# -- where weights are
+
+Names = Mapping[str, Layout]
+
+ROUTER, GATE = linear(router__projection="router"), linear(router__projection="gate")
+EXPERTS: Names = {
+    name: named(f"experts.{theirs}")
+    for name, theirs in {"experts.gate_up": "gate_up_proj", "experts.down": "down_proj"}.items()
+}
+TRANSPOSED = {name: transposed(f"experts.{name.split('.')[1]}_proj") for name in EXPERTS}
+COMMON = {**EXPERTS, **GATE}
+
+
+def shared_at(stem: str) -> Names:
+    return linear(
+        shared_expert__gate=f"{stem}.gate_proj",
+        shared_expert__up=f"{stem}.up_proj",
+        shared_expert__down=f"{stem}.down_proj",
+    )
+
+
+def bias_at(name: str) -> Names:
+    return {"router.correction_bias_E": named(name)}
+
+
+def flat(into: str, out_of: str) -> Names:
+    """A shared expert one of whose matrices has the rows of gate, then those of up."""
+
+    def half(second: bool, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        rows = slice(shape[0], None) if second else slice(shape[0])
+        return [[Piece(f"{into}.weight", rows=rows)]]
+
+    return {
+        "shared_expert.gate.weight": partial(half, False),
+        "shared_expert.up.weight": partial(half, True),
+        **linear(shared_expert__down=out_of),
+    }
+
+
+def each_at(up: str, down: str) -> Names:
+    """Experts that are modules, by number."""
+
+    def layout(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        return [[Piece(stem.format(e), lambda ours, e=e: ours[e]) for e in range(shape[0])]]
+
+    return {
+        f"experts.{name}{suffix}": partial(layout, f"experts.expert_{{}}.{stem}.{kind}")
+        for name, stem in (("up", up), ("down", down))
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
+
+
+def first_experts(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    """LongCat also has rows for experts without a network, which nothing reads."""
+    return [[Piece("experts.gate_up_proj", rows=slice(shape[0]))]]
+
+
+def dbrx(name: str, place: int, prefix: str, shape: torch.Size, their: Theirs) -> Any:
+    if name == "w2":
+        return [[Piece("experts.mlp.w2", lambda ours: ours.mT)]]
+    return [
+        [
+            Piece(f"experts.mlp.{n}", lambda o, i=i: o.chunk(2, 1)[i])
+            for i, n in enumerate(("w1", "v1"))
+        ]
+    ]
+
+
+def inkling(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    """The shared experts behind the routed ones."""
+    count = their["n_routed_experts"]
+    pieces = [Piece(f"experts.{stem}_proj", lambda ours: ours[:count])]
+    if stem == "down":
+        pieces.append(Piece("shared_experts.down_proj", lambda ours: ours[count:]))
+    else:
+        for i, name in enumerate(("gate", "up")):
+            pieces.append(
+                Piece(f"shared_experts.{name}_proj", lambda o, i=i: o[count:].chunk(2, 1)[i])
+            )
+    return [pieces]
+
+
+def inkling_bias(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+    count = their["n_routed_experts"]
+    return [[Piece("gate.e_score_correction_bias", lambda ours: ours[:count])]]
+
+
+# -- blocks of the architectures that are read from files too
+
+_FAMILY = {family.model_type: family for family in FAMILIES}
+
+
+def of_family(model_type: str, class_name: str) -> Block:
+    """The block of an architecture of `interop.families`, whose options and names are those."""
+    family = _FAMILY[model_type]
+
+    def template(config: Any) -> dict[str, Any]:
+        return sparse_options(family, Theirs(class_name, Live(config, family.defaults)))
+
+    return Block(class_name, template, _inside(family))
+
+
+def _inside(family: Family) -> Names:
+    def inside(layout: Layout, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
+        return [
+            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in way]
+            for way in layout(prefix, shape, their)
+        ]
+
+    return {
+        name.removeprefix("ffn."): partial(inside, layout)
+        for name, layout in family.names.items()
+        if name.startswith("ffn.")
+    }
+
+
+SCORES = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
+
+
+def step(config: Any, option: str) -> dict[str, Any]:
+    """Step-3.7's gate in its first layer, where a limit of 0 is none."""
+    limit = (getattr(config, option) or [0])[0]
+    if not limit:
+        return {"type": "swiglu", "d_ff": config.moe_intermediate_size}
+    clamp = {"alpha": 1.0, "limit": limit, "added": 0.0, "clamp": "after"}
+    return {"type": "clamped_swiglu", "d_ff": config.moe_intermediate_size, **clamp}
+
+
+# -- blocks that several models share
+
+MIXTRAL = of_family("mixtral", "MixtralSparseMoeBlock").but(in_training={})
+DEEPSEEK = of_family("deepseek_v3", "DeepseekV3MoE")
+QWEN2 = of_family("qwen2_moe", "Qwen2MoeSparseMoeBlock")
+QWEN3 = of_family("qwen3_moe", "Qwen3MoeSparseMoeBlock")
+OLMOE = of_family("olmoe", "OlmoeSparseMoeBlock")
+GPT_OSS = of_family("gpt_oss", "GptOssMLP")
+SHARED = {**COMMON, **shared_at("shared_experts")}
+BIAS = bias_at("gate.e_score_correction_bias")
+QWEN_NAMES = {**COMMON, **shared_at("shared_expert"), **linear(combine__gate="shared_expert_gate")}
+GATED_SHARED = {
+    "shared_expert": shared("shared_expert_intermediate_size"),
+    "combine": {"type": "sigmoid_gate"},
+}
+DEEPSEEK_V2 = Block(
+    "DeepseekV2Moe",
+    moe(
+        {
+            **SOFTMAX,
+            "scale": its("routed_scaling_factor"),
+            "groups": lambda c: (
+                None
+                if c.topk_method == "greedy"
+                else {"num_groups": c.n_group, "keep": c.topk_group, "score_top": 1}
+            ),
+        },
+        count="n_routed_experts",
+        shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+    ),
+    SHARED,
+    small={"topk_method": "group_limited_greedy", "norm_topk_prob": True},
+)
+CLAMPED = {"type": "clamped_swiglu", "alpha": 1.0, "limit": its("swiglu_limit"), "added": 0.0}
+GRANITE = Block(
+    "GraniteMoeMoE",
+    moe(CHOSEN, WIDE, "num_local_experts"),
+    {**EXPERTS, **ROUTER},
+    note="its residual multiplier is the decoder's",
+)
+GRANITE_LAYER = GRANITE.but(
+    options={"shared_expert": shared("shared_intermediate_size")},
+    names={
+        **{
+            f"{name}": named(f"block_sparse_moe.{theirs}")
+            for name, theirs in {
+                "experts.gate_up": "experts.gate_up_proj",
+                "experts.down": "experts.down_proj",
+                "router.projection.weight": "router.weight",
+            }.items()
+        },
+        **flat("shared_mlp.input_linear", "shared_mlp.output_linear"),
+    },
+    small={"shared_intermediate_size": 20},
+    unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
+)
+GEMMA = Block(
+    "Gemma4TextDecoderLayer",
+    {
+        "type": "moe",
+        "num_experts": its("num_experts"),
+        "router": {
+            "type": "top_k",
+            "k": its("top_k_experts"),
+            "renormalize": True,
+            "learned_scale": "expert",
+            "input_norm": {"eps": its("rms_norm_eps")},
+            "logit_scale": lambda c: c.hidden_size**-0.5,
+        },
+        "experts": {"type": gate("hidden_activation"), "d_ff": NARROW},
+        "shared_expert": {"type": gate("hidden_activation"), "d_ff": WIDE},
+        "norms": {
+            place: {"eps": its("rms_norm_eps")}
+            for place in ("experts_input", "routed", "shared_input", "shared", "output")
+        },
+    },
+    {
+        **EXPERTS,
+        **linear(router__projection="router.proj"),
+        "router.input_norm.weight": named("router.scale"),
+        "router.weight_scale": named("router.per_expert_scale"),
+        **shared_at("mlp"),
+        **linear(
+            norms__experts_input="pre_feedforward_layernorm_2",
+            norms__routed="post_feedforward_layernorm_2",
+            norms__shared_input="pre_feedforward_layernorm",
+            norms__shared="post_feedforward_layernorm_1",
+            norms__output="post_feedforward_layernorm",
+        ),
+    },
+    small={"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
+    unused=("self_attn.*", "input_layernorm.*", "post_attention_layernorm.*", "layer_scalar"),
+    note="the block is given the residual stream; its norm before it is that of the shared expert",
+)
+SWITCH = Block(
+    "SwitchTransformersSparseMLP",
+    {
+        "type": "moe",
+        "num_experts": its("num_experts"),
+        "router": {
+            "type": "top_k",
+            "k": 1,
+            "bias": its("router_bias"),
+            "jitter": its("router_jitter_noise"),
+        },
+        "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
+        "capacity": {"per_sequence": its("expert_capacity")},
+    },
+    {**each_at("wi", "wo"), **linear(router__projection="router.classifier")},
+    small={"expert_capacity": 2, "dropout_rate": 0.0},
+    in_training={"jitter": its("router_jitter_noise"), "router": {"jitter": 0.0}},
+    wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "
+    "the paper's is the router's alone (arXiv:2101.03961, appendix F)",
+)

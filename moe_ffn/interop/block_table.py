@@ -1,0 +1,634 @@
+"""THE table of sparse blocks in transformers: model -> our config and where its weights are, or why not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from moe_ffn.interop.block_parts import (
+    BIAS,
+    BIASED,
+    CHOSEN,
+    CLAMPED,
+    COMMON,
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    EXPERTS,
+    GATE,
+    GATED_SHARED,
+    GEMMA,
+    GPT_OSS,
+    GRANITE,
+    GRANITE_LAYER,
+    GROUPED,
+    MIXTRAL,
+    NARROW,
+    OLMOE,
+    QWEN,
+    QWEN2,
+    QWEN3,
+    QWEN_NAMES,
+    RENORMALIZED,
+    ROUTER,
+    SCORES,
+    SHARED,
+    SIGMOID,
+    SOFTMAX,
+    SWITCH,
+    TRANSPOSED,
+    WIDE,
+    K,
+    bias_at,
+    dbrx,
+    each_at,
+    first_experts,
+    flat,
+    gate,
+    groups,
+    if_any,
+    inkling,
+    inkling_bias,
+    moe,
+    shared,
+    shared_at,
+    step,
+    times,
+)
+from moe_ffn.interop.blocks import Block, its
+from moe_ffn.interop.layouts import linear, named, one_less
+
+BLOCKS: dict[str, Block | str] = {
+    "afmoe": Block(
+        "AfmoeSparseMoeBlock",
+        moe(
+            {**SIGMOID, "scale": its("route_scale")},
+            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
+        ),
+        {**SHARED, **linear(router__projection="router.gate"), **bias_at("expert_bias")},
+    ),
+    "aria": Block(
+        "AriaTextMoELayer",
+        moe(
+            {**CHOSEN, "k": its("moe_topk")},
+            WIDE,
+            "moe_num_experts",
+            experts={"type": "swiglu"},
+            shared_expert=shared(
+                "intermediate_size", "moe_num_shared_experts", bias=its("mlp_bias")
+            ),
+        ),
+        {**TRANSPOSED, **ROUTER, **shared_at("shared_experts")},
+        small={"moe_num_shared_experts": 2, "mlp_bias": True},
+    ),
+    "axk1": DEEPSEEK.but(
+        class_name="AXK1MoE",
+        options={"norms": {"output": {"eps": its("rms_norm_eps")}}},
+        names={**DEEPSEEK.names, **linear(norms__output="post_mlp_layernorm")},
+    ),
+    "axk2": DEEPSEEK.but(
+        class_name="AXK2MoE",
+        wrong="experts of other groups are masked by 0, not by -inf, so that one of them is chosen before "
+        "any whose score and bias add up to less than 0 (DeepSeek-V3, arXiv:2412.19437)",
+    ),
+    "bailing_hybrid": DEEPSEEK.but(class_name="BailingHybridMoE"),
+    "beam": Block(
+        "BeamMoE",
+        moe({**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups}),
+        {**COMMON, **BIAS},
+    ),
+    "cohere2_moe": Block(
+        "Cohere2MoeSparseMoeBlock",
+        moe(
+            lambda c: (
+                CHOSEN
+                if c.expert_selection_fn == "softmax"
+                else {**SIGMOID, "renormalize": c.norm_topk_prob, "correction_bias": False}
+            ),
+            WIDE,
+            shared_expert=if_any(
+                "num_shared_experts", shared("intermediate_size", "num_shared_experts")
+            ),
+            combine=lambda c: (
+                {"type": "average", "k": 1.0}
+                if c.num_shared_experts and c.shared_expert_combination_strategy == "average"
+                else {"type": "sum"}
+            ),
+        ),
+        SHARED,
+        small={"num_shared_experts": 2, "expert_selection_fn": "sigmoid"},
+    ),
+    "dbrx": Block(
+        "DbrxFFN",
+        {
+            "type": "moe",
+            "num_experts": its("ffn_config.moe_num_experts"),
+            "router": {
+                "type": "top_k",
+                "k": its("ffn_config.moe_top_k"),
+                "renormalize": lambda c: c.ffn_config.moe_normalize_expert_weights is not None,
+                "renormalize_p": lambda c: float(c.ffn_config.moe_normalize_expert_weights or 1),
+            },
+            "jitter": lambda c: c.ffn_config.moe_jitter_eps or 0.0,
+            "experts": {"type": "swiglu", "d_ff": its("ffn_config.ffn_hidden_size")},
+        },
+        {
+            **linear(router__projection="router.layer"),
+            "experts.gate_up": partial(dbrx, "w1", 0),
+            "experts.down": partial(dbrx, "w2", 0),
+        },
+        config_name="DbrxConfig",
+        small={
+            "ffn_config": {
+                "hidden_size": 16,
+                "ffn_hidden_size": 12,
+                "moe_num_experts": 6,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": 2.0,
+                "moe_jitter_eps": 0.1,
+            }
+        },
+        in_training={},
+    ),
+    "deepseek_ocr2": DEEPSEEK_V2.but(class_name="DeepseekOcr2TextMoe"),
+    "deepseek_v2": DEEPSEEK_V2.but(
+        note="`norm_topk_prob`, false in its published configs, is read by no line of theirs"
+    ),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK.but(class_name="DeepseekV32MoE"),
+    "deepseek_v4": Block(
+        "DeepseekV4SparseMoeBlock",
+        moe(
+            {**BIASED, "score": "sqrt_softplus"},
+            WIDE,
+            "num_local_experts",
+            experts=CLAMPED,
+            shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
+        ),
+        {**SHARED, **BIAS},
+        small={"swiglu_limit": 0.5, "mlp_layer_types": ["moe", "moe"], "mlp_bias": True},
+    ),
+    "deepseek_v4 hash": Block(
+        "DeepseekV4SparseMoeBlock",
+        moe(
+            {
+                **BIASED,
+                "score": "sqrt_softplus",
+                "correction_bias": False,
+                "token_table": {"vocab_size": its("vocab_size")},
+            },
+            WIDE,
+            "num_local_experts",
+            experts=CLAMPED,
+            shared_expert={**CLAMPED, "d_ff": WIDE, "bias": its("mlp_bias")},
+        ),
+        {**SHARED, "router.table_VK": named("gate.tid2eid")},
+        small={"swiglu_limit": 0.5, "mlp_layer_types": ["hash_moe", "moe"]},
+        note="its first layers",
+    ),
+    "diffusion_gemma": GEMMA.but(
+        class_name="DiffusionGemmaDecoderTextLayer", config_name="DiffusionGemmaTextConfig"
+    ),
+    "doge": "its experts are product keys, two vectors each, without a router over E experts",
+    "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
+    "dots3_note": DEEPSEEK.but(
+        class_name="Dots3NoteTextMoE",
+        options={
+            "shared_expert": {"d_ff": times("shared_experts_intermediate_size", "n_shared_experts")}
+        },
+        small={"shared_experts_intermediate_size": 20},
+    ),
+    "ernie4_5_moe": Block(
+        "Ernie4_5_MoeSparseMoeBlock",
+        moe(
+            {**RENORMALIZED, "correction_bias": True},
+            shared_expert=if_any(
+                "moe_num_shared_experts",
+                shared("moe_intermediate_size", "moe_num_shared_experts", bias=its("use_bias")),
+            ),
+        ),
+        {**SHARED, **bias_at("gate.moe_statics.e_score_correction_bias")},
+        small={"moe_num_shared_experts": 2},
+    ),
+    "ernie4_5_vl_moe": Block(
+        "Ernie4_5_VLMoeMoeBlock",
+        moe(
+            {**RENORMALIZED, "correction_bias": True},
+            lambda c: c.moe_intermediate_size[0],
+            shared_expert={
+                "type": gate(),
+                "d_ff": lambda c: c.moe_intermediate_size[0] * c.moe_num_shared_experts,
+                "bias": its("use_bias"),
+            },
+        ),
+        {
+            "experts.gate_up": named("text_moe.experts.gate_up_proj"),
+            "experts.down": named("text_moe.experts.down_proj"),
+            **linear(router__projection="text_moe.gate"),
+            **bias_at("text_moe.gate.moe_statics.e_score_correction_bias"),
+            **shared_at("shared_experts"),
+        },
+        config_name="Ernie4_5_VLMoeTextConfig",
+        small={"moe_num_shared_experts": 2, "moe_intermediate_size": [12, 8]},
+        unused=("vision_moe.*",),
+        note="of text; tokens of images have such a pool of experts of their own, another of our blocks",
+    ),
+    "exaone_moe": Block(
+        "ExaoneMoeSparseMoEBlock",
+        moe(
+            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
+            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
+        ),
+        {**SHARED, **BIAS},
+    ),
+    "flex_olmo": OLMOE.but(class_name="FlexOlmoSparseMoeBlock"),
+    "flint": Block(
+        "FlintSparseMoeBlock",
+        moe(
+            {**SIGMOID, "renormalize": its("norm_topk_prob"), "correction_bias": False},
+            shared_expert=shared("shared_expert_intermediate_size"),
+        ),
+        {**COMMON, **shared_at("shared_expert")},
+    ),
+    "gemma4": GEMMA,
+    "glm4_moe": DEEPSEEK.but(class_name="Glm4MoeMoE"),
+    "glm4_moe_lite": DEEPSEEK.but(class_name="Glm4MoeLiteMoE"),
+    "glm4v_moe": DEEPSEEK.but(class_name="Glm4vMoeTextMoE"),
+    "glm5_next": DEEPSEEK.but(
+        class_name="Glm5NextTextMoE",
+        options={"experts": CLAMPED, "shared_expert": CLAMPED},
+        config_name="Glm5NextTextConfig",
+        small={"swiglu_limit": 0.5},
+    ),
+    "glm_moe_dsa": DEEPSEEK.but(class_name="GlmMoeDsaMoE"),
+    "gpt_oss": GPT_OSS,
+    "granitemoe": GRANITE,
+    "granitemoe_swa": GRANITE_LAYER.but(class_name="GraniteMoeSWADecoderLayer"),
+    "granitemoehybrid": GRANITE_LAYER.but(
+        class_name="GraniteMoeHybridDecoderLayer",
+        small={"shared_intermediate_size": 20, "mamba_n_heads": 2, "mamba_d_head": 16},
+    ),
+    "granitemoeshared": GRANITE_LAYER.but(class_name="GraniteMoeSharedDecoderLayer"),
+    "hunyuan_v1_moe": Block(
+        "HunYuanMoEV1Moe",
+        moe(
+            {**RENORMALIZED, "k": its("moe_topk")}, WIDE, shared_expert=shared("intermediate_size")
+        ),
+        {**EXPERTS, **linear(router__projection="gate.wg"), **shared_at("shared_mlp")},
+    ),
+    "hy_v3": Block(
+        "HYV3MoE",
+        moe(
+            {**SIGMOID, "scale": its("router_scaling_factor")},
+            shared_expert=shared("moe_intermediate_size", "num_shared_experts"),
+        ),
+        {**SHARED, **bias_at("e_score_correction_bias")},
+    ),
+    "hy_v4": DEEPSEEK.but(
+        class_name="HYV4MoE", options={"experts": CLAMPED}, small={"swiglu_limit": 0.5}
+    ),
+    "inkling": Block(
+        "InklingMoE",
+        {
+            "type": "moe",
+            "num_experts": lambda c: c.n_routed_experts + c.n_shared_experts,
+            "router": {
+                **SIGMOID,
+                "scale": its("route_scale"),
+                "learned_scale": "global",
+                "num_always": its("n_shared_experts"),
+            },
+            "experts": {"type": gate(), "d_ff": NARROW},
+        },
+        {
+            **GATE,
+            "router.weight_scale": named("gate.global_scale"),
+            "router.correction_bias_E": inkling_bias,
+            "experts.gate_up": partial(inkling, "gate_up"),
+            "experts.down": partial(inkling, "down"),
+        },
+        config_name="InklingTextConfig",
+        small={"n_shared_experts": 2},
+        note="its shared experts are the last ones of ours",
+    ),
+    "inkling2": Block(
+        "Inkling2SparseMoeBlock",
+        moe(
+            {**BIASED, "score": lambda c: SCORES[c.scoring_func]},
+            count="num_local_experts",
+            experts={
+                "type": "soft_capped_swiglu",
+                "gate_cap": its("mlp_gate_softcap"),
+                "up_cap": its("mlp_up_softcap"),
+            },
+        ),
+        {**COMMON, **BIAS},
+        config_name="Inkling2TextConfig",
+        small={"mlp_gate_softcap": 0.7, "mlp_up_softcap": 0.9},
+    ),
+    "jamba": Block("JambaSparseMoeBlock", moe(SOFTMAX, WIDE), {**EXPERTS, **ROUTER}),
+    "jetmoe": Block(
+        "JetMoeMoE",
+        moe(
+            CHOSEN,
+            WIDE,
+            "num_local_experts",
+            experts={"type": gate("activation_function")},
+            output_bias=True,
+        ),
+        {
+            "experts.gate_up": named("input_linear.weight"),
+            "experts.down": named("output_linear.weight"),
+            **linear(router__projection="router.layer"),
+            "output_bias": named("bias"),
+        },
+        note="its mixture of attention heads is no feed-forward block",
+    ),
+    "kimi_linear": DEEPSEEK.but(class_name="KimiLinearMoE"),
+    "kolibri1": Block(
+        "Kolibri1SparseMoeBlock",
+        moe(
+            {**SIGMOID, "renormalize": its("norm_topk_prob"), "select_by": "logit"},
+            shared_expert=shared("shared_expert_intermediate_size"),
+        ),
+        {**SHARED, **BIAS},
+    ),
+    "laguna": Block(
+        "LagunaSparseMoeBlock",
+        moe(
+            {
+                **SIGMOID,
+                "scale": its("moe_routed_scaling_factor"),
+                "logit_cap": lambda c: c.moe_router_logit_softcapping or None,
+            },
+            shared_expert=shared("shared_expert_intermediate_size"),
+        ),
+        {**SHARED, **BIAS},
+        small={"moe_router_logit_softcapping": 0.7},
+    ),
+    "lfm2_moe": Block(
+        "Lfm2MoeSparseMoeBlock",
+        moe(
+            {
+                **BIASED,
+                "renormalize": its("norm_topk_prob"),
+                "renormalize_eps": lambda c: 1e-6 if c.norm_topk_prob else 0.0,
+                "correction_bias": its("use_expert_bias"),
+            },
+            experts={"type": "swiglu"},
+        ),
+        {**COMMON, **bias_at("expert_bias")},
+    ),
+    "llama4": Block(
+        "Llama4TextMoe",
+        moe(
+            {**SIGMOID, "renormalize": False, "correction_bias": False},
+            WIDE,
+            "num_local_experts",
+            weights_at="input",
+            shared_expert=shared("intermediate_size"),
+        ),
+        {**TRANSPOSED, **ROUTER, **shared_at("shared_expert")},
+    ),
+    "longcat_flash": Block(
+        "LongcatFlashMoE",
+        moe(
+            {
+                **SOFTMAX,
+                "k": its("moe_topk"),
+                "scale": its("routed_scaling_factor"),
+                "bias": lambda c: getattr(c, "router_bias", False),
+                "correction_bias": True,
+            },
+            its("expert_ffn_hidden_size"),
+            "n_routed_experts",
+            zero_computation=if_any("zero_expert_num", {"num_copy": its("zero_expert_num")}),
+        ),
+        {
+            **EXPERTS,
+            "experts.gate_up": first_experts,
+            **linear(router__projection="router.classifier"),
+            **bias_at("router.e_score_correction_bias"),
+        },
+        small={"zero_expert_num": 2, "expert_ffn_hidden_size": 12},
+    ),
+    "mellum": QWEN3.but(class_name="MellumSparseMoeBlock"),
+    "mimo_v2_flash": Block(
+        "MiMoV2FlashMoE",
+        moe(
+            {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
+            count="n_routed_experts",
+        ),
+        {**COMMON, **BIAS},
+    ),
+    "minimax": MIXTRAL.but(class_name="MiniMaxSparseMoeBlock"),
+    "minimax_m2": Block(
+        "MiniMaxM2SparseMoeBlock",
+        moe(SIGMOID, WIDE, "num_local_experts", jitter=its("router_jitter_noise")),
+        {**COMMON, **bias_at("e_score_correction_bias")},
+        in_training={},
+    ),
+    "minimax_m3_vl": Block(
+        "MiniMaxM3VLSparseMoeBlock",
+        moe(
+            BIASED,
+            WIDE,
+            "num_local_experts",
+            experts={**CLAMPED, "alpha": its("swiglu_alpha"), "added": 1.0},
+            shared_expert={
+                **CLAMPED,
+                "alpha": its("swiglu_alpha"),
+                "added": 1.0,
+                "d_ff": its("shared_intermediate_size"),
+            },
+        ),
+        {**COMMON, **BIAS, **flat("shared_experts.gate_up_proj", "shared_experts.down_proj")},
+        config_name="MiniMaxM3VLTextConfig",
+        small={"swiglu_limit": 0.5, "shared_intermediate_size": 20},
+    ),
+    "mistral4": Block(
+        "Mistral4MoE",
+        moe(
+            GROUPED,
+            count="n_routed_experts",
+            shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+        ),
+        SHARED,
+    ),
+    "mistral_large4": Block(
+        "MistralLarge4TextMoE",
+        moe(
+            {**GROUPED, "renormalize": True},
+            count="n_routed_experts",
+            shared_expert=shared("moe_intermediate_size", "n_shared_experts"),
+        ),
+        SHARED,
+    ),
+    "mixtral": MIXTRAL,
+    "muse_spark": Block(
+        "MuseSparkMoE",
+        moe(
+            {**BIASED, "logit_scale": its("output_multiplier")},
+            count="num_local_experts",
+            latent={"width": its("moe_hidden_size")},
+            norms={
+                "experts_input": {"eps": its("rms_norm_eps")},
+                "each_expert": {"eps": its("post_norm_eps"), "scale": "before"},
+            },
+        ),
+        {
+            **COMMON,
+            **BIAS,
+            **linear(latent__into="pre_expert_proj", latent__out_of="post_expert_proj"),
+            "norms.experts_input.weight": one_less("pre_expert_norm.weight"),
+            "norms.each_expert.weight": one_less("experts.post_expert_norm.weight"),
+        },
+        config_name="MuseSparkTextConfig",
+        small={"moe_hidden_size": 20},
+    ),
+    "nemotron_h": Block(
+        "NemotronHMoE",
+        {
+            "type": "moe",
+            "num_experts": its("n_routed_experts"),
+            "router": {**BIASED, "renormalize": its("norm_topk_prob"), "groups": groups},
+            "experts": {"type": "mlp", "activation": "relu_squared", "d_ff": NARROW},
+            "latent": if_any(
+                "moe_latent_size", {"width": its("moe_latent_size"), "bias": its("mlp_bias")}
+            ),
+            "shared_expert": {
+                "type": "dense",
+                "activation": "relu_squared",
+                "d_ff": its("moe_shared_expert_intermediate_size"),
+                "bias": its("mlp_bias"),
+            },
+        },
+        {
+            **GATE,
+            **BIAS,
+            "experts.up": named("experts.up_proj"),
+            "experts.down": named("experts.down_proj"),
+            **shared_at("shared_experts"),
+            **linear(latent__into="fc1_latent_proj", latent__out_of="fc2_latent_proj"),
+        },
+        small={"moe_latent_size": 20, "mlp_bias": True, "moe_shared_expert_intermediate_size": 20},
+    ),
+    "nllb_moe": Block(
+        "NllbMoeSparseMLP",
+        {
+            "type": "moe",
+            "num_experts": its("num_experts"),
+            "router": {"type": "top_k", "k": 2, "renormalize": True, "bias": its("router_bias")},
+            "experts": {
+                "type": "mlp",
+                "activation": its("activation_function"),
+                "d_ff": its("encoder_ffn_dim"),
+                "bias": True,
+                "dropout": its("activation_dropout"),
+            },
+        },
+        {**each_at("fc1", "fc2"), **linear(router__projection="router.classifier")},
+        note="compared with the paper's sum, made of its own experts and router; without its token dropout",
+        wrong="it takes the mask of the first choices for the numbers of experts, so that experts 0 and 1 "
+        "compute every token and the others none; the paper sends a token to its two best experts "
+        "(arXiv:2207.04672, section 6.2)",
+    ),
+    "olmoe": OLMOE,
+    "openai_privacy_filter": GPT_OSS.but(
+        class_name="OpenAIPrivacyFilterMLP",
+        names={
+            **TRANSPOSED,
+            "experts.gate_up_bias": named("experts.gate_up_proj_bias"),
+            "experts.down_bias": named("experts.down_proj_bias"),
+            **ROUTER,
+        },
+    ),
+    "phimoe": Block(
+        "PhimoeSparseMoeBlock",
+        moe(
+            {"type": "sparse_mixer", "k": K, "threshold": lambda c: 2 * c.router_jitter_noise},
+            WIDE,
+            "num_local_experts",
+            jitter=its("input_jitter_noise"),
+        ),
+        {**EXPERTS, **ROUTER},
+        small={"router_jitter_noise": 0.3, "input_jitter_noise": 0.0},
+        note="in training compared without `jitter`",
+        in_training={},
+        wrong="in training the router multiplies the tokens by noise a second time, in place, so that the "
+        "experts see it too; the published model does so once",
+    ),
+    "qwen2_moe": QWEN2,
+    "qwen3_5_moe": Block(
+        "Qwen3_5MoeSparseMoeBlock",
+        moe(RENORMALIZED, **GATED_SHARED),
+        QWEN_NAMES,
+        config_name="Qwen3_5MoeTextConfig",
+    ),
+    "qwen3_moe": QWEN3,
+    "qwen3_next": QWEN2.but(class_name="Qwen3NextSparseMoeBlock"),
+    "qwen3_omni_moe": QWEN3.but(
+        class_name="Qwen3OmniMoeThinkerTextSparseMoeBlock", config_name="Qwen3OmniMoeTextConfig"
+    ),
+    "qwen3_omni_moe talker": Block(
+        "Qwen3OmniMoeTalkerTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES
+    ),
+    "qwen3_vl_moe": Block("Qwen3VLMoeTextSparseMoeBlock", moe(RENORMALIZED), COMMON),
+    "qwen4_exp": Block("Qwen4ExpTextSparseMoeBlock", moe(QWEN, **GATED_SHARED), QWEN_NAMES),
+    "solar_open": DEEPSEEK.but(class_name="SolarOpenMoE"),
+    "step3p7": Block(
+        "Step3p7SparseMoeBlock",
+        moe(
+            {**SIGMOID, "scale": its("moe_router_scaling_factor")},
+            count="num_local_experts",
+            experts=lambda c: step(c, "swiglu_limits"),
+            shared_expert=lambda c: {
+                **step(c, "swiglu_limits_shared"),
+                "d_ff": c.share_expert_dim,
+                "bias": c.mlp_bias,
+            },
+        ),
+        {**SHARED, **BIAS},
+        config_name="Step3p7TextConfig",
+        small={
+            "swiglu_limits": [0.5, 0.5],
+            "swiglu_limits_shared": [0.3, 0.3],
+            "share_expert_dim": 20,
+        },
+    ),
+    "switch_transformers": SWITCH,
+    "unlimited_ocr": DEEPSEEK_V2.but(class_name="UnlimitedOcrTextMoe"),
+    "vitpose_backbone": "an image's experts are given with it, one for each data set, and each makes a part "
+    "of the output's units: there is no router",
+    "zaya": "from its second layer on, the router adds what the router of the layer before it computed, and "
+    "no block sees another layer's; the first layer is `zaya first`",
+    "zaya first": Block(
+        "ZayaSparseMoeBlock",
+        moe(
+            {
+                **SOFTMAX,
+                "correction_bias": True,
+                "mlp": {"width": its("router_hidden_size"), "depth": 2, "eps": its("rms_norm_eps")},
+            },
+            zero_computation={"num_zero": 1},
+        ),
+        {
+            **EXPERTS,
+            **bias_at("gate.balancing_biases"),
+            **linear(
+                router__mlp__into="gate.down_proj",
+                router__mlp__norm="gate.router_mlp.norm",
+                router__mlp__layers__0="gate.router_mlp.fc1",
+                router__mlp__layers__1="gate.router_mlp.fc2",
+                router__projection="gate.router_mlp.out_proj",
+            ),
+        },
+        small={"num_experts_per_tok": 1},
+        note="its first layer",
+    ),
+}
+"""Model, and which of its blocks where it has several -> that block, or why no block of ours computes it."""
+
+NO_BLOCK = {
+    "bamba": "dense: it sets the number of its experts to 1",
+    "granite_docling": "its router weighs tiles of an image",
+}
+"""Models whose files speak of experts or routers, and have no sparse feed-forward block."""

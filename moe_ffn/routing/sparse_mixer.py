@@ -1,0 +1,81 @@
+"""SparseMixer-v2: experts picked one by one, each weighted by a softmax over those that are near the best.
+
+T tokens, D model width, E experts, K experts per token
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
+
+
+class SparseMixerRouterConfig(LinearTopKConfig, frozen=True):
+    """SparseMixer-v2 (Liu et al. 2024, GRIN, arXiv:2409.12136), the router of Phi-3.5-MoE.
+
+    For each of the k picks: the experts not yet picked whose logit is near the largest compete, by a softmax
+    among them. Evaluation picks the largest; training samples, and corrects the gradient for it.
+    """
+
+    type: Literal["sparse_mixer"] = "sparse_mixer"
+    threshold: float = Field(default=0.2, gt=0, lt=2)
+    """An expert competes where (largest - logit) / max(|logit|, largest) is at most this, 0.02 in
+    Phi-3.5-MoE. An expert without competitors weighs 1, and the router learns nothing from its token."""
+
+    by_token: ClassVar[bool] = True
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return SparseMixerRouter(self, d_model, num_experts)
+
+
+class SparseMixerRouter(LinearRouter):
+    """w = softmax over the competing experts; with k = 1 an expert alone weighs 1."""
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.softmax(dim=-1)
+        # What is not a number can be neither ranked nor drawn; its weights stay what they are.
+        left_TE = logits_TE.nan_to_num(nan=0.0)
+        picks = list[tuple[Tensor, Tensor]]()
+        for _ in range(self.config.k):
+            weight_T1, expert_T1 = self.pick(logits_TE, left_TE)
+            picks.append((weight_T1, expert_T1))
+            left_TE = left_TE.scatter(-1, expert_T1, -torch.inf)
+        weights_TK, expert_ids_TK = (
+            torch.cat(values, dim=-1) for values in zip(*picks, strict=True)
+        )
+        return routing_of_pairs(weights_TK, expert_ids_TK, logits_TE, scores_TE, context)
+
+    def pick(self, logits_TE: Tensor, left_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight and the number of the next expert, (T, 1) each.
+
+        Args:
+            left_TE: the logits, -inf for those that are picked.
+        """
+        with torch.no_grad():
+            largest_T1, best_T1 = left_TE.max(dim=-1, keepdim=True)
+            distance_TE = (largest_T1 - logits_TE) / logits_TE.abs().maximum(largest_T1)
+            far_TE = distance_TE > self.config.threshold
+        near_TE = left_TE.masked_fill(far_TE, -torch.inf)
+        shares_TE = near_TE.softmax(dim=-1)
+        if not self.training:
+            return shares_TE.gather(-1, best_T1), best_T1
+        # The largest of logits with Gumbel noise is a sample of their softmax.
+        uniform_TE = torch.empty_like(near_TE).uniform_().clamp(min=TINY)
+        expert_T1 = (near_TE - (-uniform_TE.log()).log()).argmax(dim=-1, keepdim=True)
+        weight_T1 = shares_TE.gather(-1, expert_T1)
+        is_best_T1 = expert_T1 == shares_TE.argmax(dim=-1, keepdim=True)
+        is_whole_T1 = is_best_T1 | (torch.empty_like(weight_T1).uniform_() > 0.75)
+        # Heun's method: an output of a third of the weight, and the gradient of the whole (arXiv:2310.00811,
+        # section 3); a third as the published code rounds it.
+        given_T1 = torch.where(is_whole_T1, weight_T1, 0.3333 * weight_T1).detach()
+        return weight_T1 + (given_T1 - weight_T1.detach()), expert_T1
+
+
+TINY = 1e-20
+"""Above 0, whose logarithm is infinite."""

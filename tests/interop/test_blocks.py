@@ -1,0 +1,210 @@
+"""Every sparse block of the installed transformers: its output and every gradient by ours, or why not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from experiments import models
+from experiments.models import SMALL, build_empty, build_theirs, compare, config_of, shown_config
+from moe_ffn.cli.command_line import parse_config
+from moe_ffn.errors import ConfigError
+from moe_ffn.ffn import FFNConfig
+from moe_ffn.interop import block_config, convert_block
+from moe_ffn.interop.block_table import BLOCKS, NO_BLOCK
+from moe_ffn.interop.blocks import Block, sparse_models
+from moe_ffn.runs.config import TrainConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
+TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    # Of kernels that are not installed.
+    warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+
+
+def test_every_model_whose_file_speaks_of_experts_is_in_the_table() -> None:
+    assert {model.split()[0] for model in BLOCKS} | {*NO_BLOCK} == {*sparse_models()}
+
+
+def test_at_least_95_percent_of_the_models_are_exact() -> None:
+    all_models = {model.split()[0] for model in BLOCKS}
+    missing = {model for model, entry in BLOCKS.items() if isinstance(entry, str)}
+    assert missing <= all_models
+    assert len(missing) <= 0.05 * len(all_models)
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [*((model, False) for model in COMPARED), *((model, True) for model in TRAINED)],
+    ids=[*COMPARED, *(f"{model}-training" for model in TRAINED)],
+)
+def test_output_and_every_gradient_are_theirs(model: str, training: bool) -> None:
+    errors = compare(model, training=training)
+
+    assert errors.largest < 3e-6, errors
+
+
+@pytest.mark.parametrize("model", COMPARED)
+def test_the_config_that_the_page_shows_can_be_built(model: str) -> None:
+    build_empty(shown_config(model, COMPARED[model]))
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    zero = models.Errors(0.0, {"x": 0.0})
+    numbers = re.compile(r"(?<=\| )\d+e[+-]\d+(?= \|)")
+    written = numbers.sub("", models.page(dict.fromkeys(COMPARED, zero)))
+
+    found = PAGE.read_text(encoding="utf-8")
+
+    assert numbers.sub("", found) == written, "python -m experiments.models"
+    assert max(map(float, numbers.findall(found))) <= 3e-6
+
+
+# -- where theirs is wrong
+
+
+def test_nllb_in_transformers_computes_with_the_first_two_experts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "PAPERS", {})
+    assert compare("nllb_moe").output > 0.1
+    entry = COMPARED["nllb_moe"]
+    theirs: Any = build_theirs("nllb_moe", entry, config_of("nllb_moe", entry, SMALL))
+    theirs(torch.randn(2, 6, 16)).sum().backward()
+    used = [p.grad is not None for n, p in theirs.experts.named_parameters() if "fc1.weight" in n]
+    assert used == [True, True, False, False, False, False]
+
+
+def test_switch_in_transformers_lets_its_jitter_reach_the_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    published = {"switch_transformers": COMPARED["switch_transformers"].but(in_training={})}
+    monkeypatch.setattr(models, "BLOCKS", published)
+    assert compare("switch_transformers", training=True).output > 1e-3
+
+
+def test_phimoe_in_transformers_adds_its_noise_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = COMPARED["phimoe"].but(small={"input_jitter_noise": 0.1, "router_jitter_noise": 0.3})
+    monkeypatch.setattr(models, "BLOCKS", {"phimoe": noisy})
+    assert compare("phimoe", training=True).output > 1e-3
+
+
+def test_axk2_in_transformers_leaves_its_groups_where_scores_are_negative() -> None:
+    entry = COMPARED["axk2"]
+    config = config_of("axk2", entry, SMALL)
+    theirs: Any = build_theirs("axk2", entry, config)
+    theirs.gate.e_score_correction_bias.fill_(-2.0)
+    ours: Any = convert_block("axk2", theirs, config)
+    x_BSD = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+
+    def num_groups(ids_TK: torch.Tensor) -> int:
+        """The most groups of a token; two experts are in one."""
+        return max(len(set(row)) for row in (ids_TK // 2).tolist())
+
+    _, _, ids_TK = theirs.gate(x_BSD)
+    allowed = _groups_kept(theirs, x_BSD)
+    assert not allowed.gather(1, ids_TK).all(), "theirs go to experts of other groups"
+    ours_TK = ours(x_BSD).routing.expert_ids_N.view(-1, 2)
+    assert allowed.gather(1, ours_TK).all()
+
+
+def _groups_kept(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+    """bool (T, E), by the paper: the two groups of highest sums of score + bias, each of two experts."""
+    gate = block.gate
+    ranking_TE = (x_BSD.flatten(0, 1) @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
+    sums_TG = ranking_TE.view(len(ranking_TE), 3, 2).sum(dim=-1)
+    lowest_T1 = sums_TG.topk(2, dim=-1).values[:, -1:]
+    return (sums_TG >= lowest_T1).repeat_interleave(2, dim=1)
+
+
+# -- blocks of live models
+
+
+def test_a_live_block_becomes_one_of_ours() -> None:
+    entry = COMPARED["qwen2_moe"]
+    config = config_of("qwen2_moe", entry, SMALL)
+    theirs = build_theirs("qwen2_moe", entry, config).bfloat16().eval()
+
+    ours = convert_block("qwen2_moe", theirs, config)
+
+    assert not ours.training
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    x_BSD = torch.randn(2, 6, 16).bfloat16()
+    torch.testing.assert_close(ours(x_BSD).hidden, theirs(x_BSD), rtol=0.05, atol=0.05)
+    assert block_config("qwen2_moe", config)["router"] == {
+        "type": "top_k",
+        "k": 2,
+        "renormalize": False,
+    }
+
+
+REFUSED = {
+    "qwen4_moe": "'qwen4_moe' is no model of transformers with a sparse block that is known here; did you "
+    "mean 'qwen3_moe'?",
+    "doge": "no block of ours computes that of doge: its experts are product keys, two vectors each, without "
+    "a router over E experts",
+}
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_model_without_a_block_of_ours_is_named_with_the_reason(model: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        block_config(model, None)
+    assert str(caught.value) == REFUSED[model]
+
+
+def test_a_weight_that_ours_lacks_is_named() -> None:
+    entry = COMPARED["mixtral"]
+    config = config_of("mixtral", entry, SMALL)
+    theirs = cast("Any", build_theirs("mixtral", entry, config))
+    theirs.gate.extra = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match=r"nothing that is gate\.extra of MixtralSparseMoeBlock"):
+        convert_block("mixtral", theirs, config)
+    del theirs.gate.extra, theirs.experts.down_proj
+    with pytest.raises(
+        ConfigError, match=r"has no mlp\.|has no experts\.down_proj|has no experts\.0"
+    ):
+        convert_block("mixtral", theirs, config)
+
+
+# -- configs/models/small
+
+SMALL_CONFIGS = sorted((PAGE.parents[1] / "configs/models/small").glob("*.yaml"))
+PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}, "nemotron_h": {"moe_latent_size": 1024}}
+"""Options of published models that are not the defaults of their config."""
+SIZES = {
+    *("num_experts", "d_ff", "k", "width", "num_groups", "keep", "scale", "logit_scale"),
+    *("eps", "vocab_size", "limit"),
+}
+
+
+def without_sizes(options: Any) -> Any:
+    if not isinstance(options, dict):
+        return options
+    return {key: without_sizes(value) for key, value in options.items() if key not in SIZES}
+
+
+def test_there_is_a_small_config_of_twelve_models() -> None:
+    assert len(SMALL_CONFIGS) == 12
+
+
+@pytest.mark.parametrize("path", SMALL_CONFIGS, ids=[path.stem for path in SMALL_CONFIGS])
+def test_a_small_config_has_the_options_of_the_table(path: Path) -> None:
+    entry, given = COMPARED[path.stem], PUBLISHED.get(path.stem, {})
+    if path.stem == "gemma4":
+        given = {**SMALL, **entry.small}
+    options = block_config(path.stem, config_of(path.stem, entry, given))
+
+    config = parse_config(["--config", str(path)], TrainConfig, command="train")
+
+    theirs = FFNConfig.model_validate(options).to_dict()
+    assert without_sizes(config.model.layer_ffns()[-1].to_dict()) == without_sizes(theirs)

@@ -1,0 +1,267 @@
+"""Options of routers that compose: what is scored, selected, weighed, each against plain Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn import ConfigError, TokenContext, build_ffn
+from moe_ffn.routing import RouterConfig
+from tests.helpers.identity_router import identity_router, random_logits, real_pairs, route
+
+E = 6
+BIAS = [0.3, -0.2, 0.0, 0.5, -0.4, 0.1]
+IDS = [3, 0, 8, 3, 5, 1, 8, 2]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "logit_scale": {"type": "top_k", "logit_scale": 0.25},
+    "logit_cap": {"type": "sigmoid_top_k", "logit_cap": 0.7},
+    "scale_and_cap": {"type": "top_k", "k": 3, "logit_scale": 3.0, "logit_cap": 2.0},
+    "euclidean": {"type": "top_k", "renormalize": True, "renormalize_p": 2.0},
+    "cubic_eps": {
+        "type": "sigmoid_top_k",
+        "k": 3,
+        "renormalize_p": 3.0,
+        "renormalize_eps": 0.125,
+        "scale": 2.5,
+    },
+    "sqrt_softplus": {"type": "sigmoid_top_k", "score": "sqrt_softplus", "k": 3},
+    "by_logit": {"type": "sigmoid_top_k", "select_by": "logit", "k": 3},
+    "by_logit_softmax": {"type": "top_k", "select_by": "logit", "correction_bias": True},
+    "always": {"type": "sigmoid_top_k", "num_always": 2, "scale": 2.0},
+    "always_k1": {"type": "top_k", "k": 1, "num_always": 1, "renormalize": True},
+    "always_after": {"type": "top_k", "k": 2, "num_always": 1, "softmax": "after"},
+    "always_groups": {
+        "type": "sigmoid_top_k",
+        "num_always": 2,
+        "groups": {"num_groups": 2, "keep": 1, "score_top": 1},
+    },
+    "global": {"type": "top_k", "learned_scale": "global"},
+    "per_expert": {"type": "sigmoid_top_k", "learned_scale": "expert", "num_always": 1},
+    "per_expert_after": {"type": "top_k", "softmax": "after", "learned_scale": "expert"},
+    "table": {"type": "top_k", "token_table": {"vocab_size": 9}},
+    "table_always": {
+        "type": "sigmoid_top_k",
+        "correction_bias": False,
+        "token_table": {"vocab_size": 9, "seed": 3},
+        "num_always": 1,
+    },
+}
+
+
+def expected_pairs(router: Any, row: list[float], token_id: int) -> list[tuple[int, float]]:
+    """(expert, weight) of one token, from the options alone."""
+    c = router.config
+    z = [c.logit_scale * value for value in row]
+    if c.logit_cap:
+        z = [c.logit_cap * math.tanh(value / c.logit_cap) for value in z]
+    if c.type == "top_k":
+        total = sum(map(math.exp, z))
+        scores = [math.exp(value) / total for value in z]
+    elif c.score == "sigmoid":
+        scores = [1 / (1 + math.exp(-value)) for value in z]
+    else:
+        scores = [math.sqrt(math.log(1 + math.exp(value))) for value in z]
+    left = E - c.num_always
+    if c.token_table is not None:
+        chosen = router.table_VK[token_id].tolist()
+    else:
+        bias = BIAS if c.correction_bias else [0.0] * E
+        ranking = [
+            a + b for a, b in zip(scores if c.select_by == "score" else z, bias, strict=True)
+        ]
+        allowed = range(left)
+        if c.groups is not None:  # two halves, by their best
+            size = left // 2
+            best = max(range(left), key=ranking.__getitem__) // size
+            allowed = range(best * size, (best + 1) * size)
+        chosen = sorted(allowed, key=lambda e: -ranking[e])[: c.k]
+    chosen = [*chosen, *range(left, E)]
+    weights = [scores[e] for e in chosen]
+    if c.type == "top_k" and c.softmax == "after":
+        weights = [weight / sum(weights) for weight in weights]
+    elif c.renormalize:
+        norm = sum(weight**c.renormalize_p for weight in weights) ** (1 / c.renormalize_p)
+        weights = [weight / (norm + c.renormalize_eps) for weight in weights]
+    learned = [1.0] * E
+    if c.learned_scale is not None:
+        given = router.weight_scale.tolist()
+        learned = given if c.learned_scale == "expert" else given * E
+    return [(e, c.scale * learned[e] * w) for e, w in zip(chosen, weights, strict=True)]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_each_option_equals_a_loop_in_plain_python(options: dict[str, Any]) -> None:
+    config = RouterConfig.model_validate(options)
+    router: Any = identity_router(config, E).double()
+    if router.correction_bias_E is not None:
+        router.correction_bias_E.copy_(torch.tensor(BIAS))
+    if router.weight_scale is not None:
+        with torch.no_grad():
+            router.weight_scale.copy_(torch.linspace(0.5, 2.0, len(router.weight_scale)))
+    logits_TE = random_logits(len(IDS), E, scale=2.0)
+
+    routing = router(logits_TE, TokenContext(token_ids=torch.tensor(IDS)))
+
+    expected = [
+        expected_pairs(router, row, token_id)
+        for row, token_id in zip(logits_TE.tolist(), IDS, strict=True)
+    ]
+    found = real_pairs(routing)
+    assert [[e for e, _ in pairs] for pairs in found] == [[e for e, _ in p] for p in expected]
+    weights = [w for pairs in found for _, w in pairs]
+    assert weights == pytest.approx([w for pairs in expected for _, w in pairs], rel=1e-6)
+    assert config.experts_per_token(E) == len(found[0])
+    assert config.num_params(E, E) == sum(p.numel() for p in router.parameters())
+
+
+def test_a_table_gives_a_token_the_same_experts_whatever_it_holds() -> None:
+    router = identity_router(RouterConfig.model_validate(OPTIONS["table"]), E)
+    ids = torch.tensor([4, 4, 7])
+    routing = router(torch.randn(3, E), TokenContext(token_ids=ids))
+    assert routing.expert_ids_N[:2].tolist() == routing.expert_ids_N[2:4].tolist()
+    assert len({*routing.expert_ids_N[:2].tolist()}) == 2
+    with pytest.raises(ValueError, match=r"router\.token_table routes by token id: call the block"):
+        router(torch.randn(3, E), TokenContext())
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_network_before_the_projection_is_its_formula(depth: int) -> None:
+    torch.manual_seed(0)
+    mlp = {"width": 5, "depth": depth, "eps": 1e-3}
+    options = {
+        "type": "top_k",
+        "input_norm": {"eps": 0.01},
+        "mlp": mlp,
+        "bias": True,
+    }
+    config = RouterConfig.model_validate(options)
+    router: Any = config.build(8, E).double()
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    x_TD = torch.randn(4, 8, dtype=torch.float64)
+
+    h = x_TD / (x_TD.square().mean(-1, keepdim=True) + 0.01).sqrt() * router.input_norm.weight
+    h = h @ router.mlp.into.weight.T + router.mlp.into.bias
+    h = h / (h.square().mean(-1, keepdim=True) + 1e-3).sqrt() * router.mlp.norm.weight
+    for layer in router.mlp.layers:
+        z = h @ layer.weight.T + layer.bias
+        h = z * torch.special.ndtr(z)
+    expected = h @ router.projection.weight.T + router.projection.bias
+
+    torch.testing.assert_close(router(x_TD, TokenContext()).logits_TE, expected, rtol=0, atol=1e-12)
+    assert config.num_params(8, E) == sum(p.numel() for p in router.parameters())
+    assert config.flops_per_token(8, E) == 2 * (8 * 5 + depth * 25 + 5 * E)
+    with pytest.raises(ConfigError, match="has no row for each expert"):
+        router.rows()
+    lower = router.bfloat16()
+    assert lower(x_TD.bfloat16(), TokenContext()).logits_TE.dtype == torch.float32
+
+
+# -- picks one by one
+
+
+def mixed_pairs(row: list[float], k: int, threshold: float) -> list[tuple[int, float]]:
+    picked: list[tuple[int, float]] = []
+    for _ in range(k):
+        left = [e for e in range(len(row)) if e not in [expert for expert, _ in picked]]
+        best = max(left, key=row.__getitem__)
+        near = [e for e in left if (row[best] - row[e]) / max(abs(row[e]), row[best]) <= threshold]
+        total = sum(math.exp(row[e]) for e in near)
+        picked.append((best, math.exp(row[best]) / total))
+    return picked
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_sparse_mixer_in_evaluation_equals_picks_in_plain_python(k: int) -> None:
+    logits_TE = random_logits(40, E)
+    config = RouterConfig.model_validate({"type": "sparse_mixer", "k": k, "threshold": 0.6})
+    found = real_pairs(route(config, logits_TE))
+    for row, pairs in zip(logits_TE.tolist(), found, strict=True):
+        expected = mixed_pairs(row, k, 0.6)
+        assert [e for e, _ in pairs] == [e for e, _ in expected]
+        assert [w for _, w in pairs] == pytest.approx([w for _, w in expected])
+
+
+def test_sparse_mixer_in_training_samples_and_keeps_the_gradient_of_the_softmax() -> None:
+    # Logits (ln 3, ln 1): near enough both; softmax (3/4, 1/4).
+    config = RouterConfig.model_validate({"type": "sparse_mixer", "k": 1, "threshold": 1.9})
+    torch.manual_seed(0)
+    logits_TE = torch.tensor([[3.0, 1.0]]).log().repeat(4000, 1).requires_grad_()
+
+    routing = route(config, logits_TE, training=True)
+
+    second_T = routing.expert_ids_N == 1
+    assert second_T.double().mean().item() == pytest.approx(0.25, abs=0.025)
+    assert {round(weight, 5) for weight in routing.weights_N[~second_T].tolist()} == {0.75}
+    whole_T = routing.weights_N[second_T] > 0.2
+    assert whole_T.double().mean().item() == pytest.approx(0.25, abs=0.06)
+    weights = {round(weight, 5) for weight in routing.weights_N[second_T].tolist()}
+    assert weights == {0.25, round(0.25 * 0.3333, 5)}
+    routing.weights_N.sum().backward()
+    # p (1 - p) = 3/16 towards the expert that was drawn, whether or not its output is a third.
+    sign_T = torch.where(second_T, -1.0, 1.0)
+    assert logits_TE.grad is not None
+    torch.testing.assert_close(logits_TE.grad, 3 / 16 * torch.stack([sign_T, -sign_T], -1))
+
+
+# -- contradictions
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "p_alone": (
+        {"type": "top_k", "renormalize_p": 2.0},
+        "router: renormalize_p (2) is for renormalize, which is false; set it to true, or leave "
+        "renormalize_p out",
+    ),
+    "eps_alone": (
+        {"type": "sigmoid_top_k", "renormalize": False, "renormalize_eps": 1e-6},
+        "router: renormalize_eps (1e-06) is for renormalize, which is false; set it to true, or leave "
+        "renormalize_eps out",
+    ),
+    "table_and_bias": (
+        {"type": "sigmoid_top_k", "token_table": {"vocab_size": 9}},
+        "router: correction_bias changes which experts the scores choose, but token_table chooses them by "
+        "the token's id; leave one of them out",
+    ),
+    "table_and_groups": (
+        {
+            "type": "top_k",
+            "token_table": {"vocab_size": 9},
+            "groups": {"num_groups": 2, "keep": 1},
+        },
+        "router: groups changes which experts the scores choose, but token_table chooses them by the "
+        "token's id; leave one of them out",
+    ),
+    "always_all": (
+        {"type": "top_k", "k": 2, "num_always": 5},
+        "router.k (2) must not exceed the experts that are left to choose from (1: of 6, router.num_always "
+        "5 are every token's); lower one of them or raise num_experts",
+    ),
+    "unit_with_a_network": (
+        {"type": "neuron_top_k", "mlp": {"width": 4}},
+        "router: mlp is for routers whose logits are a projection of the token, but those of type "
+        "'neuron_top_k' are a unit of each expert; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize(("router", "message"), REFUSED.values(), ids=REFUSED)
+def test_options_that_contradict_each_other_are_refused(
+    router: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_ffn({"type": "moe", "num_experts": E, "router": router}, d_model=8)
+    assert str(caught.value) == message
+
+
+def test_padding_may_have_any_id_in_a_table() -> None:
+    router = identity_router(RouterConfig.model_validate(OPTIONS["table"]), E)
+    mask = torch.tensor([True, False])
+    ids = torch.tensor([1, 10**6])
+    routing = router(torch.randn(2, E), TokenContext(token_ids=ids, mask=mask))
+    assert isinstance(routing.weights_N, Tensor)
+    assert routing.real_N.tolist() == [True, True, False, False]
