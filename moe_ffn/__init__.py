@@ -18,6 +18,7 @@ from moe_ffn import environment  # noqa: F401  # pyright: ignore[reportUnusedImp
 # isort: split
 from moe_ffn.balancing.losses import load_balancing_loss, router_z_loss
 from moe_ffn.capacity import CapacityConfig
+from moe_ffn.dispatch import Plan
 from moe_ffn.errors import ConfigError
 from moe_ffn.experts import Experts, ExpertsConfig, GatedExpertsConfig
 from moe_ffn.ffn import (
@@ -65,6 +66,7 @@ __all__ = [
     "LinearRouterConfig",
     "MixtureOfDepthsConfig",
     "MoEConfig",
+    "Plan",
     "Router",
     "RouterConfig",
     "Routing",

@@ -326,18 +326,32 @@ def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
     return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
 
 
-def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
+def check_input(
+    x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
+) -> None:
     """Refuse an input that no block can transform; every block calls it first. It reads no tensor's values.
 
     Args:
         x: the input of the block.
         context: its context.
         d_model: the width that the block was built for.
+        block: its class begins the sentence.
 
     Raises:
         TypeError: `x`, `context` or what is in it is of another type.
         ValueError: a dtype, a width or a shape is wrong.
     """
+    try:
+        _check_x(x, d_model)
+        if context is not None:
+            _check_context(context, x.shape[:-1], x.device)
+    except (TypeError, ValueError) as error:
+        if block is None:
+            raise
+        raise type(error)(f"{type(block).__name__}: {error}") from None
+
+
+def _check_x(x: Tensor, d_model: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, but is of type {type(x).__name__}")
     if not x.dtype.is_floating_point:
@@ -362,8 +376,6 @@ def check_input(x: Tensor, context: TokenContext | None, d_model: int) -> None:
             f"x has width {x.shape[-1]}, but this block was built for d_model {d_model}; "
             f"x must be (..., {d_model})"
         )
-    if context is not None:
-        _check_context(context, x.shape[:-1], x.device)
 
 
 def _check_context(context: TokenContext, leading_shape: torch.Size, device: torch.device) -> None:

@@ -16,9 +16,11 @@ import moe_ffn
 from moe_ffn.cli.command_line import parse_config
 from moe_ffn.config_files import flag_value
 from moe_ffn.runs.config import TrainConfig
+from moe_ffn.runs.parameter_counts import check_num_params
 from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.training.module import LanguageModel, LoadedBatch
+from tests.helpers.flops import counting, told
 
 FOLDER = Path(__file__).parents[1] / "configs"
 STUDIES = sorted(FOLDER.glob("studies/*.yaml"))
@@ -26,6 +28,8 @@ PUBLISHED = sorted(FOLDER.glob("models/*.yaml"))
 """Models that are far too large to be built here."""
 CONFIGS = sorted({*FOLDER.glob("**/*.yaml")} - {*STUDIES} - {*PUBLISHED})
 SEQ_LEN = 16
+TRIED: set[str] = set()
+"""Models that an arm of some study had, with their objectives: many studies have the same."""
 
 pytestmark = pytest.mark.usefixtures("stay_in_tmp_path")
 
@@ -70,11 +74,17 @@ def test_every_arm_of_a_study_makes_a_training_step(path: Path) -> None:
     assert {run.main_arm for run in runs} == set(study.arm_names)
     assert study.question
     for run in {run.main_arm: run for run in runs}.values():
+        kind = f"{run.config.model.to_dict()} {run.config.objective.to_dict()}"
+        if kind in TRIED:
+            continue
+        TRIED.add(kind)
         torch.manual_seed(0)
-        module = build(run.config, vocab_size=64)
-        loss = module.training_step(random_batch(64), 0)["loss"]
-        loss.backward()
-        assert loss.isfinite()
+        model, module = run.config.model, build(run.config, vocab_size=64)
+        check_num_params(module.decoder)
+        flops, output = counting(lambda module=module: module.training_step(random_batch(64), 0))
+        assert flops == told(model, 64, output["routings"], (2, SEQ_LEN))
+        assert output["loss"].isfinite()
+        output["loss"].backward()
 
 
 def test_there_are_configs() -> None:
@@ -100,7 +110,8 @@ def test_config_makes_a_training_step(path: Path) -> None:
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     module.on_train_batch_start(batch, 0)
-    output = module.training_step(batch, 0)
+    flops, output = counting(lambda: module.training_step(batch, 0))
+    assert flops == told(config.model, vocab_size, output["routings"], (2, SEQ_LEN))
     output["loss"].backward()
     configured["optimizer"].step()
 
@@ -132,6 +143,36 @@ SIZES = {
     "deepseek_v3": (671, 36.6, False),
     "gpt_oss_120b": (116.83, 5.13, False),
 }
+
+
+# Widths at which a published model is built here.
+NARROW = {
+    "d_model": 64,
+    "d_ff": 24,
+    "head_dim": 16,
+    "kv_rank": 8,
+    "query_rank": 12,
+    "rotated_dim": 8,
+}
+FEW = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "num_experts": 16}
+
+
+def narrowed(options: Any, key: str = "") -> Any:
+    if isinstance(options, dict):
+        return {key: narrowed(value, key) for key, value in options.items()}
+    limit = (NARROW | FEW).get(key)
+    return options if limit is None or options is None else min(options, limit)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])
+def test_published_models_cost_what_their_configs_tell(path: Path) -> None:
+    model = resolve(path).model
+    check_num_params(model.build_empty(9, 8))
+    small = type(model).model_validate(narrowed(model.to_dict()))
+    decoder, ids = small.build(64, SEQ_LEN), torch.randint(64, (2, SEQ_LEN))
+    with torch.no_grad():
+        flops, output = counting(lambda: decoder(ids))
+    assert flops == told(small, 64, output.routings, (2, SEQ_LEN))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=[path.stem for path in PUBLISHED])

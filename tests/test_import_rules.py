@@ -90,6 +90,7 @@ for _room, _below in {
 MAY_IMPORT["__init__"] = FOUNDATION | {
     "environment",
     "capacity",
+    "dispatch",  # `Plan`, which experts of one's own are given
     "balancing",
     "routing",
     "experts",

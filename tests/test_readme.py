@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import moe_ffn
+from tests.helpers.documented import python_with
 from tests.helpers.tiny_runs import ForkedTraining
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +32,13 @@ def commands() -> list[str]:
 
 
 PYTHON_COMMANDS = [command for command in commands() if command.startswith("python -m ")]
+
+# What another command tries of the same program, or begins with, and takes seconds.
+SLOW = {
+    "python -m experiments.benchmark",
+    "python -m experiments.generate runs/my-run --prompt 'class '",
+    "python -m experiments.convert runs/my-run models/exported",
+}
 
 # Programs that look at a finished run, and what they print of it.
 OF_A_RUN = {
@@ -53,11 +61,12 @@ TINY = [
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as after cloning, with a small corpus and the README's own block beside it."""
+    """A folder as after cloning, with a small corpus and the README's own block and experts beside it."""
     for name in ("configs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "README.md", tmp_path)
-    (tmp_path / "my_blocks.py").write_text(blocks("python")[1], encoding="utf-8")
+    (tmp_path / "README.md").write_text(README[:4_000], encoding="utf-8")  # a text to evaluate
+    for name, text in {"my_blocks.py": "LowRankConfig", "my_experts.py": "AdaptedConfig"}.items():
+        (tmp_path / name).write_text(python_with(text), encoding="utf-8")
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for number in range(40):
@@ -78,6 +87,7 @@ def run(arguments: list[str]) -> int:
 
 def test_the_commands_are_found():
     assert len(PYTHON_COMMANDS) >= 9
+    assert set(PYTHON_COMMANDS) >= SLOW
     assert {"make train", "make test"} <= set(commands())
 
 
@@ -102,10 +112,6 @@ def test_make_installs_what_a_target_needs(target: str, extras: list[str], tmp_p
     assert re.findall(r'--editable "\.\[(\w+)\]"', found.stdout) == extras
     torch_first = found.stdout.index("requirements.lock torch\n")
     assert torch_first < found.stdout.index("--editable")
-
-
-# The command behind it begins with it.
-SLOW = {"python -m experiments.convert runs/my-run models/exported"}
 
 
 @pytest.mark.usefixtures("newcomer")
@@ -202,7 +208,7 @@ def test_the_yaml_block_trains_the_model_it_describes(capsys: pytest.CaptureFixt
 
 def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
     names: dict[str, object] = {}
-    exec(compile(blocks("python")[0], "README.md", "exec"), names)
+    exec(compile(python_with("load_balancing_loss(output"), "README.md", "exec"), names)
     hidden = names["output"].hidden  # pyright: ignore[reportAttributeAccessIssue]
     assert hidden.shape == (4, 16, 64)
     loss = names["loss"].item()  # pyright: ignore[reportAttributeAccessIssue]
@@ -213,25 +219,25 @@ def test_the_block_in_your_own_model_gives_hidden_and_a_loss_near_one():
 def test_the_trained_model_is_loaded_and_saved():
     assert run(["experiments.train", *TINY, "--run.name", "my-run"]) == 0
     names: dict[str, Any] = {}
-    exec(compile(blocks("python")[2], "README.md", "exec"), names)
+    exec(compile(python_with('"models/mine", tokenizer'), "README.md", "exec"), names)
     assert names["decoder"].config.ffn.type == "moe"
     assert names["tokenizer"].encode(b"import").tolist() == [*b"import"]
     written = {path.name for path in Path("models/mine").iterdir()}
     assert written == {"config.json", "model.safetensors", "tokenizer.json"}
     assert run(["experiments.convert", "models/mine", "models/exported"]) == 0
     names = {}  # each block has all that it needs
-    exec(compile(blocks("python")[3], "README.md", "exec"), names)
+    exec(compile(python_with("load_ffn"), "README.md", "exec"), names)
     assert names["block"].routers()
     assert Path("models/exported-again/tokenizer_config.json").is_file()
     pytest.importorskip("transformers", reason="transformers is not installed here")
     names = {}
-    exec(compile(blocks("python")[4], "README.md", "exec"), names)
+    exec(compile(python_with("swap_ffn"), "README.md", "exec"), names)
     assert list(names["passes"][-1]) == ["layer_00", "layer_01"]
     swapped = [type(layer.mlp).__name__ == "SwappedFFN" for layer in names["dense"].model.layers]
     assert swapped == [False, True, False, True]
     pytest.importorskip("peft", reason="peft is not installed here")
     names = {}
-    exec(compile(blocks("python")[5], "README.md", "exec"), names)
+    exec(compile(python_with("get_peft_model"), "README.md", "exec"), names)
     trained = [p for name, p in names["model"].named_parameters() if "lora_" in name]
     assert all(p.grad is not None for p in trained)
     assert {path.name for path in Path("models/adapted").iterdir()} == written
@@ -250,16 +256,11 @@ def test_the_quoted_message_is_the_real_one(
     assert message in capsys.readouterr().err
 
 
-ROUTING_BLOCKS = re.findall(
-    r"^```python\n(.*?)^```",
-    (ROOT / "docs" / "routing.md").read_text(encoding="utf-8"),
-    flags=re.DOTALL | re.MULTILINE,
-)
-
-
 @pytest.mark.usefixtures("newcomer")
 def test_the_router_of_the_docs_trains(capsys: pytest.CaptureFixture[str]):
-    Path("my_router.py").write_text(ROUTING_BLOCKS[0], encoding="utf-8")
+    Path("my_router.py").write_text(
+        python_with("ThresholdConfig", "docs/routing.md"), encoding="utf-8"
+    )
     router = "{type: moe, router: {type: 'my_router.py:ThresholdConfig'}, capacity: {factor: 1.0}}"
     assert run(["experiments.train", *TINY, "--model.ffn", router]) == 0
     assert "validation loss" in capsys.readouterr().out
@@ -275,5 +276,5 @@ def test_the_rule_of_the_docs_moves_the_bias():
         "loss": output.hidden.sum(),
         "optimizer": torch.optim.SGD(block.parameters()),
     }
-    exec(compile(ROUTING_BLOCKS[1], "routing.md", "exec"), names)
+    exec(compile(python_with("rule.observe", "docs/routing.md"), "routing.md", "exec"), names)
     assert block.router.correction_bias_E.abs().max().item() == pytest.approx(1e-3)

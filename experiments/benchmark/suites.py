@@ -45,16 +45,16 @@ from moe_ffn import build_ffn
 # ------------------------------------------------------------------ one shape after the other
 
 PROMISED = {
-    Shape(2048, 512, 512, 8, 2, "fp32"): (1.2, 1.2),
-    Shape(2048, 512, 512, 8, 2, "bf16"): (1.7, 1.5),
-    Shape(4096, 256, 128, 32, 4, "fp32"): (1.4, 1.5),
-    Shape(4096, 256, 128, 32, 4, "bf16"): (2.6, 1.5),
-    Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.1, None),
-    Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.3, None),
+    Shape(2048, 512, 512, 8, 2, "fp32"): (1.06, 1.25),
+    Shape(2048, 512, 512, 8, 2, "bf16"): (1.06, 1.7),
+    Shape(4096, 256, 128, 32, 4, "fp32"): (1.1, 1.25),
+    Shape(4096, 256, 128, 32, 4, "bf16"): (1.25, 1.7),
+    Shape(2048, 1024, 1024, 8, 2, "fp32"): (1.04, 1.25),
+    Shape(4096, 1024, 1024, 8, 2, "bf16"): (1.04, 1.7),
 }
 """Shape -> the largest tax promised, and how many times faster than Hugging Face's grouped_mm."""
 
-TAX_GOAL = 1.1
+TAX_GOAL = 1.0
 """The tax to reach everywhere, in the end."""
 
 
@@ -98,7 +98,7 @@ def _time_shape(
 
 # ------------------------------------ one size grows; all points are timed in the same turns
 
-MAX_GROWTH = 2.0
+MAX_GROWTH = 1.4
 """Largest ratio of the time at 256 experts to that at 8, for the same work."""
 
 MAX_EXPERTS_OF_EAGER = 64
@@ -149,9 +149,13 @@ NUM_CALLS = 20
 
 def decoding(session: Session) -> None:
     """1 to 16 tokens, forward alone."""
-    base = Shape(1, 512, 512, 8, 2, "fp32")
-    session.say(f"{base} and on, forward alone, evaluation mode, median of one call")
-    sizes = {f"T {t}": replace(base, num_tokens=t) for t in (1, 2, 4, 8, 16)}
+    base, narrow = Shape(1, 512, 512, 8, 2, "fp32"), Shape(1, 256, 128, 32, 4, "fp32")
+    session.say(f"{base} and {narrow} and on, forward alone, evaluation mode, median of one call")
+    sizes = {
+        f"T {t}{', narrow' * (shape is narrow)}": replace(shape, num_tokens=t)
+        for shape in (base, narrow)
+        for t in (1, 2, 4, 8, 16)
+    }
     candidates: list[Candidate] = []
     for name, shape in sizes.items():
         case = Case.of(shape, session.device)

@@ -23,7 +23,7 @@ from moe_ffn.training.config import resolve_precision
 CASE = "default model"
 DENSE_MODEL = "dense swiglu"
 
-MIN_RATIO = 0.75
+MIN_RATIO = 0.9
 """Smallest promised ratio of tokens per second to those of the dense model."""
 
 VOCAB_SIZE = 257

@@ -36,6 +36,7 @@ from moe_ffn.runs import assemble, outside_code
 from moe_ffn.runs import folder as run_folder
 from moe_ffn.runs.config import Resume, TrainConfig
 from moe_ffn.runs.json_files import Saved
+from moe_ffn.runs.parameter_counts import check_num_params
 from moe_ffn.runs.reader import read_weights
 from moe_ffn.runs.record import check_documents, checkpoint_identity, new_run_id
 from moe_ffn.runs.resume import (
@@ -81,6 +82,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
         run_prompt(config.sample, data, config.data.seq_len)  # refused before there is a folder
         torch.manual_seed(config.seed)
         module = assemble.build_module(config, data, layout)
+        check_num_params(module.decoder)
         console.print(model_table(config, vocab_size=data.tokenizer.vocab_size))
         for note in config.notes():
             say(note)

@@ -22,10 +22,14 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 
     By default the `experts_per_token` experts of a token share the width of the dense block, so that
     a layer costs what the dense block costs.
+
+    Experts of your own subclass this in a file of your own, define `build`, `params_per_expert` and
+    `flops_per_pair`, and are named in YAML as `experts: {type: my_module:MyConfig}`; see the README.
     """
 
     divides_over_ranks: ClassVar[bool] = False
-    """Whether the module takes what is on its rank of weights that are distributed tensors."""
+    """Whether the module takes what is on its rank of weights that are distributed tensors; the first axis of
+    each of them counts the experts, so that none is shared."""
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
@@ -35,7 +39,15 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 
     @abstractmethod
     def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
-        """Forward FLOPs of one expert on one token."""
+        """Forward FLOPs of the matrix products of one expert on one token."""
+
+    def shared_params(self, d_model: int, experts_per_token: float) -> int:
+        """Parameters that all experts of a layer share; each token is taken to pass through them."""
+        return 0
+
+    def shared_flops_per_token(self, d_model: int, experts_per_token: float) -> int:
+        """Forward FLOPs of the matrix products done once for a token, however many experts it goes to."""
+        return 0
 
     def with_fixed_width(self, d_model: int, experts_per_token: float) -> ExpertsConfig:
         """The same experts, as wide as now however many of them a token then goes to."""

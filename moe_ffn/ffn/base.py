@@ -72,6 +72,30 @@ class ExpertStack:
     def build(self, d_model: int) -> Experts:
         return self.config.build(d_model, self.num_experts, self.experts_per_token)
 
+    def num_params(self, d_model: int) -> int:
+        return self._params_of(self.num_experts, d_model)
+
+    def num_active_params(self, d_model: int) -> int:
+        return self._params_of(self.experts_per_token, d_model)
+
+    def flops_per_token(
+        self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
+    ) -> int:
+        """Forward FLOPs for one token.
+
+        Args:
+            pairs_per_token: experts that it passes through.
+            rows_per_token: rows that the experts are given for it.
+        """
+        pair = self.config.flops_per_pair(d_model, self.experts_per_token)
+        shared = self.config.shared_flops_per_token(d_model, self.experts_per_token)
+        return round(pairs_per_token * pair + rows_per_token * shared)
+
+    def _params_of(self, num_experts: float, d_model: int) -> int:
+        """Of so many of the experts, and of what all of them share."""
+        own = self.config.params_per_expert(d_model, self.experts_per_token)
+        return round(num_experts * own) + self.config.shared_params(d_model, self.experts_per_token)
+
 
 class FFNConfig(TaggedConfig, frozen=True):
     """One feed-forward block, and what it costs.

@@ -175,7 +175,7 @@ class IdentityFFN(FFNBlock):
         self.d_model = d_model
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        check_input(x, context, self.d_model)
+        check_input(x, context, self.d_model, self)
         # A plain zero would leave the norm before it without a gradient, and DDP would hang.
         return FFNOutput(x * 0)
 
@@ -219,7 +219,7 @@ class HiddenWidthFFN(FFNBlock):
         return [Memory("", ids_N, hidden_TF[ids_N], self.values_FD)]
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        check_input(x, context, self.d_model)
+        check_input(x, context, self.d_model, self)
         check_dtype(x, next(self.parameters(), None))
         return FFNOutput(self.transform(x, context).to(x.dtype))
 

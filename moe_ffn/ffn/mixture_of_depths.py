@@ -131,7 +131,7 @@ class MixtureOfDepthsFFN(FFNBlock):
         self.ffn = config.ffn.build(d_model)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        check_input(x, context, self.d_model)
+        check_input(x, context, self.d_model, self)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)

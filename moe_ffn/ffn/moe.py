@@ -130,12 +130,10 @@ class MoEConfig(FFNConfig, frozen=True):
         return MoEFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
-        return self._always_on_params(d_model) + self.num_experts * self._expert_params(d_model)
+        return self._params_beside_experts(d_model) + self.expert_stack.num_params(d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self._always_on_params(d_model) + round(
-            self.experts_per_token * self._expert_params(d_model)
-        )
+        return self._params_beside_experts(d_model) + self.expert_stack.num_active_params(d_model)
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         shared = 0
@@ -143,21 +141,18 @@ class MoEConfig(FFNConfig, frozen=True):
             shared = self.shared_expert.flops_per_token(d_model, seq_len)
             shared += self.combine.flops_per_token(d_model)
         router = self.router.flops_per_token(d_model, self.num_routable)
-        routed = self.routed_flops_per_token(d_model, seq_len)
-        return routed + shared + router + self.zero_computation.flops_per_token(d_model)
+        experts = self.routed_flops_per_token(d_model, seq_len)
+        return experts + shared + router + self.zero_computation.flops_per_token(d_model)
 
     def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
         pairs = self.router.pairs_per_token(self.num_routable, seq_len)
         pairs *= self.num_experts / self.num_routable
-        return round(pairs * self.experts.flops_per_pair(d_model, self.experts_per_token))
+        return self.expert_stack.flops_per_token(d_model, pairs)
 
     def describe(self) -> str:
         return f"{self.type}, {self.num_experts} experts ({self.experts.type}), {self.router.describe()}"
 
-    def _expert_params(self, d_model: int) -> int:
-        return self.experts.params_per_expert(d_model, self.experts_per_token)
-
-    def _always_on_params(self, d_model: int) -> int:
+    def _params_beside_experts(self, d_model: int) -> int:
         shared = 0
         if self.shared_expert is not None:
             shared = self.shared_expert.num_params(d_model) + self.combine.num_params(d_model)
@@ -188,7 +183,7 @@ class MoEFFN(FFNBlock):
             self.combine = config.combine.build(d_model, config.experts_per_token)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        check_input(x, context, self.d_model)
+        check_input(x, context, self.d_model, self)
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)

@@ -62,13 +62,13 @@ class SoftMoEConfig(FFNConfig, frozen=True):
         return SoftMoEFFN(self, d_model)
 
     def num_params(self, d_model: int) -> int:
-        experts = self.num_experts * self.experts.params_per_expert(d_model, 1)
-        return experts + d_model * self.num_slots + 1
+        return self.expert_stack.num_params(d_model) + d_model * self.num_slots + 1
 
     def flops_per_token(self, d_model: int, seq_len: int) -> int:
         # Logits, and the sums into the slots and out of them; then each slot passes its expert.
         mixing = 3 * linear_flops(d_model, self.num_slots)
-        return mixing + round(self.num_slots * self.experts.flops_per_pair(d_model, 1) / seq_len)
+        slots = self.num_slots / seq_len
+        return mixing + self.expert_stack.flops_per_token(d_model, slots, rows_per_token=slots)
 
     def describe(self) -> str:
         return (
@@ -94,7 +94,7 @@ class SoftMoEFFN(FFNBlock):
         nn.init.normal_(self.slots_PD)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
-        check_input(x, context, self.d_model)
+        check_input(x, context, self.d_model, self)
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)

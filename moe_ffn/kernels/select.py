@@ -48,6 +48,7 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
             the weights differ in dtype, without autocast; or it is called by `torch.func.vmap` or by
             `torch.export`.
     """
+    check_dtype(x_TD, weights.up_EHD)
     if has_no_numbers(x_TD):
         if torch.compiler.is_exporting():  # where these shapes would be taken for what is computed
             raise ValueError(
@@ -55,7 +56,6 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
                 "export what is around them"
             )
         return shapes(x_TD, plan, weights)
-    check_dtype(x_TD, weights.up_EHD)
     if transforms_at_work():
         _refuse_vmap(x_TD, plan.offsets_E, plan.weights_N, weights.up_EHD, weights.down_EDF)
     if backend == "auto":

@@ -90,9 +90,9 @@ class DecoderConfig(Config, frozen=True):
 
     def layer_ffns(self) -> list[FFNConfig]:
         """The feed-forward config of each layer, first to last."""
-        return [ffn for _, ffn in self._layers()]
+        return [ffn for _, ffn in self.ffns_by_option()]
 
-    def _layers(self) -> list[tuple[str, FFNConfig]]:
+    def ffns_by_option(self) -> list[tuple[str, FFNConfig]]:
         """The block of each layer, after the option that it comes from: `ffn` or `ffn_at.1::2`."""
         layers = [("ffn", self.ffn)] * self.num_layers
         for where, ffn in self.ffn_at.items():
@@ -131,7 +131,7 @@ class DecoderConfig(Config, frozen=True):
     def routers(self) -> dict[str, RouterInfo]:
         """The routers of all layers, named as in `DecoderOutput.routings`."""
         routers: dict[str, RouterInfo] = {}
-        for layer, (option, ffn) in enumerate(self._layers()):
+        for layer, (option, ffn) in enumerate(self.ffns_by_option()):
             of_layer = {name: info.inside(option) for name, info in ffn.routers().items()}
             routers |= within(layer_name(layer), of_layer)
         return routers
@@ -143,17 +143,19 @@ class DecoderConfig(Config, frozen=True):
             return Refusal("causal (false) lets a token see later ones", "set causal: true")
         parts = {"positions": self.positions.not_cached_because}
         return first_refusal(
-            parts | {option: ffn.not_cached_because for option, ffn in self._layers()}
+            parts | {option: ffn.not_cached_because for option, ffn in self.ffns_by_option()}
         )
 
     def refusal_on(self, device: str) -> Refusal | None:
         """Why a feed-forward block does not run on a kind of device, `cpu` or `cuda`."""
-        return first_refusal({option: ffn.refusal_on(device) for option, ffn in self._layers()})
+        return first_refusal(
+            {option: ffn.refusal_on(device) for option, ffn in self.ffns_by_option()}
+        )
 
     def refusal_over(self, num_ranks: int) -> Refusal | None:
         """Why the experts of a block cannot be divided among so many ranks."""
         return first_refusal(
-            {option: ffn.refusal_over(num_ranks) for option, ffn in self._layers()}
+            {option: ffn.refusal_over(num_ranks) for option, ffn in self.ffns_by_option()}
         )
 
     def build(

@@ -108,10 +108,14 @@ class Layout:
         reasons: list[str] = []
 
         def note(experts: Experts, num_experts: int) -> Any:
-            if not self.shards_each_expert(num_experts):
-                return
             for name, weight in experts.named_parameters():
-                if weight.shape[1] % self.shard:
+                if self.expert > 1 and weight.shape[:1] != (num_experts,):
+                    reasons.append(
+                        f"parallel.expert ({self.expert}) divides weights whose first axis counts the "
+                        f"{num_experts} experts, but these share '{name}' of shape {tuple(weight.shape)}; "
+                        "set parallel.expert to 1"
+                    )
+                elif self.shards_each_expert(num_experts) and weight.shape[1] % self.shard:
                     reasons.append(
                         f"parallel.shard ({self.shard}) has to divide the {weight.shape[1]} rows of an "
                         f"expert's '{name}', since parallel.expert ({self.expert}) leaves "

@@ -111,7 +111,7 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
     layout = check_layout(config, trial.world_size, precision)
-    check_outside_parts(config, trial.strategy.root_device, warn=trial.is_global_zero)
+    check_outside_parts(config, trial.strategy.root_device)
     if refusal := config.model.refusal_on(device):
         raise ConfigError(f"model.{refusal}")
     return precision, layout
@@ -156,7 +156,7 @@ def check_layout(config: TrainConfig, num_ranks: int, precision: str) -> Layout:
             f"optimizer.type ({config.optimizer.type}) looks at whole matrices, which parallel.shard and "
             "parallel.expert divide; use adamw or muon"
         )
-    if layout.shard > 1 and layout.expert > 1:
+    if layout.expert > 1:
         empty = config.model.build_empty(*config.data.text_sizes)
         if reason := layout.refusal_of(empty):
             raise ConfigError(reason)

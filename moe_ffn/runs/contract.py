@@ -10,9 +10,8 @@ B sequences, S positions, T = B*S tokens, D model width, E experts, H heads
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ from moe_ffn.outputs import FFNOutput, Routing, TokenContext
 from moe_ffn.routing.base import Router, RouterConfig, routing_of_pairs
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.outside_code import tagged_parts
+from moe_ffn.runs.parameter_counts import miscounted
 from moe_ffn.training.optimizer import OptimizerConfig
 from moe_ffn.training.schedule import ScheduleConfig
 
@@ -45,12 +45,11 @@ _MAX_LENGTH = 512
 """Length of the sequences that show whether a part looks ahead: some look far, or in chunks."""
 
 
-def check_outside_parts(config: TrainConfig, device: torch.device, *, warn: bool = True) -> None:
+def check_outside_parts(config: TrainConfig, device: torch.device) -> None:
     """Try every part of `config` that is not of this package, or holds such a part.
 
     Args:
         device: where the run will compute.
-        warn: say on stderr where a config miscounts its parameters.
 
     Raises:
         ConfigError: one sentence: which part, what it did, what is expected.
@@ -62,7 +61,7 @@ def check_outside_parts(config: TrainConfig, device: torch.device, *, warn: bool
             continue
         within = "" if is_outside(type(part)) else f" with '{outside[0]}'"
         name = f"{'.'.join(map(str, path))} ('{part.type}'{within})"
-        trial = _Trial(config, device, name, warn)
+        trial = _Trial(config, device, name)
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad(), explaining_outside_errors(name):
             for family, check in _CHECKS.items():
@@ -77,7 +76,6 @@ class _Trial:
     config: TrainConfig
     device: torch.device
     name: str
-    warn: bool
 
     @property
     def d_model(self) -> int:
@@ -161,10 +159,7 @@ class _Trial:
         length = min(self.config.data.seq_len, _MAX_LENGTH)
         if not self.config.model.causal or length == 1:
             return
-        for parameter in module.parameters():
-            # A gate that begins at zero would hide what is behind it.
-            if parameter.is_floating_point():
-                parameter.add_(0.03)
+        _move_off_zero(module)
         x = self.random(_BATCH, length, self.d_model)
         ids = torch.zeros(_BATCH, length, dtype=torch.int64, device=self.device)
         for training in (False, True):
@@ -229,13 +224,10 @@ class _Trial:
             for routing in output.routings.values():
                 self.require_routing(routing)
         found = sum(parameter.numel() for parameter in block.parameters())
-        expected = config.num_params(self.d_model)
-        if found != expected and self.warn:
-            print(
-                f"{self.name}: num_params says {expected:,}, but there are {found:,} parameters; tables and "
-                "facts.json go by the first",
-                file=sys.stderr,
-            )
+        if found != (told := config.num_params(self.d_model)):  # here, before data are prepared
+            layers = [n for n, ffn in enumerate(self.config.model.layer_ffns()) if ffn is config]
+            name = f"{self.name} of layer {layers[0]}" if layers else self.name
+            raise miscounted(name, told, found, config, self.d_model)
         config.num_active_params(self.d_model)
         config.flops_per_token(self.d_model, self.config.data.seq_len)
         config.describe()
@@ -280,9 +272,19 @@ class _Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % stack.num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), stack.num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        experts = self.built(stack.build(self.d_model), Experts)
-        made = experts(x_TD, make_plan(pairs, stack.num_experts))
-        self.require_like(made, x_TD, "what its experts return")
+        plan = make_plan(pairs, stack.num_experts)
+        experts = self.built(stack.build(self.d_model), Experts).eval()
+        _move_off_zero(experts)
+        who = "what its experts return"
+        made = self.require_like(experts(x_TD, plan), x_TD, who)
+        if torch.equal(made, experts(x_TD, replace(plan, weights_N=2 * plan.weights_N))):
+            raise self.refuse(
+                f"{who} is the same whatever plan.weights_N is, by which the router learns; multiply each "
+                "pair's result by its weight"
+            )
+        dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
+        nothing = experts(x_TD, make_plan(dropped, stack.num_experts))
+        self.require_like(nothing, x_TD, f"{who} of a plan that drops every pair")
 
     def combine(self, config: CombineConfig) -> None:
         x = self.x()
@@ -368,6 +370,13 @@ _CHECKS: dict[type[TaggedConfig], Callable[[_Trial, Any], None]] = {
     CorpusConfig: _Trial.corpus,
 }
 """Family -> how a part of it is tried. Experts are tried with the block that holds them."""
+
+
+def _move_off_zero(module: nn.Module) -> None:
+    """A gate that begins at zero would hide what is behind it."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(0.03)
 
 
 def _show(value: Any) -> str:

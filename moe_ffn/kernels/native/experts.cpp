@@ -199,12 +199,12 @@ template <class P> void pack(const Rows& matrix, int64_t first_row, int64_t pane
 
 // The rows of a tile's tokens, with a row of zeros behind them where products take them in pairs.
 template <class P> __attribute__((noinline)) void gather(const Layer& layer, const Rows& from, const Tile& tile, P* to) {
-  const int64_t D = layer.D, ld = room<P>(D), m = tile.stop - tile.start;
+  const int64_t D = layer.D, ld = apart<P>(D), m = tile.stop - tile.start;
   for (int64_t r = 0; r < m; ++r, to += ld) {
     if (r + AHEAD < m) from.prefetch(layer.token_ids[tile.start + r + AHEAD]);
     const P* row = from.read(layer.token_ids[tile.start + r], to);
     if (row != to) std::memcpy(to, row, D * sizeof(P));
-    std::fill(to + D, to + ld, P(0));
+    std::fill(to + D, to + room<P>(D), P(0));
   }
   if (room<P>(m) > m) std::fill_n(to, ld, P(0));
 }
@@ -330,24 +330,25 @@ template <class P> void forward(const Layer& layer, const Rows& kept, const Rows
       const int64_t m = tile.stop - tile.start;
       const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), tile.expert) - group.experts.begin();
       const auto* matrix = matrices.row<Unit<P>>(i);
-      P *x = scratch<P>(0, (TILE + 1) * room<P>(D)), *hidden = scratch<P>(1, TILE * room<P>(F));
-      S *sums = scratch<S>(2, TILE * std::max(H, D)), *value = scratch<S>(4, F);
+      P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
+      S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
       S* bias = scratch<S>(5, std::max(H, D));
       gather<P>(layer, layer.x, tile, x);
       multiply<P>(m, H, D, x, matrix, sums);
       const S* added = layer.up_bias ? layer.up_bias.read(tile.expert, bias) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
-        S* row = sums + r * H;
+        S* row = sums + r * apart<S>(H);
         if (added) for (int64_t h = 0; h < H; ++h) row[h] += added[h];
         if (kept) kept.write(tile.start + r, row);
         layer.hidden_units(tile.start + r, row, value);
-        convert(value, hidden + r * room<P>(F), F);
-        std::fill(hidden + r * room<P>(F) + F, hidden + (r + 1) * room<P>(F), P(0));
+        P* to = hidden + r * apart<P>(F);
+        convert(value, to, F);
+        std::fill(to + F, to + room<P>(F), P(0));
       }
       multiply<P>(m, D, F, hidden, matrix + up_units, sums);
       added = layer.down_bias ? layer.down_bias.read(tile.expert, bias) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
-        S* row = sums + r * D;
+        S* row = sums + r * apart<S>(D);
         if (added) for (int64_t d = 0; d < D; ++d) row[d] += added[d];
         rows_out.write(tile.start + r, row);
       }
@@ -374,13 +375,14 @@ template <class P> struct TileOperands {
     transpose(source, ld, to + column, n, units<P>(rows), width);
   }
 
-  // As rows, in panels.
-  __attribute__((noinline)) void second(const P* from, int64_t width, int64_t ld, U* to) const {
-    for (int64_t p = 0; p < panels(width); ++p)
-      for (int64_t u = 0; u < units<P>(rows); ++u) {
-        const P* row = from + u * Operand<P>::per_unit * ld + p * PANEL;
-        pair_rows(row, row + ld, to + (p * n + column + u) * PANEL, panel_width(width, p));
-      }
+  // As rows, in panels; row(r) is where row r lies.
+  template <class Row> void second(int64_t width, U* to, const Row& row) const {
+    for (int64_t r = 0, u = column; r < rows; r += Operand<P>::per_unit, ++u) {
+      const P* first = row(r);
+      const P* next = Operand<P>::per_unit == 2 ? row(r + 1) : nullptr;
+      for (int64_t p = 0; p < panels(width); ++p)
+        pair_rows(first + p * PANEL, next + p * PANEL, to + (p * n + u) * PANEL, panel_width(width, p));
+    }
   }
 };
 
@@ -443,10 +445,10 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       const int64_t column = units<P>(tile.start - group.chunks[c].start);
       const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
       const U* matrix = matrices.row<U>(i);
-      const int64_t ld_D = room<P>(D), ld_H = room<P>(H), m_room = room<P>(m);
-      P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, (TILE + 1) * ld_D);
+      const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H), m_room = room<P>(m);
+      P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
       P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
-      S* sums = scratch<S>(4, TILE * std::max(F, D));
+      S* sums = scratch<S>(4, TILE * apart<S>(std::max(F, D)));
       S *pre = scratch<S>(5, H), *buffer = scratch<S>(6, 2 * H), *value = scratch<S>(7, F), *slope = scratch<S>(8, F);
       S *mask_buffer = scratch<S>(9, F), *grads = scratch<S>(10, H), *bias_buffer = scratch<S>(11, D), *wide = scratch<S>(12, D);
       U* pairs = scratch<U>(13, TILE * std::max(H, D));
@@ -458,7 +460,7 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
       const S* bias = layer.down_bias ? layer.down_bias.read(e, bias_buffer) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
         const int64_t row = tile.start + r;
-        const S *u = kept.read(row, pre), *dh = sums + r * F, w = layer.weight<S>(row);
+        const S *u = kept.read(row, pre), *dh = sums + r * apart<S>(F), w = layer.weight<S>(row);
         const auto [gate, up] = layer.halves(u, buffer);
         activate<S>(layer.activation, layer.alpha, layer.limit, gate, value, slope, F);
         const S* mask = layer.dropout ? layer.dropout.read(row, mask_buffer) : nullptr;
@@ -504,18 +506,22 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
         } else {
           convert(grads, to, H);
         }
-        std::fill(to + H, to + ld_H, P(0));
+        std::fill(to + H, to + room<P>(H), P(0));
       }
       if (m_room > m) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
-      if (wants_down) operands.second(hidden, F, F, down_second);
+      if (wants_down) operands.second(F, down_second, [&](int64_t r) { return hidden + r * F; });
       if (grad_x) {
         multiply<P>(m, D, H, du, matrix + down_units, sums);
-        for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * D);
+        for (int64_t r = 0; r < m; ++r) grad_rows.write(tile.start + r, sums + r * apart<S>(D));
       }
       if (wants_up) {
-        gather<P>(layer, layer.x, tile, x);
         operands.first(du, H, ld_H, pairs, up_first);
-        operands.second(x, D, ld_D, up_second);
+        if (m_room > m) std::fill_n(x, D, P(0));
+        operands.second(D, up_second, [&](int64_t r) -> const P* {
+          if (r == m) return x;  // behind the last row of an odd number
+          if (r + AHEAD < m) layer.x.prefetch(layer.token_ids[tile.start + r + AHEAD]);
+          return layer.x.read(layer.token_ids[tile.start + r], x + (1 + r % 2) * D);
+        });
       }
     });
 

@@ -212,14 +212,19 @@ inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t ld
   torch_product(M, N, K, A, lda, B, C, ldc, adds);
 }
 
+// How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the cache.
+template <class T> constexpr int64_t apart(int64_t n) {
+  constexpr int64_t line = 64 / sizeof(T);
+  return (n + line - 1) / line * line + line;
+}
+
 // C (M, N) = A (M, K) B, whose panels lie one after the other.
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, Sum<P>* C) {
-  const int64_t lda = room<P>(K);
   for (int64_t panel = 0; panel < panels(N); ++panel, B += units<P>(K) * PANEL)
-    for (int64_t k = 0; k < lda; k += MAX_SUM)
-      product(M, panel_width(N, panel), std::min(MAX_SUM, lda - k), A + k, lda, B + units<P>(k) * PANEL,
-              C + panel * PANEL, N, k > 0);
+    for (int64_t k = 0; k < K; k += MAX_SUM)
+      product(M, panel_width(N, panel), std::min(MAX_SUM, room<P>(K) - k), A + k, apart<P>(K),
+              B + units<P>(k) * PANEL, C + panel * PANEL, apart<Sum<P>>(N), k > 0);
 }
 
 // -- memory and threads

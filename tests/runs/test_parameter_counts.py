@@ -1,0 +1,140 @@
+"""A config that counts other parameters than are built of it is refused before a run begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ffn.errors import ConfigError
+from moe_ffn.model.decoder import DecoderConfig
+from moe_ffn.runs.parameter_counts import check_num_params
+from tests.helpers.documented import python_with
+
+OWN = """
+import torch
+from torch import nn
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput
+from moe_ffn.model.norm import NormConfig
+from moe_ffn.model.positions import Positions, PositionsConfig
+
+class Miscounts(FFNConfig, frozen=True):
+    told: int = 7
+    def build(self, d_model): return Scale(d_model)
+    def num_params(self, d_model): return self.told
+    def flops_per_token(self, d_model, seq_len): return 0
+
+class Scale(FFNBlock):
+    def __init__(self, d_model):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(d_model))
+    def forward(self, x, context=None): return FFNOutput(x * self.scale)
+
+class Shares(Miscounts, frozen=True):
+    def build(self, d_model):
+        block = Scale(d_model)
+        block.scale = scales.setdefault(d_model, block.scale)
+        return block
+scales = {}
+
+class Norm(NormConfig, frozen=True):
+    def build(self, d_model): return nn.LayerNorm(d_model)
+    def num_params(self, d_model): return 1
+
+class Where(PositionsConfig, frozen=True):
+    def build(self, d_model, head_dim, max_seq_len): return Table(d_model, max_seq_len)
+
+class Table(Positions):
+    def __init__(self, d_model, max_seq_len):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(max_seq_len, d_model))
+"""
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "block": (
+        {"ffn_at": {"1": "own.py:Miscounts"}},
+        "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params says 7, but 8 parameters are built",
+    ),
+    "block that shares": (
+        {"ffn": {"type": "own.py:Shares", "told": 8}},
+        "model.ffn ('own.py:Shares') of layer 1: num_params says 8, but 0 parameters are built",
+    ),
+    "experts": (
+        {"ffn": {"type": "moe", "num_experts": 4, "experts": "less.py:AdaptedConfig"}},
+        "model.ffn ('moe') of layer 0: num_params says 8,480, but 12,576 parameters are built, since of its "
+        "experts ('less.py:AdaptedConfig') params_per_expert and shared_params say 8,448 and 12,544 are ",
+    ),
+    "experts inside": (
+        {
+            "ffn": {
+                "type": "mixture_of_depths",
+                "router": {"type": "relu", "k": 0.5},
+                "ffn": {"type": "moe", "num_experts": 4, "experts": "less.py:AdaptedConfig"},
+            }
+        },
+        "model.ffn ('mixture_of_depths') of layer 0: num_params says 8,488, but 12,584 parameters are built, "
+        "since of its experts ('less.py:AdaptedConfig') params_per_expert and shared_params say 8,448 and ",
+    ),
+    "norm": (
+        {"norm": "own.py:Norm"},
+        "model.norm ('own.py:Norm') of layer 0: num_params says 1, but 16 parameters are built",
+    ),
+    "positions": (
+        {"positions": "own.py:Where"},
+        "model.positions ('own.py:Where'): num_params says 0, but 24 parameters are built",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    code = python_with("AdaptedConfig")
+    Path("less.py").write_text(code.replace("def shared_params", "def shared_parameters"))
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_part_that_counts_wrongly_is_named_with_both_numbers(
+    options: dict[str, Any], message: str
+) -> None:
+    sizes = {"d_model": 8, "num_layers": 2, "attention": {"num_heads": 2}}
+    decoder = DecoderConfig.model_validate(sizes | options).build(vocab_size=9, max_seq_len=3)
+    with pytest.raises(ConfigError, match="^" + re.escape(message)) as refused:
+        check_num_params(decoder)
+    assert str(refused.value).endswith(
+        "; make them equal, since tables, facts.json and equal budgets go by num_params"
+    )
+    assert "\n" not in str(refused.value)
+
+
+def test_a_layer_that_uses_the_weights_of_another_counts_none() -> None:
+    shares = {"ffn": {"type": "own.py:Shares", "told": 8}, "ffn_at": {"1:": {"told": 0}}}
+    shares["ffn_at"]["1:"]["type"] = "own.py:Shares"
+    model = DecoderConfig.model_validate({"d_model": 8, "attention": {"num_heads": 2}} | shares)
+    decoder = model.build(vocab_size=9, max_seq_len=3)
+    check_num_params(decoder)
+    assert model.num_params(9, 3) == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+def test_a_run_is_refused_before_anything_is_written(refuse: Callable[..., str]) -> None:
+    at_1 = "{1: {type: 'own.py:Miscounts'}}"
+    assert refuse("--model.ffn_at", at_1, "--model.num_layers", "2") == (
+        "model.ffn_at.1 ('own.py:Miscounts') of layer 1: num_params says 7, but 16 parameters are built; "
+        "make them equal, since tables, facts.json and equal budgets go by num_params"
+    )
+
+
+def test_what_no_trial_of_parts_shows_is_refused_once_the_model_is_built(
+    run_train: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = run_train(tmp_path, "--model.norm.type", "own.py:Norm")
+    assert run.code == 2
+    assert run.stderr.splitlines()[-1] == (
+        "error: model.norm ('own.py:Norm') of layer 0: num_params says 1, but 32 parameters are built; make "
+        "them equal, since tables, facts.json and equal budgets go by num_params"
+    )
+    assert not (tmp_path / "runs").exists()
