@@ -310,6 +310,27 @@ def test_where_a_file_system_has_no_locks_nobody_is_disturbed(
     assert kinds(folder) == [".lock", at_work.name, ".so"]
 
 
+def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/a/home")
+    for given in ("", "relative"):  # which is to be ignored, says the XDG standard
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert build._place(["true"]).parent == Path("/a/home/.cache/moe_ffn")
+
+
+def test_a_full_or_closed_stderr_stops_nobody(
+    folder: Path, compiler: Compiler, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WRITES)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert build.load() is None
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    shutil.rmtree(folder)
+    assert build.load() is None  # it is closed now
+
+
 def test_a_compiler_may_be_of_several_words(
     folder: Path,
     compiler: Compiler,
