@@ -103,7 +103,7 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -
         assert error <= tolerance * largest, f"{name}: {error} of {largest}"
 
 
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "tails": (97, 65, 67, (321, 0, 1, 63, 0)),
     "whole": (40, 128, 64, (256, 64)),
     "long sums": (30, 521, 523, (66, 3)),
@@ -168,6 +168,21 @@ def test_any_number_of_threads_gives_the_same_bits(
     for other in results[1:]:
         for name, value in results[0].items():
             assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", ["tails", "few rows"])
+def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
+    case = Case(*SHAPES[shape], dtype, {"gated": True})
+    leaves = case.leaves()
+    wanted = case.derive(native, leaves)
+    # Whole tiles of numbers that are none, in all memory that threads keep and much of what they free.
+    full = replace(case, loads=(512, 0, 0, 0, 0))
+    broken = [torch.full_like(leaf, torch.nan).requires_grad_() for leaf in full.leaves()]
+    for name, value in full.derive(native, broken).items():
+        assert value.isnan().any(), name
+    for name, value in case.derive(native, leaves).items():
+        assert torch.equal(value, wanted[name]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -248,13 +263,12 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         with pytest.raises(RuntimeError, match=message):
             native(x_TD, replace(plan, **changed), weights)
 
-    offsets = {"dtype": torch.int32}
     refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N + 1)
     refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N - 1)
-    refused("a plan for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3], **offsets))
+    refused("a plan for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
     grow = r"the plan's offsets have to grow from 0 to at most its 3 pairs"
-    refused(grow, offsets_E=torch.tensor([-1, 0, 3], **offsets))
-    refused(grow, offsets_E=torch.tensor([2, 1, 3], **offsets))
-    refused(grow, offsets_E=torch.tensor([1, 1, 3], **offsets), token_ids_N=plan.token_ids_N[:2])
+    refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
+    refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
+    refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_ids_N=plan.token_ids_N[:2])
     sizes = r"x is \[1, 63\], but the experts' matrices are \[3, 65, 64\] and \[3, 64, 65\]"
     refused(sizes, x_TD[:, 1:])

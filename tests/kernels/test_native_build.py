@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_a_failure_is_kept_with_its_words_until_its_file_is_removed(
     assert (calls(tmp_path), kinds(folder)) == (2, [".lock", ".so"])
 
 
-CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "2.99.0"),
     "flags": lambda patch, _: patch.setattr(build, "FLAGS", build.FLAGS + " -g"),
     "vectors": lambda patch, _: patch.setattr(
@@ -217,7 +218,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_library_depends_on_has_one_of_its_own(
-    change: Callable[[pytest.MonkeyPatch, Path], None],
+    change: Callable[[pytest.MonkeyPatch, Path], Any],
     folder: Path,
     compiler: Compiler,
     tmp_path: Path,
