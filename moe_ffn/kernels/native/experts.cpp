@@ -23,15 +23,48 @@ constexpr int64_t AHEAD = 4;          // rows, of which the next is asked for
 constexpr int64_t BLOCK = 128;        // rows of a matrix whose gradient is one task
 constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
 
-struct Tile {
+// Consecutive rows of one expert: all of them, but where there are more than a group has room for.
+struct Part {
   int64_t expert, start, stop;
+  int64_t first_chunk, last_chunk;
+  bool begins, ends;  // the expert's rows
 };
 
-// Consecutive experts, with at least one row each but for the last.
+// Consecutive rows of one part.
+struct Chunk {
+  int64_t part, start, stop;
+};
+
+// Consecutive rows of one chunk.
+struct Tile {
+  int64_t part, chunk, start, stop;
+};
+
 struct Group {
-  int64_t first_expert, last_expert;
-  std::vector<int64_t> experts;  // those with rows
-  std::vector<Tile> tiles, chunks;
+  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
+  std::vector<Tile> tiles;
+
+  void add(Part part) {
+    const int64_t index = parts.size();
+    part.first_chunk = chunks.size();
+    for_each_piece(part.start, part.stop, CHUNK, [&](int64_t start, int64_t stop) {
+      for_each_piece(start, stop, TILE, [&](int64_t from, int64_t to) {
+        tiles.push_back({index, int64_t(chunks.size()), from, to});
+      });
+      chunks.push_back({index, start, stop});
+    });
+    part.last_chunk = chunks.size();
+    parts.push_back(part);
+  }
+
+  // Pieces of like size: a small one at the end would cost nearly as much as a whole one. Each begins at an even
+  // row of its chunk, since bfloat16 is multiplied in pairs.
+  template <class F> static void for_each_piece(int64_t start, int64_t stop, int64_t most, F f) {
+    const int64_t count = (stop - start + most - 1) / most, each = (stop - start + count - 1) / count;
+    const int64_t even = each + each % 2;
+    for (; start < stop; start += even) f(start, std::min(stop, start + even));
+  }
 };
 
 struct Layer {
@@ -78,24 +111,22 @@ struct Layer {
 
   // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
   std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
+    const int64_t tiles = 4 * at::get_num_threads();  // of a group, at least, so that no thread waits
+    int64_t most_rows = std::numeric_limits<int64_t>::max();
+    if (bytes_per_row) most_rows = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)}) * CHUNK;
     std::vector<Group> found;
     int64_t bytes = GROUP_BYTES;
-    for (int64_t e = 0; e < E; ++e) {
-      if (!load(e)) continue;
-      const int64_t more = bytes_per_expert + load(e) * bytes_per_row;
-      if (bytes + more > GROUP_BYTES && (found.empty() || found.back().tiles.size() >= size_t(4 * at::get_num_threads()))) {
-        found.emplace_back();
-        bytes = 0;
+    for (int64_t e = 0; e < E; ++e)
+      for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
+        stop = std::min(ends[e], most_rows < ends[e] - first ? first + most_rows : ends[e]);
+        const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
+        if (bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles)) {
+          found.emplace_back();
+          bytes = 0;
+        }
+        bytes += more;
+        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]});
       }
-      bytes += more;
-      Group& group = found.back();
-      group.experts.push_back(e);
-      for (int64_t r = start(e); r < ends[e]; r += CHUNK) {
-        const int64_t stop = std::min(ends[e], r + CHUNK);
-        group.chunks.push_back({e, r, stop});
-        for (int64_t t = r; t < stop; t += TILE) group.tiles.push_back({e, t, std::min(stop, t + TILE)});
-      }
-    }
     return found;
   }
 
@@ -313,29 +344,28 @@ template <class P> void forward(const Layer& layer, const Rows& kept, const Rows
   const Rows rows_out(y_ND);
   const auto groups = layer.groups((up_units + down_units) * sizeof(Unit<P>), 0);
   size_t most = 0;
-  for (const auto& group : groups) most = std::max(most, group.experts.size());
+  for (const auto& group : groups) most = std::max(most, group.parts.size());
   const Tensor packed = at::empty({int64_t(most), up_units + down_units}, at::TensorOptions(c10::CppTypeToScalarType<Unit<P>>::value));
   const Rows matrices(packed);
 
   for (const auto& group : groups) {
     const int64_t up_panels = panels(H), all_panels = up_panels + panels(D);
-    for_each(group.experts.size() * all_panels, [&](int64_t task) {
-      const int64_t i = task / all_panels, panel = task % all_panels, e = group.experts[i];
+    for_each(group.parts.size() * all_panels, [&](int64_t task) {
+      const int64_t i = task / all_panels, panel = task % all_panels, e = group.parts[i].expert;
       auto* to = matrices.row<Unit<P>>(i);
       if (panel < up_panels) pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
       else pack_transposed<P>(layer.down, e * D, panel - up_panels, D, to + up_units + (panel - up_panels) * PANEL * units<P>(F));
     });
     for_each(group.tiles.size(), [&](int64_t task) {
       const Tile& tile = group.tiles[task];
-      const int64_t m = tile.stop - tile.start;
-      const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), tile.expert) - group.experts.begin();
-      const auto* matrix = matrices.row<Unit<P>>(i);
+      const int64_t m = tile.stop - tile.start, e = group.parts[tile.part].expert;
+      const auto* matrix = matrices.row<Unit<P>>(tile.part);
       P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
       S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
       S* bias = scratch<S>(5, std::max(H, D));
       gather<P>(layer, layer.x, tile, x);
       multiply<P>(m, H, D, x, matrix, sums);
-      const S* added = layer.up_bias ? layer.up_bias.read(tile.expert, bias) : nullptr;
+      const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
         S* row = sums + r * apart<S>(H);
         if (added) for (int64_t h = 0; h < H; ++h) row[h] += added[h];
@@ -346,7 +376,7 @@ template <class P> void forward(const Layer& layer, const Rows& kept, const Rows
         std::fill(to + F, to + room<P>(F), P(0));
       }
       multiply<P>(m, D, F, hidden, matrix + up_units, sums);
-      added = layer.down_bias ? layer.down_bias.read(tile.expert, bias) : nullptr;
+      added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
       for (int64_t r = 0; r < m; ++r) {
         S* row = sums + r * apart<S>(D);
         if (added) for (int64_t d = 0; d < D; ++d) row[d] += added[d];
@@ -401,23 +431,28 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
   const auto groups = layer.groups((up_units + down_units) * sizeof(U), (row_up + row_down) * sizeof(P));
   size_t most_experts = 0;
   int64_t most_units = 0;
+  bool splits = false;
   // Where a chunk begins, in units of one column.
-  auto chunk_units = [](const Tile& chunk) { return units<P>(chunk.stop - chunk.start); };
+  auto chunk_units = [](const Chunk& chunk) { return units<P>(chunk.stop - chunk.start); };
   for (const auto& group : groups) {
-    most_experts = std::max(most_experts, group.experts.size());
+    most_experts = std::max(most_experts, group.parts.size());
+    for (const Part& part : group.parts) splits = splits || !part.begins;
     int64_t sum = 0;
     for (const auto& chunk : group.chunks) sum += chunk_units(chunk);
     most_units = std::max(most_units, sum);
   }
   const Tensor packed = at::empty({int64_t(most_experts), up_units + down_units}, unit_options);
   const Tensor operands = at::empty({most_units, row_up + row_down}, unit_options);
+  // Sums of an expert whose rows do not fit in one group: of its first matrix and bias, then of the second ones.
+  const int64_t up_size = H * (D + 1), down_size = D * (F + 1);
+  const Tensor carry = at::empty({splits ? up_size + down_size : 0}, at::TensorOptions(c10::CppTypeToScalarType<S>::value));
   const Rows matrices(packed);
   U* operand = operands.data_ptr<U>();
 
   for (const auto& group : groups) {
     const int64_t down_panels = panels(F), all_panels = down_panels + (grad_x ? panels(D) : 0);
-    for_each(group.experts.size() * all_panels, [&](int64_t task) {
-      const int64_t i = task / all_panels, panel = task % all_panels, e = group.experts[i];
+    for_each(group.parts.size() * all_panels, [&](int64_t task) {
+      const int64_t i = task / all_panels, panel = task % all_panels, e = group.parts[i].expert;
       U* to = matrices.row<U>(i);
       if (panel < down_panels) pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
       else pack<P>(layer.up, e * H, panel - down_panels, H, to + down_units + (panel - down_panels) * PANEL * units<P>(H));
@@ -438,13 +473,10 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
 
     for_each(group.tiles.size(), [&](int64_t task) {
       const Tile& tile = group.tiles[task];
-      const int64_t m = tile.stop - tile.start, e = tile.expert;
-      const int64_t i = std::lower_bound(group.experts.begin(), group.experts.end(), e) - group.experts.begin();
-      const int64_t c = std::upper_bound(group.chunks.begin(), group.chunks.end(), tile.start,
-                                         [](int64_t row, const Tile& chunk) { return row < chunk.start; }) - group.chunks.begin() - 1;
+      const int64_t m = tile.stop - tile.start, e = group.parts[tile.part].expert, c = tile.chunk;
       const int64_t column = units<P>(tile.start - group.chunks[c].start);
       const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
-      const U* matrix = matrices.row<U>(i);
+      const U* matrix = matrices.row<U>(tile.part);
       const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H), m_room = room<P>(m);
       P *dy = scratch<P>(0, (TILE + 1) * ld_D), *x = scratch<P>(1, 3 * D);
       P *du = scratch<P>(2, (TILE + 1) * ld_H), *hidden = scratch<P>(3, (TILE + 1) * F);
@@ -526,26 +558,31 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
     });
 
     // Several tasks for every thread, however few the experts are.
-    const int64_t share = (H + D) * int64_t(group.experts.size()) / (4 * at::get_num_threads());
+    const int64_t share = (H + D) * int64_t(group.parts.size()) / (4 * at::get_num_threads());
     const int64_t height = std::clamp<int64_t>(share / 16 * 16, 16, BLOCK);
     const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
     const int64_t blocks = up_blocks + (wants_down ? (D + height - 1) / height : 0);
-    for_each(group.experts.size() * blocks, [&](int64_t task) {
-      const int64_t e = group.experts[task / blocks], b = task % blocks;
+    for_each(group.parts.size() * blocks, [&](int64_t task) {
+      const Part& part = group.parts[task / blocks];
+      const int64_t e = part.expert, b = task % blocks;
       const bool is_up = b < up_blocks;
       const int64_t rows = is_up ? H : D, columns = is_up ? D : F, first = (is_up ? b : b - up_blocks) * height;
       const int64_t count = std::min(height, rows - first);
-      const int64_t chunk_begin = std::lower_bound(group.chunks.begin(), group.chunks.end(), e, [](const Tile& c, int64_t e) { return c.expert < e; }) - group.chunks.begin();
-      int64_t chunk_end = chunk_begin;
-      while (chunk_end < int64_t(group.chunks.size()) && group.chunks[chunk_end].expert == e) ++chunk_end;
       const Rows &grad = is_up ? grad_up : grad_down, &grad_bias = is_up ? grad_up_bias : grad_down_bias;
       S* sums = scratch<S>(0, BLOCK * PANEL);
+      S* carried = carry.data_ptr<S>() + (splits ? (is_up ? 0 : up_size) + first * (columns + 1) : 0);
       if (grad) for (int64_t p = 0; p < panels(columns); ++p) {
         const int64_t width = panel_width(columns, p);
-        for (int64_t c = chunk_begin; c < chunk_end; ++c) {
+        if (!part.begins)
+          for (int64_t r = 0; r < count; ++r) std::copy_n(carried + r * columns + p * PANEL, width, sums + r * PANEL);
+        for (int64_t c = part.first_chunk; c < part.last_chunk; ++c) {
           const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
           const U *A = (is_up ? up_first : down_first) + first * n, *B = (is_up ? up_second : down_second) + p * n * PANEL;
-          product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, sums, PANEL, c > chunk_begin);
+          product(count, width, n * Operand<P>::per_unit, reinterpret_cast<const P*>(A), n * Operand<P>::per_unit, B, sums, PANEL, c > part.first_chunk || !part.begins);
+        }
+        if (!part.ends) {
+          for (int64_t r = 0; r < count; ++r) std::copy_n(sums + r * PANEL, width, carried + r * columns + p * PANEL);
+          continue;
         }
         grad.with_type([&](auto type) {
           auto* to = grad.row<decltype(type)>(e * rows + first) + p * PANEL;
@@ -553,9 +590,10 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
         });
       }
       if (grad_bias) {
-        std::fill_n(sums, count, S(0));
-        S* row_sums = scratch<S>(1, CHUNK + 1);
-        for (int64_t c = chunk_begin; c < chunk_end; ++c) {
+        S *row_sums = scratch<S>(1, CHUNK + 1), *carried_bias = carried + count * columns;
+        if (part.begins) std::fill_n(sums, count, S(0));
+        else std::copy_n(carried_bias, count, sums);
+        for (int64_t c = part.first_chunk; c < part.last_chunk; ++c) {
           const auto [n, up_first, up_second, down_first, down_second] = operands_of(c);
           const int64_t m = group.chunks[c].stop - group.chunks[c].start;
           for (int64_t r = 0; r < count; ++r) {
@@ -563,7 +601,8 @@ void backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Ro
             for (int64_t k = 0; k < m; ++k) sums[r] += is_up ? row_sums[k] : row_sums[k] * layer.weight<S>(group.chunks[c].start + k);
           }
         }
-        grad_bias.write(e, sums, first, count);
+        if (part.ends) grad_bias.write(e, sums, first, count);
+        else std::copy_n(sums, count, carried_bias);
       }
     });
   }
