@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn import build_ffn
 from moe_ffn.ffn.moe import MoEFFN
+from moe_ffn.kernels.native.build import why_not
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing import TopKRouterConfig
 
@@ -63,9 +64,19 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a user's programs remember, the code they trust, is not that of whoever runs the tests."""
+    """What a user's programs remember, the code they trust, is not that of whoever runs the tests.
+
+    But for the compiled kernels: with a home of its own, a test would wait for a compiler.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    kernels = (given if given.is_absolute() else Path.home() / ".cache") / "moe_ffn"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        cache = tmp_path_factory.mktemp("cache")
+        kernels.mkdir(parents=True, exist_ok=True)
+        (cache / "moe_ffn").symlink_to(kernels)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        why_not()  # compiled, and said, before a test looks at what is said
         # matplotlib's list of fonts takes seconds to make, and is the same in every session.
         fonts = Path(tempfile.gettempdir()) / "matplotlib-of-tests"
         patch.setenv("MPLCONFIGDIR", str(fonts))

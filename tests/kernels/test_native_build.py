@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_a_failure_is_kept_with_its_words_until_its_file_is_removed(
     assert (calls(tmp_path), kinds(folder)) == (2, [".lock", ".so"])
 
 
-CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], Any]] = {
     "torch": lambda patch, _: patch.setattr(torch, "__version__", "2.99.0"),
     "flags": lambda patch, _: patch.setattr(build, "FLAGS", build.FLAGS + " -g"),
     "vectors": lambda patch, _: patch.setattr(
@@ -217,7 +218,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_library_depends_on_has_one_of_its_own(
-    change: Callable[[pytest.MonkeyPatch, Path], None],
+    change: Callable[[pytest.MonkeyPatch, Path], Any],
     folder: Path,
     compiler: Compiler,
     tmp_path: Path,
@@ -308,6 +309,27 @@ def test_where_a_file_system_has_no_locks_nobody_is_disturbed(
     at_work.mkdir(parents=True)
     assert build.load() is None
     assert kinds(folder) == [".lock", at_work.name, ".so"]
+
+
+def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/a/home")
+    for given in ("", "relative"):  # which is to be ignored, says the XDG standard
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert build._place(["true"]).parent == Path("/a/home/.cache/moe_ffn")
+
+
+def test_a_full_or_closed_stderr_stops_nobody(
+    folder: Path, compiler: Compiler, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(WRITES)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert build.load() is None
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    shutil.rmtree(folder)
+    assert build.load() is None  # it is closed now
 
 
 def test_a_compiler_may_be_of_several_words(

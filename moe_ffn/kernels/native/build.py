@@ -90,8 +90,9 @@ def _place(compiler: list[str]) -> Path:
     parts = [torch.__version__, platform.machine(), *compiler, version.stdout, *_flags()]
     parts += [(HERE / name).read_text() for name in SOURCES]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "moe_ffn" / f"native-{key}"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache_home = given if given.is_absolute() else Path.home() / ".cache"
+    return cache_home / "moe_ffn" / f"native-{key}"
 
 
 def _flags() -> list[str]:
@@ -163,7 +164,8 @@ def _run(command: list[str]) -> str | None:
 
 
 def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # stderr is full, or closed
+        print(what, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

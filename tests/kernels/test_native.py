@@ -1,0 +1,274 @@
+"""The compiled experts where tiles, chunks, panels, blocks and groups end, held to `loop` in float64.
+
+Tiles are 64 rows, chunks 256, panels 64 columns, sums 512 numbers, blocks 128 rows, groups 8 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_ffn.dispatch import Plan, plan_of_pairs
+from moe_ffn.kernels.base import Backend, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.native import backend
+from moe_ffn.kernels.native.backend import native
+from moe_ffn.kernels.native.build import why_not
+from moe_ffn.kernels.torch_products import loop
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+
+NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
+LEFT_OUT = 7
+"""Pairs that are not computed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    num_tokens: int
+    d_model: int
+    d_ff: int
+    loads: tuple[int, ...]
+    """Rows of each expert."""
+    dtype: torch.dtype = torch.float64
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def leaves(self) -> list[Tensor]:
+        """Those of NAMES."""
+        generator = torch.Generator().manual_seed(0)
+        num_experts, rows = len(self.loads), self.d_ff * (2 if self.options.get("gated") else 1)
+        num_pairs = sum(self.loads) + (LEFT_OUT if self.num_tokens else 0)
+        shapes = {
+            "x": (self.num_tokens, self.d_model),
+            "weights": (num_pairs,),
+            "up": (num_experts, rows, self.d_model),
+            "down": (num_experts, self.d_model, self.d_ff),
+            "up_bias": (num_experts, rows),
+            "down_bias": (num_experts, self.d_model),
+        }
+        drawn = [torch.randn(shapes[name], generator=generator) for name in NAMES]
+        drawn[2] /= self.d_model**0.5
+        drawn[3] /= self.d_ff**0.5
+        return [tensor.to(self.dtype).requires_grad_() for tensor in drawn]
+
+    def plan(self, weights_N: Tensor) -> Plan:
+        generator = torch.Generator().manual_seed(1)
+        num_experts, num_pairs = len(self.loads), len(weights_N)
+        ids_N = torch.arange(num_experts).repeat_interleave(torch.tensor(self.loads))
+        ids_N = torch.cat([ids_N, torch.full((num_pairs - len(ids_N),), num_experts)])
+        ids_N = ids_N[torch.randperm(num_pairs, generator=generator)]
+        tokens_N = torch.randint(max(self.num_tokens, 1), (num_pairs,), generator=generator)
+        return plan_of_pairs(tokens_N, ids_N, weights_N, num_experts)
+
+    def compute(self, run: Backend, leaves: list[Tensor]) -> Tensor:
+        x_TD, weights_N, up, down, up_bias, down_bias = leaves
+        given = {"activation": "silu", **self.options}
+        bias = {"up_bias_EH": up_bias, "down_bias_ED": down_bias}
+        bias = bias if given.pop("bias", True) else {}
+        weights = ExpertWeights(up_EHD=up, down_EDF=down, **bias, **given)
+        return run(x_TD, self.plan(weights_N), weights)
+
+    def derive(self, run: Backend, leaves: list[Tensor]) -> dict[str, Tensor]:
+        """The output, and the gradients of a sum of it."""
+        y_TD = self.compute(run, leaves)
+        probe = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(2)).to(y_TD)
+        wanted = leaves if self.options.get("bias", True) else leaves[:4]
+        named = zip(NAMES, torch.autograd.grad(y_TD, wanted, probe), strict=False)
+        return {"y": y_TD.detach(), **dict(named)}
+
+
+def exact(leaves: list[Tensor]) -> list[Tensor]:
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+TOLERANCES = {
+    torch.float64: 1e-13,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference = (got[name].double() - value).abs()
+        assert not difference.isnan().any(), name
+        largest = value.abs().max().item() if value.numel() else 0.0
+        error = difference.max().item() if value.numel() else 0.0
+        assert error <= tolerance * largest, f"{name}: {error} of {largest}"
+
+
+SHAPES: dict[str, Any] = {
+    "tails": (97, 65, 67, (321, 0, 1, 63, 0)),
+    "whole": (40, 128, 64, (256, 64)),
+    "long sums": (30, 521, 523, (66, 3)),
+    "groups": (50, 260, 300, (9, 70, 0, *(5,) * 9)),
+    "one expert": (300, 33, 150, (0, 600, 0)),
+    "one token": (1, 64, 65, (1, 0, 2)),
+    "few rows": (16, 37, 19, (0, *range(8), *(0,) * 20)),
+    "tiny": (5, 1, 1, (3, 2)),
+    "no pairs": (4, 8, 6, (0, 0)),
+    "no tokens": (0, 8, 6, (0, 0)),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "gated": {"gated": True},
+    "plain": {"activation": "gelu"},
+    "interleaved": {"gated": True, "interleaved": True},
+    "no biases": {"gated": True, "bias": False},
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_shape_is_that_of_the_loop(shape: Any, dtype: torch.dtype) -> None:
+    for kind in KINDS.values():
+        case = Case(*shape, dtype, kind)
+        leaves = case.leaves()
+        wanted = case.derive(loop, exact(leaves))
+        got = case.derive(native, leaves)
+        assert {value.dtype for value in got.values()} == {dtype}
+        close(got, wanted, TOLERANCES[dtype])
+        with torch.no_grad():
+            y_TD = case.compute(native, leaves)
+        close({"y": y_TD}, {"y": wanted["y"]}, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
+    options = {"gated": True, "clamped": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
+    case = Case(*SHAPES["tails"], torch.float64, options)
+    leaves = case.leaves()
+    close(case.derive(native, leaves), case.derive(loop, exact(leaves)), 1e-13)
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "few rows"])
+def test_any_number_of_threads_gives_the_same_bits(
+    shape: str, dtype: torch.dtype, threads: Any
+) -> None:
+    case = Case(*SHAPES[shape], dtype, {"gated": True})
+    leaves = case.leaves()
+    results: list[dict[str, Tensor]] = []
+    for count in (1, 2, 5, 5, 1):
+        threads(count)
+        results.append(case.derive(native, leaves))
+        with torch.no_grad():
+            results[-1]["y of no gradients"] = case.compute(native, leaves)
+    for other in results[1:]:
+        for name, value in results[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", ["tails", "few rows"])
+def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
+    case = Case(*SHAPES[shape], dtype, {"gated": True})
+    leaves = case.leaves()
+    wanted = case.derive(native, leaves)
+    # Whole tiles of numbers that are none, in all memory that threads keep and much of what they free.
+    full = replace(case, loads=(512, 0, 0, 0, 0))
+    broken = [torch.full_like(leaf, torch.nan).requires_grad_() for leaf in full.leaves()]
+    for name, value in full.derive(native, broken).items():
+        assert value.isnan().any(), name
+    for name, value in case.derive(native, leaves).items():
+        assert torch.equal(value, wanted[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_float32_is_read_and_written(dtype: torch.dtype) -> None:
+    case = Case(*SHAPES["tails"], torch.float32, {"gated": True})
+    leaves = case.leaves()
+    with torch.autocast("cpu", dtype):
+        got = case.derive(native, leaves)
+    assert {value.dtype for value in got.values()} == {torch.float32}
+    close(got, case.derive(loop, exact(leaves)), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
+    case = Case(*SHAPES["tails"], dtype, {"gated": True})
+    leaves = case.leaves()
+    turned = [t.detach().mT.contiguous().mT if t.dim() > 1 else t.detach() for t in leaves]
+    turned[1] = leaves[1].detach().repeat_interleave(2)[::2]
+    assert not any(tensor.is_contiguous() for tensor in turned)
+    got = case.derive(native, [tensor.requires_grad_() for tensor in turned])
+    for name, value in case.derive(native, leaves).items():
+        assert torch.equal(got[name], value), name
+    expanded = case.compute(native, leaves).sum()  # its gradient has strides of 0
+    given = (case.compute(native, leaves) * torch.ones(97, 65, dtype=dtype)).sum()
+    for one, other in zip(
+        torch.autograd.grad(expanded, leaves), torch.autograd.grad(given, leaves), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_frozen_changes_no_other_gradient(dtype: torch.dtype) -> None:
+    case = Case(*SHAPES["tails"], dtype, {"gated": True})
+    given = case.leaves()
+    wanted = case.derive(native, given)
+    for frozen in (
+        ["x"],
+        ["up"],
+        ["down_bias"],
+        ["up", "up_bias"],
+        ["down", "down_bias"],
+        NAMES[2:],
+    ):
+        leaves = [
+            t.detach().requires_grad_(n not in frozen) for n, t in zip(NAMES, given, strict=True)
+        ]
+        y_TD = case.compute(native, leaves)
+        probe = torch.randn(y_TD.shape, generator=torch.Generator().manual_seed(2)).to(y_TD)
+        y_TD.backward(probe)
+        for name, leaf in zip(NAMES, leaves, strict=True):
+            if name in frozen:
+                assert leaf.grad is None
+            else:
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad, wanted[name]), f"{name} without {frozen}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_does_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on ARM, where oneDNN multiplies no tiles, or where `torch.backends.mkldnn` is turned off.
+    case = Case(*SHAPES["tails"], dtype, {"gated": True})
+    leaves = case.leaves()
+    monkeypatch.setattr(backend, "product_dtype_on_cpu", lambda dtype: dtype)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        got = case.derive(native, leaves)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    close(got, case.derive(loop, exact(leaves)), TOLERANCES[dtype])
+
+
+def test_a_plan_that_does_not_fit_is_refused() -> None:
+    case = Case(*SHAPES["one token"], torch.float32)
+    x_TD, weights_N, up, down, *_ = (leaf.detach() for leaf in case.leaves())
+    plan, weights = case.plan(weights_N), ExpertWeights("silu", up, down)
+
+    def refused(message: str, x_TD: Tensor = x_TD, **changed: Any) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            native(x_TD, replace(plan, **changed), weights)
+
+    refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N + 1)
+    refused("a token that is none of the 1 of x", token_ids_N=plan.token_ids_N - 1)
+    refused("a plan for 2 experts, but there are 3", offsets_E=torch.tensor([1, 3]).int())
+    grow = r"the plan's offsets have to grow from 0 to at most its 3 pairs"
+    refused(grow, offsets_E=torch.tensor([-1, 0, 3]).int())
+    refused(grow, offsets_E=torch.tensor([2, 1, 3]).int())
+    refused(grow, offsets_E=torch.tensor([1, 1, 3]).int(), token_ids_N=plan.token_ids_N[:2])
+    sizes = r"x is \[1, 63\], but the experts' matrices are \[3, 65, 64\] and \[3, 64, 65\]"
+    refused(sizes, x_TD[:, 1:])
