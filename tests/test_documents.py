@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import statistics
 import subprocess
 import tomllib
 from datetime import date
@@ -117,6 +119,18 @@ def test_contributing_names_files_and_targets_that_there_are() -> None:
     assert len(paths) > 8
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+def test_the_table_of_experts_left_out_is_that_of_the_losses_beside_it() -> None:
+    text = (ROOT / "docs" / "initialising.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "docs" / "pruning.json").read_text(encoding="utf-8"))
+    every = found["num_experts"]
+    assert f"{found['loss']:.4f} with all {every} experts" in text
+    for num_experts, by_method in found["losses"].items():
+        *ones, draws = by_method.values()
+        cells = [num_experts, f"{1 - int(num_experts) / every:.0%}", *(f"{x:.4f}" for (x,) in ones)]
+        cells.append(f"{statistics.fmean(draws):.4f} ± {statistics.stdev(draws):.4f}")
+        assert f"| {' | '.join(cells)} |\n" in text
 
 
 @pytest.mark.slow

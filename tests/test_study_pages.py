@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from moe_ffn.cli.study_page import main, require_planned
+from moe_ffn.config_files import read_config
 from moe_ffn.report.study_page import SUMMARY_FILE, study_page
+from moe_ffn.runs.config import TrainConfig
+from moe_ffn.studies.budget import Budget
 from moe_ffn.studies.config import StudyConfig
 from moe_ffn.studies.gather import gather
 
@@ -95,6 +98,12 @@ def computed(file: Path) -> str:
 @pytest.mark.parametrize("file", STUDIES, ids=lambda path: path.stem)
 def test_an_answer_gives_no_number_that_was_not_computed(file: Path) -> None:
     assert unfounded(StudyConfig.read(file).answer, computed(file)) == []
+
+
+def test_the_flops_that_upcycling_begins_with_are_those_of_its_dense_model() -> None:
+    dense = read_config(ROOT / "configs/small.yaml", TrainConfig)
+    study = StudyConfig.read(ROOT / "configs/studies/upcycling.yaml")
+    assert study.initial_flops == Budget.of(dense).training_flops
 
 
 def test_the_readme_gives_no_number_that_its_studies_do_not() -> None:

@@ -18,6 +18,7 @@ from moe_ffn.report import study_figures as figures
 from moe_ffn.report.comparison_tables import markdown, tables, tuning_tables
 from moe_ffn.report.html import NONE, compact
 from moe_ffn.report.markdown import markdown_row, markdown_table
+from moe_ffn.report.study_crossover import loss_by_all_flops
 from moe_ffn.report.study_fits import FITS
 from moe_ffn.report.study_points import (
     axis_name,
@@ -114,6 +115,7 @@ def study_page(
         "": _head(study),
         "Design": _design(comparison),
         "Result": _result(page, study, comparison),
+        "Loss by the FLOPs of all training": loss_by_all_flops(page.image, study, arms),
         "Tuning": _tuning(page, comparison),
         **{
             title: show(page.image, study, fitted) + ("" if fitted is arms else f"\n\n{_CENTRED}")
@@ -208,8 +210,9 @@ def _pairing(runs: Sequence[RunResult]) -> str:
     orders = {(run.option("data.batch_size"), run.option("data.seq_len")) for run in runs}
     models = [run.config.get("model", {}) for run in runs]
     outside = [{k: v for k, v in m.items() if k not in ("ffn", "ffn_at")} for m in models]
+    begun = {run.option("init_from") for run in runs}
     shared = ["read the same data in the same order"] if len(orders) == 1 else []
-    if all(options == outside[0] for options in outside):
+    if len(begun) == 1 and all(options == outside[0] for options in outside):
         shared.append("begin with the same weights outside their feed-forward blocks")
     return f"Within a seed all arms {' and '.join(shared)}." if shared else ""
 
@@ -328,10 +331,16 @@ def _machine(study: StudyConfig, runs: Sequence[RunResult], file: str) -> str:
         f"```bash\npython -m experiments.sweep --config {file}\n"
         f"python -m experiments.study_page {file} --runs runs/{study.name}\n```"
     )
+    before = (
+        "The commands that make what runs begin with (`init_from`) come first; they are in the study's "
+        "file.\n\n"
+        if any(run.option("init_from") for run in runs)
+        else ""
+    )
     results = (
         f"The result of each run is in [{study.name}/]({study.name}/): config, budget, curves."
     )
-    return f"{commands}\n\n{markdown_table(['', ''], rows)}\n\n{results}"
+    return f"{commands}\n\n{before}{markdown_table(['', ''], rows)}\n\n{results}"
 
 
 def _hours(seconds: float) -> str:

@@ -104,6 +104,9 @@ class StudyConfig(Config, frozen=True):
     compared with that arm at its own values."""
     training_flops: float | None = Field(default=None, gt=0)
     """FLOPs that every run is trained with: trainer.max_steps is solved for it, to the nearest step."""
+    initial_flops: float | None = Field(default=None, gt=0)
+    """FLOPs of training of the model that runs with init_from began with; the page then shows the losses over
+    the FLOPs of all training, and where arms cross."""
     tuning: TuningConfig | None = None
     """Further runs that are not mixed with the others."""
     overrides: Options = Field(default={})

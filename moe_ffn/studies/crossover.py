@@ -17,10 +17,18 @@ class Point:
 
     flops: float
     """Of all training, its beginning included."""
-    loss: float
-    """The mean of their final validation losses, in nats per token."""
-    sd: float | None
-    """Over the seeds; None of one."""
+    losses: Sequence[float]
+    """The final validation loss of each, in nats per token."""
+
+    @property
+    def loss(self) -> float:
+        """Their mean."""
+        return fmean(self.losses)
+
+    @property
+    def sd(self) -> float | None:
+        """Over the seeds; None of one."""
+        return stdev(self.losses) if len(self.losses) > 1 else None
 
 
 def loss_by_flops(
@@ -41,22 +49,16 @@ def loss_by_flops(
             result.outcome.validation_loss
         )
     return {
-        arm: [
-            Point(flops, fmean(losses), stdev(losses) if len(losses) > 1 else None)
-            for flops, losses in sorted(points.items())
-        ]
+        arm: [Point(flops, losses) for flops, losses in sorted(points.items())]
         for arm, points in found.items()
     }
 
 
-def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
-    """The FLOPs from which the losses of `other` stay at or below those of `one`.
+def gaps(one: Sequence[Point], other: Sequence[Point]) -> Sequence[tuple[float, float]]:
+    """FLOPs, and how far the loss of `other` is above that of `one` there, where both are measured.
 
-    Between points the loss is a line in log FLOPs.
-
-    Returns:
-        None where both are not measured at so many FLOPs: they never cross where both are, or `other` is
-        already below where both begin.
+    From the fewest FLOPs that both have to the most, at each point of either; between points the loss is a
+    line in log FLOPs. Empty where they share none.
     """
     lines = [
         (np.log([p.flops for p in points]), [p.loss for p in points]) for points in (one, other)
@@ -64,12 +66,20 @@ def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
     low, high = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
     xs = np.unique(np.concatenate([x for x, _ in lines]))
     xs = xs[(xs >= low) & (xs <= high)]
-    if len(xs) < 2:
+    found = np.interp(xs, *lines[1]) - np.interp(xs, *lines[0])
+    return list(zip(np.exp(xs).tolist(), found.tolist(), strict=True))
+
+
+def crossover(one: Sequence[Point], other: Sequence[Point]) -> float | None:
+    """The FLOPs from which the losses of `other` stay at or below those of `one`, see `gaps`.
+
+    Returns:
+        None where both are not measured at so many FLOPs: they never cross where both are, or `other` is
+        already below where both begin.
+    """
+    found = gaps(one, other)
+    above = [place for place, (_, gap) in enumerate(found) if gap > 0]
+    if not above or above[-1] == len(found) - 1:
         return None
-    gap = np.interp(xs, *lines[1]) - np.interp(xs, *lines[0])
-    above = np.flatnonzero(gap > 0)
-    if not len(above) or above[-1] == len(xs) - 1:
-        return None
-    last = int(above[-1])
-    share = gap[last] / (gap[last] - gap[last + 1])
-    return float(np.exp(xs[last] + share * (xs[last + 1] - xs[last])))
+    (x, gap), (next_x, next_gap) = found[above[-1] : above[-1] + 2]
+    return x * (next_x / x) ** (gap / (gap - next_gap))

@@ -343,6 +343,43 @@ def test_a_fit_without_enough_runs_says_so_on_the_page() -> None:
     assert refused in found["Best size at each budget"]
 
 
+def test_flops_of_the_model_that_runs_began_with_are_counted_and_arms_cross_on_the_page() -> None:
+    upcycling = study("""
+        name: upcycling
+        arms: {new: , up: {init_from: models/x}}
+        grid: {trainer.max_steps: [50, 100, 200]}
+        baseline: new
+        initial_flops: 1.5e+6
+    """)
+    begun = {"new": {}, "up": {"init_from": "models/x"}}
+    losses = {"new": (4.0, 3.0, 2.0), "up": (3.5, 2.0, 1.0)}
+    results = [
+        make_result(
+            f"{arm},max_steps={steps}",
+            seed,
+            loss + (0.1 * seed if arm == "up" else 0),
+            steps=steps,
+            options=begun[arm] | {"trainer.max_steps": steps},
+        )
+        for arm in losses
+        for steps, loss in zip((50, 100, 200), losses[arm], strict=True)
+        for seed in range(2)
+    ]
+    page = study_page(upcycling, results)
+    found = sections(page)["Loss by the FLOPs of all training"]
+    # new is measured at 1.5, 3 and 6 M, up at 3, 4.5 and 7.5 M. Gaps of seed 0: 0.5 at 3 M,
+    # 2 - (3 - log2 1.5) at 4.5 M, and 2 - log(6 / 4.5) / log(7.5 / 4.5) - 2 at 6 M; of seed 1 each is 0.1
+    # more. They cross at 3 M * 1.5 ** (0.5 / 0.915) and 3 M * 1.5 ** (0.6 / 0.915); t(.975) of one degree of
+    # freedom is 12.71.
+    assert "| up | 4.50 M | 2.0500 |" in found
+    assert (
+        "| up | new | 3.83 M | 3.74 M to 3.91 M (2 of 2 seeds) | +0.5500 [-0.0853, +1.1853] at 3.00 M | "
+        "-0.5132 [-1.1485, +0.1221] at 6.00 M |"
+    ) in found
+    assert "all-flops.svg" in page.figures
+    assert "begin with the same weights" not in page.markdown
+
+
 def test_a_row_replaces_that_of_the_same_study_and_no_other() -> None:
     text = ""
     for row in ("| [a](a.md) | 1 |", "| [b](b.md) | 2 |", "| [a](a.md) | 3 |"):

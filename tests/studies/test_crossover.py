@@ -15,7 +15,7 @@ FOLDER = {"init_from": "models/x"}
 
 
 def points(*values: tuple[float, float]) -> list[Point]:
-    return [Point(flops, loss, None) for flops, loss in values]
+    return [Point(flops, [loss]) for flops, loss in values]
 
 
 def test_a_run_that_began_with_a_folder_has_its_flops_too() -> None:
