@@ -422,8 +422,9 @@ def test_what_a_seed_does_to_all_arms_widens_no_interval_of_a_fit() -> None:
         assert row is not None
         return row[1]
 
-    assert best(0) == best(0.3)
-    assert "[" in best(0)
+    found = best(0)
+    assert found == best(0.3)
+    assert "[" in found
 
 
 def test_what_a_seed_does_is_taken_off_and_the_scatter_kept() -> None:
