@@ -30,7 +30,7 @@ import torch
 from moe_ffn.environment import is_first_here
 
 HERE = Path(__file__).parent
-SOURCES = ("experts.cpp", "passes.h")
+SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h")
 
 VARIABLE = "MOE_FFN_NATIVE"
 """Set to 0, this variable of the environment turns the compiled kernels off."""

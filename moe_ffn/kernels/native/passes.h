@@ -1,5 +1,5 @@
-// What is done to rows and tiles apart from products: reading and writing any dtype, the order of operands that
-// products want, activations.
+// What is done to rows and tiles apart from products: reading and writing any dtype, the order of operands
+// that products want, activations.
 #pragma once
 
 #include <ATen/Context.h>
@@ -29,33 +29,43 @@ using at::vec::Vectorized;
 
 // -- dtypes
 
-// The operands of a product are of type P. They lie in units of 32 bits (64 of double): a number, or in bfloat16
-// two numbers that are summed over one after the other, as instructions for bfloat16 read them.
-template <class P> struct Operand {
+// The operands of a product are of type P. They lie in units of 32 bits (64 of double): a number, or in
+// bfloat16 two numbers that are summed over one after the other, as instructions for bfloat16 read them.
+template <class P>
+struct Operand {
   using Sum = float;
   using Unit = float;
   static constexpr int64_t per_unit = 1;
 };
-template <> struct Operand<double> {
+template <>
+struct Operand<double> {
   using Sum = double;
   using Unit = double;
   static constexpr int64_t per_unit = 1;
 };
-template <> struct Operand<BFloat16> {
+template <>
+struct Operand<BFloat16> {
   using Sum = float;
   using Unit = float;
   static constexpr int64_t per_unit = 2;
 };
-template <class P> using Sum = typename Operand<P>::Sum;
-template <class P> using Unit = typename Operand<P>::Unit;
+template <class P>
+using Sum = typename Operand<P>::Sum;
+template <class P>
+using Unit = typename Operand<P>::Unit;
 
 // Units that `n` numbers take, and numbers that a row of them has room for.
-template <class P> constexpr int64_t units(int64_t n) {
+template <class P>
+constexpr int64_t units(int64_t n) {
   return (n + Operand<P>::per_unit - 1) / Operand<P>::per_unit;
 }
-template <class P> constexpr int64_t room(int64_t n) { return units<P>(n) * Operand<P>::per_unit; }
+template <class P>
+constexpr int64_t room(int64_t n) {
+  return units<P>(n) * Operand<P>::per_unit;
+}
 
-template <class From, class To> inline void convert(const From* from, To* to, int64_t n) {
+template <class From, class To>
+inline void convert(const From* from, To* to, int64_t n) {
   if constexpr (std::is_same_v<From, To>) {
     std::memcpy(to, from, n * sizeof(To));
   } else if constexpr (std::is_same_v<From, BFloat16> && std::is_same_v<To, float>) {
@@ -93,9 +103,13 @@ struct Rows {
   }
   explicit operator bool() const { return data != nullptr; }
 
-  template <class T> T* row(int64_t i) const { return static_cast<T*>(data) + i * width; }
+  template <class T>
+  T* row(int64_t i) const {
+    return static_cast<T*>(data) + i * width;
+  }
 
-  template <class F> void with_type(const F& f) const {
+  template <class F>
+  void with_type(const F& f) const {
     switch (dtype) {
       case at::kFloat: return f(float());
       case at::kDouble: return f(double());
@@ -113,7 +127,8 @@ struct Rows {
   }
 
   // `n` numbers of row i from a column on, as T: where they lie, or in the buffer where T is not their type.
-  template <class T> const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
+  template <class T>
+  const T* read(int64_t i, T* buffer, int64_t from = 0, int64_t n = -1) const {
     const T* found = buffer;
     with_type([&](auto type) {
       using From = decltype(type);
@@ -123,17 +138,17 @@ struct Rows {
     });
     return found;
   }
-  template <class T> void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
-    with_type([&](auto type) {
-      convert(values, row<decltype(type)>(i) + from, n < 0 ? width : n);
-    });
+  template <class T>
+  void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
+    with_type([&](auto type) { convert(values, row<decltype(type)>(i) + from, n < 0 ? width : n); });
   }
 };
 
 // -- the order of operands
 
 // Two rows (one, of types that are not paired) as one row of units.
-template <class P> inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
+template <class P>
+inline void pair_rows(const P* first, const P* second, Unit<P>* to, int64_t n) {
   if constexpr (Operand<P>::per_unit == 1) {
     std::memcpy(to, first, n * sizeof(P));
   } else {
@@ -158,7 +173,8 @@ inline void transpose(const T* from, int64_t ld_from, T* to, int64_t ld_to, int6
       for (int64_t j = 0; j < whole_columns; j += 8)
         at::vec::transpose_mxn<float, 8, 8>(from + i * ld_from + j, ld_from, to + j * ld_to + i, ld_to);
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j) to[j * ld_to + i] = from[i * ld_from + j];
+      for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+        to[j * ld_to + i] = from[i * ld_from + j];
     return;
   }
 #endif
@@ -175,7 +191,8 @@ inline int64_t panel_width(int64_t columns, int64_t panel) { return std::min(PAN
 constexpr int64_t MAX_SUM = 512;
 
 // Whether oneDNN multiplies tiles of this type: on x86 alone, and not where a user has turned it off.
-template <class P> inline bool has_tiles() {
+template <class P>
+inline bool has_tiles() {
   if (!at::globalContext().userEnabledMkldnn()) return false;
   static const bool has = [] {
     const P A[2] = {}, B[2 * PANEL] = {};
@@ -193,7 +210,8 @@ template <class P> inline bool has_tiles() {
 
 // C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product.
 template <class T>
-inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, T* C, int64_t ldc, bool adds) {
+inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
+                          T* C, int64_t ldc, bool adds) {
   auto matrix = [](const T* data, int64_t rows, int64_t columns, int64_t ld) {
     return at::from_blob(const_cast<T*>(data), {rows, columns}, {ld, 1}, c10::CppTypeToScalarType<T>::value);
   };
@@ -202,26 +220,32 @@ inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t l
   else at::cpu::mm_out(c, a, b);
 }
 
-inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool adds) {
+inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
+                    float* C, int64_t ldc, bool adds) {
   if (!has_tiles<float>()) return torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, adds, A, B, C, false);
 }
-inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B, int64_t ldb, float* C, int64_t ldc, bool adds) {
+inline void product(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda, const float* B,
+                    int64_t ldb, float* C, int64_t ldc, bool adds) {
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, adds, A, reinterpret_cast<const BFloat16*>(B), C, true);
 }
-inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, int64_t ldb, double* C, int64_t ldc, bool adds) {
+inline void product(int64_t M, int64_t N, int64_t K, const double* A, int64_t lda, const double* B, int64_t ldb,
+                    double* C, int64_t ldc, bool adds) {
   torch_product(M, N, K, A, lda, B, ldb, C, ldc, adds);
 }
 
-// How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the cache.
-template <class T> constexpr int64_t apart(int64_t n) {
+// How far rows of a tile lie apart. Not at a power of two, at which rows take each other's place in the
+// cache.
+template <class T>
+constexpr int64_t apart(int64_t n) {
   constexpr int64_t line = 64 / sizeof(T);
   return (n + line - 1) / line * line + line;
 }
 
 // C (M, N) = A (M, K) B, of whose rows those of a panel lie `ldb` units apart, and panels `next` units.
 template <class P>
-inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next, Sum<P>* C) {
+inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
+                     Sum<P>* C) {
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
       product(M, panel_width(N, panel), std::min(MAX_SUM, room<P>(K) - k), A + k, apart<P>(K),
@@ -237,7 +261,8 @@ inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>*
 // -- memory and threads
 
 // Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
-template <class T> inline T* scratch(int slot, int64_t n) {
+template <class T>
+inline T* scratch(int slot, int64_t n) {
   static thread_local std::vector<std::vector<char>> slots(16);
   constexpr int64_t line = 64;
   auto& bytes = slots[slot];
@@ -248,7 +273,8 @@ template <class T> inline T* scratch(int slot, int64_t n) {
 }
 
 // task(i) for every i below `n`, by as many threads as torch has; each takes the next one when it is done.
-template <class F> inline void for_each(int64_t n, F task) {
+template <class F>
+inline void for_each(int64_t n, F task) {
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
@@ -260,7 +286,8 @@ template <class F> inline void for_each(int64_t n, F task) {
 
 enum class Activation : int64_t { relu, gelu, gelu_tanh, silu, relu_squared, sigmoid, identity, clamped };
 
-template <class T, class F> inline void map(const T* x, T* value, T* slope, int64_t n, F f) {
+template <class T, class F>
+inline void map(const T* x, T* value, T* slope, int64_t n, F f) {
   using V = Vectorized<T>;
   for (int64_t i = 0; i < n; i += V::size()) {
     const int64_t count = std::min<int64_t>(V::size(), n - i);
@@ -272,7 +299,8 @@ template <class T, class F> inline void map(const T* x, T* value, T* slope, int6
 
 // The activation of n numbers and, where `slope` is given, its derivative.
 template <class T>
-inline void activate(Activation activation, double alpha, double limit, const T* x, T* value, T* slope, int64_t n) {
+inline void activate(Activation activation, double alpha, double limit, const T* x, T* value, T* slope,
+                     int64_t n) {
   using V = Vectorized<T>;
   const V zero(0), one(1), half(0.5);
   auto logistic = [&](V x) { return one / (one + x.neg().exp()); };

@@ -1,0 +1,261 @@
+// The arguments of both operators, how a plan's rows are cut, and what both passes do with rows and matrices.
+#pragma once
+
+#include "passes.h"
+
+namespace moe_ffn {
+
+constexpr int64_t TILE = 64;              // rows that one thread goes through
+constexpr int64_t CHUNK = 256;            // rows whose gradient of a matrix is one product
+constexpr int64_t BLOCK = 128;            // rows of a matrix whose gradient is one task
+constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
+constexpr int64_t FEW_ROWS = 8;           // of an expert, on average, without gradients: nothing is copied
+constexpr int64_t COPIED_ROWS = 256;      // of an expert, from which on backward copies matrices of float32
+constexpr int64_t AHEAD = 4;              // rows, of which the next is asked for
+
+// Consecutive rows of one expert: all of them, but where there are more than a group has room for.
+struct Part {
+  int64_t expert, start, stop;
+  int64_t first_chunk, last_chunk;
+  bool begins, ends;  // the expert's rows
+};
+
+// Consecutive rows of one part.
+struct Chunk {
+  int64_t part, start, stop;
+};
+
+// Consecutive rows of one chunk.
+struct Tile {
+  int64_t part, chunk, start, stop;
+};
+
+struct Group {
+  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
+  std::vector<Tile> tiles;
+
+  void add(Part part) {
+    const int64_t index = parts.size();
+    part.first_chunk = chunks.size();
+    for_each_piece(part.start, part.stop, CHUNK, [&](int64_t start, int64_t stop) {
+      for_each_piece(start, stop, TILE, [&](int64_t from, int64_t to) {
+        tiles.push_back({index, int64_t(chunks.size()), from, to});
+      });
+      chunks.push_back({index, start, stop});
+    });
+    part.last_chunk = chunks.size();
+    parts.push_back(part);
+  }
+
+  // Pieces of like size: a small one at the end would cost nearly as much as a whole one. Each begins at an
+  // even row of its chunk, since bfloat16 is multiplied in pairs.
+  template <class F>
+  static void for_each_piece(int64_t start, int64_t stop, int64_t most, F f) {
+    const int64_t count = (stop - start + most - 1) / most, each = (stop - start + count - 1) / count;
+    const int64_t even = each + each % 2;
+    for (; start < stop; start += even) f(start, std::min(stop, start + even));
+  }
+};
+
+struct Layer {
+  Rows x, up, down, up_bias, down_bias, dropout;
+  const int64_t* token_ids;
+  const void* weights;  // as the type of sums
+  std::vector<int64_t> ends;
+  int64_t T, D, E, F, H, N;
+  Activation activation;
+  bool gated, interleaved;
+  double alpha, limit;
+
+  Layer(const Tensor& x, const Tensor& weights_N, const Tensor& up, const Tensor& down,
+        const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias, const Tensor& token_ids,
+        const Tensor& offsets, const std::optional<Tensor>& dropout, int64_t activation, bool gated,
+        bool interleaved, double alpha, double limit)
+      : x(x),
+        up(up),
+        down(down),
+        up_bias(up_bias),
+        down_bias(down_bias),
+        dropout(dropout),
+        token_ids(token_ids.const_data_ptr<int64_t>()),
+        weights(weights_N.const_data_ptr()),
+        T(x.size(0)),
+        D(x.size(1)),
+        E(up.size(0)),
+        F(down.size(2)),
+        H(up.size(1)),
+        activation(Activation(activation)),
+        gated(gated),
+        interleaved(interleaved),
+        alpha(alpha),
+        limit(limit) {
+    const int32_t* end = offsets.const_data_ptr<int32_t>();
+    TORCH_CHECK(offsets.size(0) == E, "a plan for ", offsets.size(0), " experts, but there are ", E);
+    ends.assign(end, end + E);
+    N = E ? ends.back() : 0;
+    // What is wrong here would be read or written outside of the tensors.
+    TORCH_CHECK(std::is_sorted(ends.begin(), ends.end()) && (!E || ends[0] >= 0) && N <= weights_N.size(0) &&
+                    N <= token_ids.size(0),
+                "the plan's offsets have to grow from 0 to at most its ", weights_N.size(0), " pairs");
+    TORCH_CHECK(std::all_of(this->token_ids, this->token_ids + N, [&](int64_t t) { return 0 <= t && t < T; }),
+                "the plan has a token that is none of the ", T, " of x");
+    TORCH_CHECK(up.size(2) == D && down.size(0) == E && down.size(1) == D && H == (gated ? 2 * F : F), "x is ",
+                x.sizes(), ", but the experts' matrices are ", up.sizes(), " and ", down.sizes());
+  }
+
+  template <class S>
+  S weight(int64_t n) const {
+    return static_cast<const S*>(weights)[n];
+  }
+  int64_t start(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
+  int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
+
+  // Whether copying the matrices of the experts would take longer than multiplying with them.
+  bool few() const {
+    int64_t experts = 0;
+    for (int64_t e = 0; e < E; ++e) experts += load(e) > 0;
+    return N <= FEW_ROWS * experts;
+  }
+
+  // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
+  std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
+    const int64_t tiles = 4 * at::get_num_threads();  // of a group, at least, so that no thread waits
+    int64_t most_rows = std::numeric_limits<int64_t>::max();
+    if (bytes_per_row)
+      most_rows = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)}) * CHUNK;
+    std::vector<Group> found;
+    int64_t bytes = GROUP_BYTES;
+    for (int64_t e = 0; e < E; ++e)
+      for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
+        stop = std::min(ends[e], most_rows < ends[e] - first ? first + most_rows : ends[e]);
+        const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
+        if (bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles)) {
+          found.emplace_back();
+          bytes = 0;
+        }
+        bytes += more;
+        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]});
+      }
+    return found;
+  }
+
+  // The two halves of a row (H) of the first product: the gate's, and up.
+  template <class S>
+  std::pair<const S*, const S*> halves(const S* row, S* buffer) const {
+    if (!gated) return {row, nullptr};
+    if (!interleaved) return {row, row + F};
+    for (int64_t f = 0; f < F; ++f) buffer[f] = row[2 * f], buffer[F + f] = row[2 * f + 1];
+    return {buffer, buffer + F};
+  }
+
+  // What the activated gate is multiplied with.
+  template <class S>
+  Vectorized<S> factor(Vectorized<S> up) const {
+    using V = Vectorized<S>;
+    if (activation != Activation::clamped) return up;
+    return at::vec::minimum(at::vec::maximum(up, V(-limit)), V(limit)) + V(1);
+  }
+  // The hidden units (F) of row n from its first product (H).
+  template <class S>
+  void hidden_units(int64_t n, const S* product, S* out) const {
+    using V = Vectorized<S>;
+    const auto [gate, up] = halves(product, scratch<S>(14, H));
+    activate<S>(activation, alpha, limit, gate, out, nullptr, F);
+    if (up) at::vec::map2([&](V a, V b) { return a * factor<S>(b); }, out, out, up, F);
+    if (dropout) {
+      const S* mask = dropout.read(n, scratch<S>(15, F));
+      at::vec::map2([](V a, V b) { return a * b; }, out, out, mask, F);
+    }
+  }
+  template <class S>
+  Vectorized<S> factor_slope(Vectorized<S> up) const {
+    using V = Vectorized<S>;
+    if (activation != Activation::clamped) return V(1);
+    return V::blendv(V(0), V(1), (up >= V(-limit)) & (up <= V(limit)));
+  }
+};
+
+// Where each token's rows stand in the plan.
+struct ByToken {
+  std::vector<int32_t> starts, rows;
+  ByToken(const Layer& layer) : starts(layer.T + 1), rows(layer.N) {
+    for (int64_t n = 0; n < layer.N; ++n) ++starts[layer.token_ids[n] + 1];
+    for (int64_t t = 0; t < layer.T; ++t) starts[t + 1] += starts[t];
+    std::vector<int32_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t n = 0; n < layer.N; ++n) rows[next[layer.token_ids[n]]++] = n;
+  }
+};
+
+// (T, D): the sum of each token's rows, times `factors` if given.
+template <class S>
+void sum_per_token(const Layer& layer, const Rows& rows, const S* factors, const Rows& out) {
+  using V = Vectorized<S>;
+  const ByToken by_token(layer);
+  const int64_t D = layer.D;
+  constexpr int64_t TOKENS = 32;
+  for_each((layer.T + TOKENS - 1) / TOKENS, [&](int64_t task) {
+    S *sum = scratch<S>(0, D), *buffer = scratch<S>(1, D);
+    for (int64_t t = task * TOKENS; t < std::min(layer.T, (task + 1) * TOKENS); ++t) {
+      std::fill_n(sum, D, S(0));
+      for (int32_t i = by_token.starts[t]; i < by_token.starts[t + 1]; ++i) {
+        const int32_t n = by_token.rows[i];
+        if (i + AHEAD < int32_t(by_token.rows.size())) rows.prefetch(by_token.rows[i + AHEAD]);
+        const S* row = rows.read(n, buffer);
+        const S factor = factors ? S(factors[n]) : S(1);
+        at::vec::map2([&](V a, V b) { return at::vec::fmadd(V(factor), b, a); }, sum, sum, row, D);
+      }
+      out.write(t, sum);
+    }
+  });
+}
+
+// The rows of one expert's matrix in panels, for x W^T: sums run along its rows.
+template <class P>
+void pack_transposed(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
+  const int64_t K = matrix.width, width = panel_width(rows, panel), ld = room<P>(K);
+  const P* from = matrix.row<P>(first_row + panel * PANEL);
+  if (matrix.dtype != c10::CppTypeToScalarType<P>::value || ld != K) {
+    P* copy = scratch<P>(0, PANEL * ld);
+    for (int64_t i = 0; i < width; ++i) {
+      const P* row = matrix.read(first_row + panel * PANEL + i, copy + i * ld);
+      if (row != copy + i * ld) std::memcpy(copy + i * ld, row, K * sizeof(P));
+      std::fill(copy + i * ld + K, copy + (i + 1) * ld, P(0));
+    }
+    from = copy;
+  }
+  transpose(reinterpret_cast<const Unit<P>*>(from), units<P>(K), to, PANEL, width, units<P>(K));
+}
+
+// The same for x W: sums run over its rows.
+template <class P>
+void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Unit<P>* to) {
+  const int64_t from = panel * PANEL, width = panel_width(matrix.width, panel);
+  P* copy = scratch<P>(0, 2 * PANEL);
+  for (int64_t k = 0; k < rows; k += Operand<P>::per_unit, to += PANEL) {
+    for (int64_t ahead = k + 16; ahead < std::min(k + 16 + Operand<P>::per_unit, rows); ++ahead)
+      matrix.prefetch(first_row + ahead, from, width);
+    const P* first = matrix.read(first_row + k, copy, from, width);
+    const P* second = nullptr;
+    if constexpr (Operand<P>::per_unit == 2) {
+      if (k + 1 < rows) second = matrix.read(first_row + k + 1, copy + PANEL, from, width);
+      else std::fill_n(copy + PANEL, PANEL, P(0)), second = copy + PANEL;
+    }
+    pair_rows(first, second, to, width);
+  }
+}
+
+// The rows of a tile's tokens, with a row of zeros behind them where products take them in pairs.
+template <class P>
+void gather(const Layer& layer, const Rows& from, const Tile& tile, P* to) {
+  const int64_t D = layer.D, ld = apart<P>(D), m = tile.stop - tile.start;
+  for (int64_t r = 0; r < m; ++r, to += ld) {
+    if (r + AHEAD < m) from.prefetch(layer.token_ids[tile.start + r + AHEAD]);
+    const P* row = from.read(layer.token_ids[tile.start + r], to);
+    if (row != to) std::memcpy(to, row, D * sizeof(P));
+    std::fill(to + D, to + room<P>(D), P(0));
+  }
+  if (room<P>(m) > m) std::fill_n(to, ld, P(0));
+}
+
+}  // namespace moe_ffn
