@@ -103,7 +103,9 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -
         assert error <= tolerance * largest, f"{name}: {error} of {largest}"
 
 
-SHAPES: dict[str, Any] = {
+Shape = tuple[int, int, int, tuple[int, ...]]
+
+SHAPES: dict[str, Shape] = {
     "tails": (97, 65, 67, (321, 0, 1, 63, 0)),
     "whole": (40, 128, 64, (256, 64)),
     "long sums": (30, 521, 523, (66, 3)),
@@ -126,7 +128,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_shape_is_that_of_the_loop(shape: Any, dtype: torch.dtype) -> None:
+def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> None:
     kinds = list(KINDS.values())
     for kind in kinds[:1] if sum(shape[3]) > 1000 else kinds:
         case = Case(*shape, dtype, kind)
