@@ -103,12 +103,15 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -
         assert error <= tolerance * largest, f"{name}: {error} of {largest}"
 
 
-SHAPES: dict[str, Any] = {
+Shape = tuple[int, int, int, tuple[int, ...]]
+
+SHAPES: dict[str, Shape] = {
     "tails": (97, 65, 67, (321, 0, 1, 63, 0)),
     "whole": (40, 128, 64, (256, 64)),
     "long sums": (30, 521, 523, (66, 3)),
     "groups": (50, 260, 300, (9, 70, 0, *(5,) * 9)),
     "one expert": (300, 33, 150, (0, 600, 0)),
+    "parts": (90, 20, 800, (1900, 2301, 9)),
     "one token": (1, 64, 65, (1, 0, 2)),
     "few rows": (16, 37, 19, (0, *range(8), *(0,) * 20)),
     "tiny": (5, 1, 1, (3, 2)),
@@ -125,8 +128,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_shape_is_that_of_the_loop(shape: Any, dtype: torch.dtype) -> None:
-    for kind in KINDS.values():
+def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> None:
+    kinds = list(KINDS.values())
+    for kind in kinds[:1] if sum(shape[3]) > 1000 else kinds:
         case = Case(*shape, dtype, kind)
         leaves = case.leaves()
         wanted = case.derive(loop, exact(leaves))
@@ -153,14 +157,14 @@ def threads() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "few rows"])
+@pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "parts", "few rows"])
 def test_any_number_of_threads_gives_the_same_bits(
     shape: str, dtype: torch.dtype, threads: Any
 ) -> None:
     case = Case(*SHAPES[shape], dtype, {"gated": True})
     leaves = case.leaves()
     results: list[dict[str, Tensor]] = []
-    for count in (1, 2, 5, 5, 1):
+    for count in (1, 2, 7, 7, 1):
         threads(count)
         results.append(case.derive(native, leaves))
         with torch.no_grad():

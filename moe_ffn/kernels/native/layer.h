@@ -35,26 +35,25 @@ struct Group {
   std::vector<Chunk> chunks;
   std::vector<Tile> tiles;
 
-  void add(Part part) {
+  void add(Part part, int64_t chunk_rows) {
     const int64_t index = parts.size();
     part.first_chunk = chunks.size();
-    for_each_piece(part.start, part.stop, CHUNK, [&](int64_t start, int64_t stop) {
-      for_each_piece(start, stop, TILE, [&](int64_t from, int64_t to) {
-        tiles.push_back({index, int64_t(chunks.size()), from, to});
-      });
+    for (int64_t start = part.start, stop; start < part.stop; start = stop) {
+      stop = std::min(part.stop, start + chunk_rows);
+      const int64_t rows = piece(stop - start, TILE);
+      for (int64_t from = start; from < stop; from += rows)
+        tiles.push_back({index, int64_t(chunks.size()), from, std::min(stop, from + rows)});
       chunks.push_back({index, start, stop});
-    });
+    }
     part.last_chunk = chunks.size();
     parts.push_back(part);
   }
 
-  // Pieces of like size: a small one at the end would cost nearly as much as a whole one. Each begins at an
-  // even row of its chunk, since bfloat16 is multiplied in pairs.
-  template <class F>
-  static void for_each_piece(int64_t start, int64_t stop, int64_t most, F f) {
-    const int64_t count = (stop - start + most - 1) / most, each = (stop - start + count - 1) / count;
-    const int64_t even = each + each % 2;
-    for (; start < stop; start += even) f(start, std::min(stop, start + even));
+  // Rows of each of the pieces of like size that n rows are cut into: a small one at the end would cost nearly as
+  // much as a whole one. A multiple of 8, since oneDNN compiles a product anew for every size.
+  static int64_t piece(int64_t n, int64_t most) {
+    const int64_t count = (n + most - 1) / most, each = (n + count - 1) / count;
+    return (each + 7) / 8 * 8;
   }
 };
 
@@ -121,22 +120,27 @@ struct Layer {
   // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
   std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
     const int64_t tiles = 4 * at::get_num_threads();  // of a group, at least, so that no thread waits
-    int64_t most_rows = std::numeric_limits<int64_t>::max();
+    int64_t most_chunks = std::numeric_limits<int32_t>::max();
     if (bytes_per_row)
-      most_rows = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)}) * CHUNK;
+      most_chunks = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)});
     std::vector<Group> found;
     int64_t bytes = GROUP_BYTES;
-    for (int64_t e = 0; e < E; ++e)
+    for (int64_t e = 0; e < E; ++e) {
+      // The chunks are the same in any number of parts, and so is the order in which they are summed.
+      const int64_t chunk_rows = load(e) ? Group::piece(load(e), CHUNK) : 0;
       for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
-        stop = std::min(ends[e], most_rows < ends[e] - first ? first + most_rows : ends[e]);
+        stop = std::min(ends[e], first + most_chunks * chunk_rows);
         const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
-        if (bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles)) {
+        const bool whole = first == start(e) && stop == ends[e];  // sums of the others go from group to group
+        const bool is_full = bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles);
+        if (!whole || is_full) {
           found.emplace_back();
           bytes = 0;
         }
         bytes += more;
-        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]});
+        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]}, chunk_rows);
       }
+    }
     return found;
   }
 
