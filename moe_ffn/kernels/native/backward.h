@@ -11,6 +11,7 @@ template <class P>
 struct TileOperands {
   using U = Unit<P>;
   int64_t rows, n, column;
+  bool is_last;  // so that zeros follow
 
   // As columns.
   void first(const P* from, int64_t width, int64_t ld, U* pairs, U* to) const {
@@ -21,6 +22,8 @@ struct TileOperands {
       source = pairs, ld = width;
     }
     transpose(source, ld, to + column, n, units<P>(rows), width);
+    const int64_t used = column + units<P>(rows);
+    for (int64_t i = 0; is_last && i < width; ++i) std::fill(to + i * n + used, to + (i + 1) * n, U(0));
   }
 
   // As rows, in panels; row(r) is where row r lies.
@@ -32,6 +35,9 @@ struct TileOperands {
       for (int64_t p = 0; p < panels(width); ++p)
         pair_rows(first + p * PANEL, next + p * PANEL, to + (p * n + u) * PANEL, panel_width(width, p));
     }
+    const int64_t used = column + units<P>(rows);
+    for (int64_t p = 0; is_last && p < panels(width); ++p)
+      std::fill(to + (p * n + used) * PANEL, to + (p + 1) * n * PANEL, U(0));
   }
 };
 
@@ -93,7 +99,8 @@ struct Backward {
     matrices = Rows(packed), grad_x_rows = Rows(grad_x_ND);
   }
 
-  static int64_t chunk_units(const Chunk& chunk) { return units<P>(chunk.stop - chunk.start); }
+  // With zeros behind the last row: oneDNN compiles a product anew for every length of its sums.
+  static int64_t chunk_units(const Chunk& chunk) { return units<P>((chunk.stop - chunk.start + 15) / 16 * 16); }
 
   void run() {
     for (const Group& each : groups) {
@@ -169,7 +176,8 @@ struct Backward {
     const Part& part = group->parts[tile.part];
     const int64_t m = tile.stop - tile.start, e = part.expert;
     const Operands to = operands_of(tile.chunk);
-    const TileOperands<P> into{m, to.n, units<P>(tile.start - group->chunks[tile.chunk].start)};
+    const Chunk& chunk = group->chunks[tile.chunk];
+    const TileOperands<P> into{m, to.n, units<P>(tile.start - chunk.start), tile.stop == chunk.stop};
     const U* matrix = matrices.row<U>(tile.part);
     const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H);
     const bool odd =

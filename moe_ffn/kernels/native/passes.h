@@ -246,6 +246,8 @@ constexpr int64_t apart(int64_t n) {
 template <class P>
 inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>* B, int64_t ldb, int64_t next,
                      Sum<P>* C) {
+  // Rows behind the last are whatever stands there; oneDNN compiles a product anew for every number of them.
+  M = (M + 7) / 8 * 8;
   for (int64_t panel = 0; panel < panels(N); ++panel)
     for (int64_t k = 0; k < K; k += MAX_SUM)
       product(M, panel_width(N, panel), std::min(MAX_SUM, room<P>(K) - k), A + k, apart<P>(K),
