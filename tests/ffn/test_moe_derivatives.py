@@ -47,15 +47,20 @@ class OfEverything:
         return output.hidden
 
 
-def chooses_steadily(drawn: AnyMoE) -> bool:
-    """False where the last digits choose: balanced among one token, Sinkhorn's scores are all alike."""
-    return drawn.config["router"]["type"] != "sinkhorn" or math.prod(drawn.shape) > 1
+def has_the_derivative(drawn: AnyMoE) -> bool:
+    """False where the last digits choose, or a router says so: balanced among one token, Sinkhorn's scores are all
+    alike; the gradient of `sparse_mixer` in training is not the derivative of what it returns, by design.
+    """
+    if drawn.config["router"]["type"] == "sparse_mixer" and drawn.training:
+        return False
+    num_tokens = math.prod(drawn.shape) - sum(drawn.padding or ())
+    return drawn.config["router"]["type"] != "sinkhorn" or num_tokens > 1
 
 
 @SOME
 @given(any_moe(backends=("loop", "cpu"), dtypes=DOUBLE, shapes=SHAPES))
 def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
-    assume(chooses_steadily(drawn))
+    assume(has_the_derivative(drawn))
     layer = OfEverything(drawn)
     assert gradcheck(layer, layer.inputs, fast_mode=True)
 
@@ -63,7 +68,7 @@ def test_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
 @FEW
 @given(any_moe(backends=("loop",), dtypes=DOUBLE, shapes=SHAPES))
 def test_gradients_of_gradients_are_those_of_finite_differences(drawn: AnyMoE) -> None:
-    assume(chooses_steadily(drawn))
+    assume(has_the_derivative(drawn))
     layer = OfEverything(drawn)
     assert gradgradcheck(layer, layer.inputs, fast_mode=True)
 

@@ -331,9 +331,8 @@ def test_what_is_computed_again_is_not_kept(ffn: str, norm_placement: str) -> No
     )
 
     assert of_block == of_true < of_ffn < nothing
-    hidden = (
-        3 * 2 * 8 * (3 * 40) * 4
-    )  # layers, tokens, gate, up and their product of 8 / 3 * 16, float32
+    # Layers, tokens, gate and up (of a dense block their product too) of 8 / 3 * 16, float32.
+    hidden = 3 * 2 * 8 * ((3 if ffn == "swiglu" else 2) * 40) * 4
     assert nothing - of_ffn >= hidden
     model = build(num_layers=3, activation_checkpointing="ffn", **options)
     plain = build(num_layers=3, **options)
