@@ -48,8 +48,8 @@ class OfEverything:
 
 
 def has_the_derivative(drawn: AnyMoE) -> bool:
-    """False where the last digits choose, or a router says so: balanced among one token, Sinkhorn's scores are all
-    alike; the gradient of `sparse_mixer` in training is not the derivative of what it returns, by design.
+    """False where the last digits choose, or by design: balanced among one token, Sinkhorn's scores are
+    all alike; the gradient of `sparse_mixer` in training is not the derivative of what it returns.
     """
     if drawn.config["router"]["type"] == "sparse_mixer" and drawn.training:
         return False
