@@ -311,6 +311,13 @@ def page(errors: Mapping[str, Errors]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    if list(argv) in (["-h"], ["--help"]):
+        print(
+            "usage: python -m experiments.models [FILE]\n\n"
+            "Compares the sparse block of every model of transformers with ours, and writes the table\n"
+            "to FILE, docs/models.md where none is given."
+        )
+        return 0
     if len(argv) > 1 or any(argument.startswith("-") for argument in argv):
         raise ConfigError(
             "give the file to write, or nothing: python -m experiments.models [docs/models.md]"
