@@ -1,6 +1,8 @@
 // The backward pass over the experts of a plan.
 #pragma once
 
+#include <memory>
+
 #include "layer.h"
 
 namespace moe_ffn {
@@ -63,30 +65,30 @@ struct Backward {
   // Units of the copies of an expert's matrices, of which the second product's stands first.
   const int64_t down_units = panels(F) * PANEL * units<P>(D);
   const int64_t up_units = gradients.x ? panels(D) * PANEL * units<P>(H) : 0;
+  const int64_t copies = panels(F) + (gradients.x ? panels(D) : 0);
   // Numbers that a row leaves behind, for the gradient of each matrix.
   const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0,
                 row_down = wants_down ? D + panels(F) * PANEL : 0;
-  const std::vector<Group> groups =
-      layer.groups((up_units + down_units) * sizeof(U), (row_up + row_down) * sizeof(P));
+  // Numbers that a thread adds up for an expert of its own, where they are of another type than the gradients.
+  const int64_t up_sums = wants_up ? H * D : 0, down_sums = wants_down ? D * F : 0;
+  const int64_t bytes_copied = (up_units + down_units) * sizeof(U),
+                bytes_of_row = (row_up + row_down) * sizeof(P);
+  const Division division = layer.divide(
+      when(is_bitwise<P>(), bytes_copied + CHUNK * bytes_of_row + int64_t(sizeof(S)) * (up_sums + down_sums)),
+      bytes_copied, bytes_of_row);
 
   Tensor packed, operands, carry, grad_x_ND;
   Rows matrices, grad_x_rows;
-
-  // Of the group that is worked on.
-  const Group* group = nullptr;
-  std::vector<int64_t> chunk_starts;  // in units of one column
 
   Backward(const Layer& layer, const Rows& kept, const Rows& grad_y, const Gradients<P>& gradients)
       : layer(layer), kept(kept), grad_y(grad_y), gradients(gradients) {
     size_t most_parts = 0;
     int64_t most_units = 0;
     bool splits = false;
-    for (const Group& each : groups) {
+    for (const Group& each : division.groups) {
       most_parts = std::max(most_parts, each.parts.size());
       for (const Part& part : each.parts) splits = splits || !part.begins;
-      int64_t sum = 0;
-      for (const Chunk& chunk : each.chunks) sum += chunk_units(chunk);
-      most_units = std::max(most_units, sum);
+      most_units = std::max(most_units, chunk_starts(each).back());
     }
     const auto numbers = at::TensorOptions(c10::CppTypeToScalarType<P>::value);
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
@@ -100,58 +102,115 @@ struct Backward {
   }
 
   // With zeros behind the last row: oneDNN compiles a product anew for every length of its sums.
-  static int64_t chunk_units(const Chunk& chunk) { return units<P>((chunk.stop - chunk.start + 15) / 16 * 16); }
+  static int64_t chunk_units(int64_t rows) { return units<P>((rows + 15) / 16 * 16); }
+  // Of the chunks of a group, in units of one column.
+  static std::vector<int64_t> chunk_starts(const Group& group) {
+    std::vector<int64_t> starts(1, 0);
+    for (const Chunk& chunk : group.chunks)
+      starts.push_back(starts.back() + chunk_units(chunk.stop - chunk.start));
+    return starts;
+  }
 
   void run() {
-    for (const Group& each : groups) {
-      group = &each;
-      chunk_starts.assign(1, 0);
-      for (const Chunk& chunk : each.chunks) chunk_starts.push_back(chunk_starts.back() + chunk_units(chunk));
-
-      const int64_t copies = panels(F) + (gradients.x ? panels(D) : 0);
-      for_each(each.parts.size() * copies, [&](int64_t task) { copy(task / copies, task % copies); });
-      for_each(each.tiles.size(), [&](int64_t task) { tile(each.tiles[task]); });
-
-      // Several tasks for every thread, however few the experts are.
-      const int64_t share = (H + D) * int64_t(each.parts.size()) / (4 * at::get_num_threads());
-      const int64_t height = std::clamp<int64_t>(share / 16 * 16, 16, BLOCK);
-      const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
-      const int64_t blocks = up_blocks + (wants_down ? (D + height - 1) / height : 0);
-      for_each(each.parts.size() * blocks, [&](int64_t task) {
-        const Part& part = each.parts[task / blocks];
-        const int64_t b = task % blocks;
-        if (b < up_blocks) block(part, true, b * height, height);
-        else block(part, false, (b - up_blocks) * height, height);
-      });
-    }
+    std::vector<Phase> phases;
+    for (const Group& group : division.groups) add_phases(group, phases);
+    compute(division, phases, [&](int64_t e) { alone(e); });
     for_each(layer.E, [&](int64_t e) { clear(e); });
     if (gradients.x) sum_per_token<S>(layer, grad_x_rows, nullptr, gradients.x);
+  }
+
+  // An expert of one thread. The operands of a chunk are added to the sums while they are in its caches.
+  void alone(int64_t e) const {
+    U* matrix = scratch<U>(16, up_units + down_units);
+    for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
+    // In the gradients themselves, where they are of the type of sums.
+    auto sums_of = [&](const Rows& grad, int64_t rows, int slot) -> S* {
+      if (!grad) return nullptr;
+      if (grad.dtype == c10::CppTypeToScalarType<S>::value) return grad.row<S>(e * rows);
+      return scratch<S>(slot, rows * grad.width);
+    };
+    S *up = sums_of(gradients.up, H, 17), *down = sums_of(gradients.down, D, 18);
+    S* biases = scratch<S>(15, H + D);
+    std::fill_n(biases, H + D, S(0));
+    const int64_t rows = layer.chunk_rows(e);
+    for (int64_t start = layer.start(e); start < layer.ends[e]; start += rows) {
+      const int64_t stop = std::min(layer.ends[e], start + rows), each = Group::piece(stop - start, TILE);
+      const Operands to =
+          operands_at(scratch<U>(19, chunk_units(CHUNK) * (row_up + row_down)), chunk_units(stop - start));
+      for (int64_t from = start; from < stop; from += each)
+        tile(e, start, stop, from, std::min(stop, from + each), matrix, to);
+      const bool adds = start > layer.start(e);
+      for (int64_t first = 0; up && first < H; first += BLOCK)
+        for (int64_t p = 0; p < panels(D); ++p)
+          add_product(to, true, first, std::min(BLOCK, H - first), p, up + first * D + p * PANEL, D, adds);
+      for (int64_t first = 0; down && first < D; first += BLOCK)
+        for (int64_t p = 0; p < panels(F); ++p)
+          add_product(to, false, first, std::min(BLOCK, D - first), p, down + first * F + p * PANEL, F, adds);
+      if (gradients.up_bias) add_rows(to, true, 0, H, start, stop, biases);
+      if (gradients.down_bias) add_rows(to, false, 0, D, start, stop, biases + H);
+    }
+    auto write = [&](const Rows& grad, int64_t count, const S* sums) {
+      for (int64_t i = 0; grad && i < count && static_cast<const void*>(sums) != grad.row<S>(e * count); ++i)
+        grad.write(e * count + i, sums + i * grad.width);
+    };
+    write(gradients.up, H, up), write(gradients.down, D, down);
+    write(gradients.up_bias, 1, biases), write(gradients.down_bias, 1, biases + H);
+  }
+
+  // The experts of a group: copy their matrices; go through the tiles, which gives the gradients of rows and
+  // leaves operands behind; add those up to the gradients of matrices, block by block.
+  void add_phases(const Group& group, std::vector<Phase>& phases) const {
+    auto starts = std::make_shared<const std::vector<int64_t>>(chunk_starts(group));
+    auto operands_of = [this, starts](int64_t c) {
+      U* first = operands.data_ptr<U>() + (*starts)[c] * (row_up + row_down);
+      return operands_at(first, (*starts)[c + 1] - (*starts)[c]);
+    };
+    const int64_t num_parts = group.parts.size();
+    phases.push_back({num_parts * copies, [&, this](int64_t task) {
+                        const int64_t i = task / copies;
+                        copy(group.parts[i].expert, task % copies, matrices.row<U>(i));
+                      }});
+    phases.push_back({int64_t(group.tiles.size()), [&group, this, operands_of](int64_t task) {
+                        const Tile& each = group.tiles[task];
+                        const Chunk& chunk = group.chunks[each.chunk];
+                        tile(group.parts[each.part].expert, chunk.start, chunk.stop, each.start, each.stop,
+                             matrices.row<U>(each.part), operands_of(each.chunk));
+                      }});
+    // Several tasks for every thread, however few the experts are.
+    const int64_t share = (H + D) * num_parts / (4 * at::get_num_threads());
+    const int64_t height = is_bitwise<P>() ? std::clamp<int64_t>(share / 16 * 16, 16, BLOCK) : BLOCK;
+    const int64_t up_blocks = wants_up ? (H + height - 1) / height : 0;
+    const int64_t blocks = up_blocks + (wants_down ? (D + height - 1) / height : 0);
+    phases.push_back({num_parts * blocks, [&group, this, operands_of, up_blocks, blocks, height](int64_t task) {
+                        const int64_t b = task % blocks;
+                        const bool is_up = b < up_blocks;
+                        block(group, group.parts[task / blocks], operands_of, is_up,
+                              (is_up ? b : b - up_blocks) * height, height);
+                      }});
   }
 
   // -- matrices
 
   // Copies pay where several tiles read them. In bfloat16 there is no way without: numbers stand in pairs.
-  bool lies_ready(const Part& part) const {
+  bool lies_ready(int64_t e) const {
     const auto own = c10::CppTypeToScalarType<P>::value;
     return Operand<P>::per_unit == 1 && layer.up.dtype == own && layer.down.dtype == own &&
-           layer.load(part.expert) < COPIED_ROWS;
+           layer.load(e) < COPIED_ROWS;
   }
 
-  void copy(int64_t index, int64_t panel) const {
-    const Part& part = group->parts[index];
-    if (lies_ready(part)) return;
-    U* to = matrices.row<U>(index);
-    const int64_t e = part.expert, of_down = panels(F);
-    if (panel < of_down) pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
+  void copy(int64_t e, int64_t panel, U* to) const {
+    if (lies_ready(e)) return;
+    const int64_t of_down = panels(F);
+    if (panel < of_down)
+      pack<P>(layer.down, e * D, panel, D, to + panel * PANEL * units<P>(D));
     else
       pack<P>(layer.up, e * H, panel - of_down, H, to + down_units + (panel - of_down) * PANEL * units<P>(H));
   }
 
   // C (m, width of the matrix) = A (m, K) times a matrix of K rows.
-  void times_matrix(const Part& part, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy,
-                    S* C) const {
-    if (!lies_ready(part)) return multiply<P>(m, from.width, K, A, copy, C);
-    multiply<P>(m, from.width, K, A, from.row<U>(part.expert * K), from.width, PANEL, C);
+  void times_matrix(int64_t e, const Rows& from, int64_t m, int64_t K, const P* A, const U* copy, S* C) const {
+    if (!lies_ready(e)) return multiply<P>(m, from.width, K, A, copy, C);
+    multiply<P>(m, from.width, K, A, from.row<U>(e * K), from.width, PANEL, C);
   }
 
   // -- operands of the gradients of matrices
@@ -162,9 +221,7 @@ struct Backward {
     int64_t n;
     U *up_first, *up_second, *down_first, *down_second;
   };
-  Operands operands_of(int64_t c) const {
-    const int64_t n = chunk_starts[c + 1] - chunk_starts[c];
-    U* up_first = operands.data_ptr<U>() + chunk_starts[c] * (row_up + row_down);
+  Operands operands_at(U* up_first, int64_t n) const {
     U* up_second = up_first + (wants_up ? H * n : 0);
     U* down_first = up_second + (wants_up ? panels(D) * PANEL * n : 0);
     return {n, up_first, up_second, down_first, down_first + (wants_down ? D * n : 0)};
@@ -172,13 +229,11 @@ struct Backward {
 
   // -- rows
 
-  void tile(const Tile& tile) const {
-    const Part& part = group->parts[tile.part];
-    const int64_t m = tile.stop - tile.start, e = part.expert;
-    const Operands to = operands_of(tile.chunk);
-    const Chunk& chunk = group->chunks[tile.chunk];
-    const TileOperands<P> into{m, to.n, units<P>(tile.start - chunk.start), tile.stop == chunk.stop};
-    const U* matrix = matrices.row<U>(tile.part);
+  // Rows `start` to `stop` of a chunk.
+  void tile(int64_t e, int64_t chunk_start, int64_t chunk_stop, int64_t start, int64_t stop, const U* matrix,
+            const Operands& to) const {
+    const int64_t m = stop - start;
+    const TileOperands<P> into{m, to.n, units<P>(start - chunk_start), stop == chunk_stop};
     const int64_t ld_D = apart<P>(D), ld_H = apart<P>(H);
     const bool odd =
         room<P>(m) > m;  // a row of zeros stands behind the last, where products take them in pairs
@@ -187,25 +242,25 @@ struct Backward {
     S *sums = scratch<S>(4, TILE * apart<S>(std::max(F, D))), *bias = scratch<S>(11, D);
     U* pairs = scratch<U>(13, TILE * std::max(H, D));
 
-    gather<P>(layer, grad_y, tile, dy);
+    gather<P>(layer, grad_y, start, stop, dy);
     if (wants_down) into.first(dy, D, ld_D, pairs, to.down_first);
-    times_matrix(part, layer.down, m, D, dy, matrix, sums);
+    times_matrix(e, layer.down, m, D, dy, matrix, sums);
     const S* down_bias = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r)
-      row(tile.start + r, sums + r * apart<S>(F), dy + r * ld_D, down_bias, hidden + r * F, du + r * ld_H);
+      row(start + r, sums + r * apart<S>(F), dy + r * ld_D, down_bias, hidden + r * F, du + r * ld_H);
     if (odd) std::fill_n(hidden + m * F, F, P(0)), std::fill_n(du + m * ld_H, ld_H, P(0));
     if (wants_down) into.second(F, to.down_second, [&](int64_t r) { return hidden + r * F; });
     if (gradients.x) {
-      times_matrix(part, layer.up, m, H, du, matrix + down_units, sums);
-      for (int64_t r = 0; r < m; ++r) grad_x_rows.write(tile.start + r, sums + r * apart<S>(D));
+      times_matrix(e, layer.up, m, H, du, matrix + down_units, sums);
+      for (int64_t r = 0; r < m; ++r) grad_x_rows.write(start + r, sums + r * apart<S>(D));
     }
     if (wants_up) {
       into.first(du, H, ld_H, pairs, to.up_first);
       if (odd) std::fill_n(x, D, P(0));
       into.second(D, to.up_second, [&](int64_t r) -> const P* {
         if (r == m) return x;
-        if (r + AHEAD < m) layer.x.prefetch(layer.token_ids[tile.start + r + AHEAD]);
-        return layer.x.read(layer.token_ids[tile.start + r], x + (1 + r % 2) * D);
+        if (r + AHEAD < m) layer.x.prefetch(layer.token_ids[start + r + AHEAD]);
+        return layer.x.read(layer.token_ids[start + r], x + (1 + r % 2) * D);
       });
     }
   }
@@ -263,29 +318,45 @@ struct Backward {
 
   // -- gradients of matrices
 
+  // Rows `first` and on, of one panel, of the product of a chunk's operands.
+  void add_product(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t panel, S* sums,
+                   int64_t ld, bool adds) const {
+    const int64_t n = from.n, K = n * Operand<P>::per_unit, columns = is_up ? D : F;
+    const U* A = (is_up ? from.up_first : from.down_first) + first * n;
+    const U* B = (is_up ? from.up_second : from.down_second) + panel * n * PANEL;
+    product(count, panel_width(columns, panel), K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, ld, adds);
+  }
+  // The same of the gradient of a bias: rows of `dy` are not weighted yet.
+  void add_rows(const Operands& from, bool is_up, int64_t first, int64_t count, int64_t start, int64_t stop,
+                S* sums) const {
+    S* numbers = scratch<S>(1, CHUNK + 1);
+    for (int64_t r = 0; r < count; ++r) {
+      const U* of_row = (is_up ? from.up_first : from.down_first) + (first + r) * from.n;
+      convert(reinterpret_cast<const P*>(of_row), numbers, stop - start);
+      for (int64_t n = start; n < stop; ++n)
+        sums[r] += is_up ? numbers[n - start] : numbers[n - start] * layer.weight<S>(n);
+    }
+  }
+
   // Rows `first` and on of the gradient of a part's expert: of the first matrix and its bias, or of the second
   // ones.
-  void block(const Part& part, bool is_up, int64_t first, int64_t height) const {
+  template <class F_>
+  void block(const Group& group, const Part& part, const F_& operands_of, bool is_up, int64_t first,
+             int64_t height) const {
     const int64_t e = part.expert, rows = is_up ? H : D, columns = is_up ? D : F;
     const int64_t count = std::min(height, rows - first);
     const Rows& grad = is_up ? gradients.up : gradients.down;
     const Rows& grad_bias = is_up ? gradients.up_bias : gradients.down_bias;
     S* sums = scratch<S>(0, BLOCK * PANEL);
     // Of this block, where the expert's rows do not end here, or did not begin.
-    S* carried = part.begins && part.ends ? nullptr : carry.data_ptr<S>() + (is_up ? 0 : H * D + H);
+    auto carried = [&](int64_t i) { return carry.data_ptr<S>() + (is_up ? 0 : H * D + H) + i; };
     for (int64_t p = 0; grad && p < panels(columns); ++p) {
       const int64_t width = panel_width(columns, p);
-      auto carried_row = [&](int64_t r) { return carried + (first + r) * columns + p * PANEL; };
+      auto carried_row = [&](int64_t r) { return carried((first + r) * columns + p * PANEL); };
       if (!part.begins)
         for (int64_t r = 0; r < count; ++r) std::copy_n(carried_row(r), width, sums + r * PANEL);
-      for (int64_t c = part.first_chunk; c < part.last_chunk; ++c) {
-        const Operands from = operands_of(c);
-        const int64_t n = from.n, K = n * Operand<P>::per_unit;
-        const U* A = (is_up ? from.up_first : from.down_first) + first * n;
-        const U* B = (is_up ? from.up_second : from.down_second) + p * n * PANEL;
-        const bool adds = c > part.first_chunk || !part.begins;
-        product(count, width, K, reinterpret_cast<const P*>(A), K, B, PANEL, sums, PANEL, adds);
-      }
+      for (int64_t c = part.first_chunk; c < part.last_chunk; ++c)
+        add_product(operands_of(c), is_up, first, count, p, sums, PANEL, c > part.first_chunk || !part.begins);
       if (!part.ends) {
         for (int64_t r = 0; r < count; ++r) std::copy_n(sums + r * PANEL, width, carried_row(r));
         continue;
@@ -296,22 +367,16 @@ struct Backward {
       });
     }
     if (!grad_bias) return;
-    S *numbers = scratch<S>(1, CHUNK + 1), *carried_bias = carried + rows * columns + first;
-    if (part.begins) std::fill_n(sums, count, S(0));
-    else std::copy_n(carried_bias, count, sums);
-    for (int64_t c = part.first_chunk; c < part.last_chunk; ++c) {
-      const Operands from = operands_of(c);
-      const Chunk& chunk = group->chunks[c];
-      const int64_t m = chunk.stop - chunk.start;
-      for (int64_t r = 0; r < count; ++r) {
-        const U* of_row = (is_up ? from.up_first : from.down_first) + (first + r) * from.n;
-        convert(reinterpret_cast<const P*>(of_row), numbers, m);
-        for (int64_t k = 0; k < m; ++k)
-          sums[r] += is_up ? numbers[k] : numbers[k] * layer.weight<S>(chunk.start + k);
-      }
-    }
-    if (part.ends) grad_bias.write(e, sums, first, count);
-    else std::copy_n(sums, count, carried_bias);
+    if (part.begins)
+      std::fill_n(sums, count, S(0));
+    else
+      std::copy_n(carried(rows * columns + first), count, sums);
+    for (int64_t c = part.first_chunk; c < part.last_chunk; ++c)
+      add_rows(operands_of(c), is_up, first, count, group.chunks[c].start, group.chunks[c].stop, sums);
+    if (part.ends)
+      grad_bias.write(e, sums, first, count);
+    else
+      std::copy_n(sums, count, carried(rows * columns + first));
   }
 
   // Zeros for an expert without rows.

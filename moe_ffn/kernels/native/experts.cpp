@@ -9,9 +9,9 @@
 // operands behind, and blocks of the matrices are then the tasks: no thread waits, however unequal the
 // experts' loads are. Every number is computed in one order, whatever the number of threads.
 
-#include "backward.h"
-
 #include <torch/library.h>
+
+#include "backward.h"
 
 namespace moe_ffn {
 namespace {
@@ -116,62 +116,91 @@ void forward_few(const Layer& layer, const Rows& y) {
 // -- forward
 
 template <class P>
-void forward(const Layer& layer, const Rows& kept, const Rows& y) {
+struct Forward {
   using S = Sum<P>;
-  if (!kept && layer.few()) return forward_few<S>(layer, y);
-  const int64_t D = layer.D, F = layer.F, H = layer.H;
-  const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
-  const auto dtype = c10::CppTypeToScalarType<P>::value;
-  const Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(dtype));
-  const Rows rows_out(y_ND);
-  const auto groups = layer.groups((up_units + down_units) * sizeof(Unit<P>), 0);
-  size_t most = 0;
-  for (const auto& group : groups) most = std::max(most, group.parts.size());
-  const Tensor packed = at::empty({int64_t(most), up_units + down_units},
-                                  at::TensorOptions(c10::CppTypeToScalarType<Unit<P>>::value));
-  const Rows matrices(packed);
+  using U = Unit<P>;
 
-  for (const auto& group : groups) {
-    const int64_t up_panels = panels(H), all_panels = up_panels + panels(D);
-    for_each(group.parts.size() * all_panels, [&](int64_t task) {
-      const int64_t i = task / all_panels, panel = task % all_panels, e = group.parts[i].expert;
-      auto* to = matrices.row<Unit<P>>(i);
-      if (panel < up_panels) pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
-      else
-        pack_transposed<P>(layer.down, e * D, panel - up_panels, D,
-                           to + up_units + (panel - up_panels) * PANEL * units<P>(F));
+  const Layer& layer;
+  const Rows kept, y;  // the first product (N, H), where it is asked for; the result (T, D)
+  const int64_t D = layer.D, F = layer.F, H = layer.H;
+  // Units of the copies of an expert's matrices, of which the first product's stands first.
+  const int64_t up_units = panels(H) * PANEL * units<P>(D), down_units = panels(D) * PANEL * units<P>(F);
+  const int64_t copies = panels(H) + panels(D);
+  Tensor y_ND = at::empty({layer.N, D}, at::TensorOptions(c10::CppTypeToScalarType<P>::value));
+  const Rows rows_out = Rows(y_ND);
+
+  void run() const {
+    const int64_t bytes = (up_units + down_units) * sizeof(U);
+    const Division division = layer.divide(when(is_bitwise<P>(), bytes), bytes, 0);
+    size_t most = 0;
+    for (const Group& group : division.groups) most = std::max(most, group.parts.size());
+    const Tensor packed = at::empty({int64_t(most), up_units + down_units},
+                                    at::TensorOptions(c10::CppTypeToScalarType<U>::value));
+    const Rows matrices(packed);
+    std::vector<Phase> phases;
+    for (const Group& group : division.groups) {
+      phases.push_back({int64_t(group.parts.size()) * copies, [&](int64_t task) {
+                          const int64_t i = task / copies;
+                          copy(group.parts[i].expert, task % copies, matrices.row<U>(i));
+                        }});
+      phases.push_back({int64_t(group.tiles.size()), [&](int64_t task) {
+                          const Tile& each = group.tiles[task];
+                          tile(group.parts[each.part].expert, each.start, each.stop,
+                               matrices.row<U>(each.part));
+                        }});
+    }
+    compute(division, phases, [&](int64_t e) {
+      U* matrix = scratch<U>(16, up_units + down_units);
+      for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
+      const int64_t rows = Group::piece(layer.load(e), TILE), stop = layer.ends[e];
+      for (int64_t start = layer.start(e); start < stop; start += rows)
+        tile(e, start, std::min(stop, start + rows), matrix);
     });
-    for_each(group.tiles.size(), [&](int64_t task) {
-      const Tile& tile = group.tiles[task];
-      const int64_t m = tile.stop - tile.start, e = group.parts[tile.part].expert;
-      const auto* matrix = matrices.row<Unit<P>>(tile.part);
-      P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
-      S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
-      S* bias = scratch<S>(5, std::max(H, D));
-      gather<P>(layer, layer.x, tile, x);
-      multiply<P>(m, H, D, x, matrix, sums);
-      const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
-      for (int64_t r = 0; r < m; ++r) {
-        S* row = sums + r * apart<S>(H);
-        if (added)
-          for (int64_t h = 0; h < H; ++h) row[h] += added[h];
-        if (kept) kept.write(tile.start + r, row);
-        layer.hidden_units(tile.start + r, row, value);
-        P* to = hidden + r * apart<P>(F);
-        convert(value, to, F);
-        std::fill(to + F, to + room<P>(F), P(0));
-      }
-      multiply<P>(m, D, F, hidden, matrix + up_units, sums);
-      added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
-      for (int64_t r = 0; r < m; ++r) {
-        S* row = sums + r * apart<S>(D);
-        if (added)
-          for (int64_t d = 0; d < D; ++d) row[d] += added[d];
-        rows_out.write(tile.start + r, row);
-      }
-    });
+    sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
   }
-  sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
+
+  void copy(int64_t e, int64_t panel, U* to) const {
+    const int64_t of_up = panels(H);
+    if (panel < of_up)
+      pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
+    else
+      pack_transposed<P>(layer.down, e * D, panel - of_up, D,
+                         to + up_units + (panel - of_up) * PANEL * units<P>(F));
+  }
+
+  void tile(int64_t e, int64_t start, int64_t stop, const U* matrix) const {
+    const int64_t m = stop - start;
+    P *x = scratch<P>(0, (TILE + 1) * apart<P>(D)), *hidden = scratch<P>(1, TILE * apart<P>(F));
+    S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
+    S* bias = scratch<S>(5, std::max(H, D));
+    gather<P>(layer, layer.x, start, stop, x);
+    multiply<P>(m, H, D, x, matrix, sums);
+    const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
+    for (int64_t r = 0; r < m; ++r) {
+      S* row = sums + r * apart<S>(H);
+      if (added)
+        for (int64_t h = 0; h < H; ++h) row[h] += added[h];
+      if (kept) kept.write(start + r, row);
+      layer.hidden_units(start + r, row, value);
+      P* to = hidden + r * apart<P>(F);
+      convert(value, to, F);
+      std::fill(to + F, to + room<P>(F), P(0));
+    }
+    multiply<P>(m, D, F, hidden, matrix + up_units, sums);
+    added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
+    for (int64_t r = 0; r < m; ++r) {
+      S* row = sums + r * apart<S>(D);
+      if (added)
+        for (int64_t d = 0; d < D; ++d) row[d] += added[d];
+      rows_out.write(start + r, row);
+    }
+  }
+};
+
+template <class P>
+void forward(const Layer& layer, const Rows& kept, const Rows& y) {
+  if (!kept && layer.few()) return forward_few<Sum<P>>(layer, y);
+  Forward<P>{layer, kept, y}.run();
 }
 
 // -- operators
@@ -179,10 +208,14 @@ void forward(const Layer& layer, const Rows& kept, const Rows& y) {
 template <class F>
 void with_product_type(ScalarType dtype, F f) {
   switch (dtype) {
-    case at::kFloat: return f(float());
-    case at::kDouble: return f(double());
-    case at::kBFloat16: return has_tiles<BFloat16>() ? f(BFloat16()) : f(float());
-    default: TORCH_CHECK(false, "moe_ffn's kernels multiply in no ", dtype);
+    case at::kFloat:
+      return f(float());
+    case at::kDouble:
+      return f(double());
+    case at::kBFloat16:
+      return has_tiles<BFloat16>() ? f(BFloat16()) : f(float());
+    default:
+      TORCH_CHECK(false, "moe_ffn's kernels multiply in no ", dtype);
   }
 }
 

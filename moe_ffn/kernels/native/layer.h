@@ -1,6 +1,9 @@
 // The arguments of both operators, how a plan's rows are cut, and what both passes do with rows and matrices.
 #pragma once
 
+#include <deque>
+#include <functional>
+
 #include "passes.h"
 
 namespace moe_ffn {
@@ -9,9 +12,11 @@ constexpr int64_t TILE = 64;              // rows that one thread goes through
 constexpr int64_t CHUNK = 256;            // rows whose gradient of a matrix is one product
 constexpr int64_t BLOCK = 128;            // rows of a matrix whose gradient is one task
 constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
-constexpr int64_t FEW_ROWS = 8;           // of an expert, on average, without gradients: nothing is copied
-constexpr int64_t COPIED_ROWS = 256;      // of an expert, from which on backward copies matrices of float32
-constexpr int64_t AHEAD = 4;              // rows, of which the next is asked for
+constexpr int64_t ALONE_BYTES =
+    8 << 20;                          // of the copies, operands and sums of an expert that one thread computes
+constexpr int64_t FEW_ROWS = 8;       // of an expert, on average, without gradients: nothing is copied
+constexpr int64_t COPIED_ROWS = 256;  // of an expert, from which on backward copies matrices of float32
+constexpr int64_t AHEAD = 4;          // rows, of which the next is asked for
 
 // Consecutive rows of one expert: all of them, but where there are more than a group has room for.
 struct Part {
@@ -49,13 +54,25 @@ struct Group {
     parts.push_back(part);
   }
 
-  // Rows of each of the pieces of like size that n rows are cut into: a small one at the end would cost nearly as
-  // much as a whole one. A multiple of 8, since oneDNN compiles a product anew for every size.
+  // Rows of each of the pieces of like size that n rows are cut into: a small one at the end would cost nearly
+  // as much as a whole one. A multiple of 8, since oneDNN compiles a product anew for every size.
   static int64_t piece(int64_t n, int64_t most) {
     const int64_t count = (n + most - 1) / most, each = (n + count - 1) / count;
     return (each + 7) / 8 * 8;
   }
 };
+
+// Who computes which experts: as many as can be are one thread's from the first row to the last; groups are all
+// threads', one after the other, when they are done with their own.
+struct Division {
+  std::vector<int64_t> alone;  // thread by thread
+  std::vector<int64_t> ends;   // of each thread's
+  std::vector<Group> groups;
+};
+
+inline std::optional<int64_t> when(bool holds, int64_t value) {
+  return holds ? std::optional(value) : std::nullopt;
+}
 
 struct Layer {
   Rows x, up, down, up_bias, down_bias, dropout;
@@ -117,8 +134,40 @@ struct Layer {
     return N <= FEW_ROWS * experts;
   }
 
-  // Experts that are worked on together, so that what is copied for them stays in the cache that cores share.
-  std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row) const {
+  // Rows of an expert's chunks: the same whoever computes them, and so is the order in which they are summed.
+  int64_t chunk_rows(int64_t expert) const { return load(expert) ? Group::piece(load(expert), CHUNK) : 0; }
+
+  // The rest is large enough to keep threads busy that are done with their own early. None is alone, and there
+  // is no `bytes_alone`, where bits would depend on it.
+  Division divide(std::optional<int64_t> bytes_alone, int64_t bytes_per_expert, int64_t bytes_per_row) const {
+    const int64_t threads = at::get_num_threads();
+    std::vector<int64_t> order, rows(threads), thread_of(E, -1);
+    for (int64_t e = 0; e < E; ++e)
+      if (load(e)) order.push_back(e);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return load(a) > load(b); });
+    size_t count = 0;
+    int64_t most = 0, sum = 0;
+    for (size_t i = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && i < order.size(); ++i) {
+      auto least = std::min_element(rows.begin(), rows.end());
+      thread_of[order[i]] = least - rows.begin();
+      *least += load(order[i]), sum += load(order[i]), most = std::max(most, *least);
+      if (N - sum >= most * threads - sum) count = i + 1;
+    }
+    for (size_t i = count; i < order.size(); ++i) thread_of[order[i]] = -1;
+    Division found;
+    for (int64_t thread = 0; thread < threads; ++thread) {
+      for (size_t i = 0; i < count; ++i)
+        if (thread_of[order[i]] == thread) found.alone.push_back(order[i]);
+      found.ends.push_back(found.alone.size());
+    }
+    found.groups = groups(bytes_per_expert, bytes_per_row, thread_of);
+    return found;
+  }
+
+  // Experts that are worked on together, so that what is copied for them stays in the cache that cores share:
+  // those of no thread.
+  std::vector<Group> groups(int64_t bytes_per_expert, int64_t bytes_per_row,
+                            const std::vector<int64_t>& thread_of) const {
     const int64_t tiles = 4 * at::get_num_threads();  // of a group, at least, so that no thread waits
     int64_t most_chunks = std::numeric_limits<int32_t>::max();
     if (bytes_per_row)
@@ -126,19 +175,20 @@ struct Layer {
     std::vector<Group> found;
     int64_t bytes = GROUP_BYTES;
     for (int64_t e = 0; e < E; ++e) {
-      // The chunks are the same in any number of parts, and so is the order in which they are summed.
-      const int64_t chunk_rows = load(e) ? Group::piece(load(e), CHUNK) : 0;
+      if (thread_of[e] >= 0) continue;
+      const int64_t rows_of_chunk = chunk_rows(e);
       for (int64_t first = start(e), stop; first < ends[e]; first = stop) {
-        stop = std::min(ends[e], first + most_chunks * chunk_rows);
+        stop = std::min(ends[e], first + most_chunks * rows_of_chunk);
         const int64_t more = bytes_per_expert + (stop - first) * bytes_per_row;
         const bool whole = first == start(e) && stop == ends[e];  // sums of the others go from group to group
-        const bool is_full = bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles);
+        const bool is_full =
+            bytes + more > GROUP_BYTES && (found.empty() || int64_t(found.back().tiles.size()) >= tiles);
         if (!whole || is_full) {
           found.emplace_back();
           bytes = 0;
         }
         bytes += more;
-        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]}, chunk_rows);
+        found.back().add({e, first, stop, 0, 0, first == start(e), stop == ends[e]}, rows_of_chunk);
       }
     }
     return found;
@@ -179,6 +229,38 @@ struct Layer {
     return V::blendv(V(0), V(1), (up >= V(-limit)) & (up <= V(limit)));
   }
 };
+
+// A loop over what a group has, once the loops before it are done.
+struct Phase {
+  int64_t n;
+  std::function<void(int64_t)> task;
+};
+
+// alone(e) for the experts that one thread computes, and the phases, one after the other.
+template <class F>
+void compute(const Division& division, const std::vector<Phase>& phases, const F& alone) {
+  const int64_t threads = division.ends.size();
+  Tasks experts(division.ends);
+  std::deque<Tasks> loops;
+  for (const Phase& phase : phases) loops.emplace_back(phase.n, threads);
+  std::atomic<bool> failed{false};
+  in_parallel(threads, [&](int64_t own) {
+    try {
+      experts.work(own, [&](int64_t i) { alone(division.alone[i]); });
+      for (size_t i = 0; i < phases.size(); ++i) {
+        loops[i].work(own, phases[i].task);
+        // Whoever has begun a task is at work, so that this ends; unless it failed.
+        for (int64_t turns = 0; !loops[i].is_done(); ++turns) {
+          if (failed) return;
+          if (turns > 1000) std::this_thread::yield();
+        }
+      }
+    } catch (...) {
+      failed = true;
+      throw;
+    }
+  });
+}
 
 // Where each token's rows stand in the plan.
 struct ByToken {
@@ -242,8 +324,10 @@ void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Un
     const P* first = matrix.read(first_row + k, copy, from, width);
     const P* second = nullptr;
     if constexpr (Operand<P>::per_unit == 2) {
-      if (k + 1 < rows) second = matrix.read(first_row + k + 1, copy + PANEL, from, width);
-      else std::fill_n(copy + PANEL, PANEL, P(0)), second = copy + PANEL;
+      if (k + 1 < rows)
+        second = matrix.read(first_row + k + 1, copy + PANEL, from, width);
+      else
+        std::fill_n(copy + PANEL, PANEL, P(0)), second = copy + PANEL;
     }
     pair_rows(first, second, to, width);
   }
@@ -251,11 +335,11 @@ void pack(const Rows& matrix, int64_t first_row, int64_t panel, int64_t rows, Un
 
 // The rows of a tile's tokens, with a row of zeros behind them where products take them in pairs.
 template <class P>
-void gather(const Layer& layer, const Rows& from, const Tile& tile, P* to) {
-  const int64_t D = layer.D, ld = apart<P>(D), m = tile.stop - tile.start;
+void gather(const Layer& layer, const Rows& from, int64_t start, int64_t stop, P* to) {
+  const int64_t D = layer.D, ld = apart<P>(D), m = stop - start;
   for (int64_t r = 0; r < m; ++r, to += ld) {
-    if (r + AHEAD < m) from.prefetch(layer.token_ids[tile.start + r + AHEAD]);
-    const P* row = from.read(layer.token_ids[tile.start + r], to);
+    if (r + AHEAD < m) from.prefetch(layer.token_ids[start + r + AHEAD]);
+    const P* row = from.read(layer.token_ids[start + r], to);
     if (row != to) std::memcpy(to, row, D * sizeof(P));
     std::fill(to + D, to + room<P>(D), P(0));
   }

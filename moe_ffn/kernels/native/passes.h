@@ -17,6 +17,7 @@
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <thread>
 #include <vector>
 
 namespace moe_ffn {
@@ -111,11 +112,16 @@ struct Rows {
   template <class F>
   void with_type(const F& f) const {
     switch (dtype) {
-      case at::kFloat: return f(float());
-      case at::kDouble: return f(double());
-      case at::kBFloat16: return f(BFloat16());
-      case at::kHalf: return f(Half());
-      default: TORCH_CHECK(false, "moe_ffn's kernels take no ", dtype);
+      case at::kFloat:
+        return f(float());
+      case at::kDouble:
+        return f(double());
+      case at::kBFloat16:
+        return f(BFloat16());
+      case at::kHalf:
+        return f(Half());
+      default:
+        TORCH_CHECK(false, "moe_ffn's kernels take no ", dtype);
     }
   }
 
@@ -133,8 +139,10 @@ struct Rows {
     with_type([&](auto type) {
       using From = decltype(type);
       const From* source = row<From>(i) + from;
-      if constexpr (std::is_same_v<From, T>) found = source;
-      else convert(source, buffer, n < 0 ? width : n);
+      if constexpr (std::is_same_v<From, T>)
+        found = source;
+      else
+        convert(source, buffer, n < 0 ? width : n);
     });
     return found;
   }
@@ -208,6 +216,16 @@ inline bool has_tiles() {
   return has;
 }
 
+// Whether the bits of a product's rows and columns do not depend on how many others are computed with them, as
+// those of torch's own product do.
+template <class P>
+inline bool is_bitwise() {
+  if constexpr (std::is_same_v<P, double>)
+    return false;
+  else
+    return has_tiles<P>();
+}
+
 // C (M, N) = A (M, K) B (K, N), and C if `adds`, of one panel, by torch's own product.
 template <class T>
 inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
@@ -216,8 +234,10 @@ inline void torch_product(int64_t M, int64_t N, int64_t K, const T* A, int64_t l
     return at::from_blob(const_cast<T*>(data), {rows, columns}, {ld, 1}, c10::CppTypeToScalarType<T>::value);
   };
   auto a = matrix(A, M, K, lda), b = matrix(B, K, N, ldb), c = matrix(C, M, N, ldc);
-  if (adds) at::cpu::addmm_out(c, c, a, b);
-  else at::cpu::mm_out(c, a, b);
+  if (adds)
+    at::cpu::addmm_out(c, c, a, b);
+  else
+    at::cpu::mm_out(c, a, b);
 }
 
 inline void product(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
@@ -265,7 +285,7 @@ inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>*
 // Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
 template <class T>
 inline T* scratch(int slot, int64_t n) {
-  static thread_local std::vector<std::vector<char>> slots(16);
+  static thread_local std::vector<std::vector<char>> slots(20);
   constexpr int64_t line = 64;
   auto& bytes = slots[slot];
   const size_t needed = n * sizeof(T) + line;
@@ -274,14 +294,61 @@ inline T* scratch(int slot, int64_t n) {
   return reinterpret_cast<T*>((address + line - 1) / line * line);
 }
 
-// task(i) for every i below `n`, by as many threads as torch has; each takes the next one when it is done.
+// Tasks 0 to n - 1, each of which is done by one of several threads. Every thread has a share of its own: the
+// same in every loop over the same things, so that it finds in its core's caches what it left there. When it is
+// done, it takes what others have not begun.
+class Tasks {
+ public:
+  // Task ends[i - 1] is the first of share i.
+  explicit Tasks(std::vector<int64_t> ends) : ends(std::move(ends)), shares(this->ends.size()) {
+    for (size_t i = 1; i < shares.size(); ++i) shares[i].next = this->ends[i - 1];
+  }
+  // Shares of equal size.
+  Tasks(int64_t n, int64_t threads) : Tasks(even(n, threads)) {}
+
+  template <class F>
+  void work(int64_t own, const F& task) {
+    const int64_t threads = shares.size();
+    int64_t count = 0;
+    for (int64_t k = 0; k < threads; ++k) {
+      const int64_t share = (own + k) % threads;
+      for (int64_t i; (i = shares[share].next.fetch_add(1)) < ends[share]; ++count) task(i);
+    }
+    if (count) done.fetch_add(count);
+  }
+  bool is_done() const { return done == ends.back(); }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+  };
+  static std::vector<int64_t> even(int64_t n, int64_t threads) {
+    std::vector<int64_t> ends;
+    for (int64_t i = 1; i <= threads; ++i) ends.push_back(i * n / threads);
+    return ends;
+  }
+
+  std::vector<int64_t> ends;
+  std::vector<Share> shares;
+  std::atomic<int64_t> done{0};
+};
+
+// work(i) for every thread i of `threads`.
 template <class F>
-inline void for_each(int64_t n, F task) {
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
+inline void in_parallel(int64_t threads, const F& work) {
+  at::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) work(i);
     at::native::cpublas::brgemm_release();
   });
+}
+
+// task(i) for every i below `n`, by as many threads as torch has.
+template <class F>
+inline void for_each(int64_t n, const F& task) {
+  const int64_t threads = std::min<int64_t>(n, at::get_num_threads());
+  if (!threads) return;
+  Tasks tasks(n, threads);
+  in_parallel(threads, [&](int64_t own) { tasks.work(own, task); });
 }
 
 // -- activations
