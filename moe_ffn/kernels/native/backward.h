@@ -123,11 +123,14 @@ struct Backward {
   void alone(int64_t e) const {
     U* matrix = scratch<U>(16, up_units + down_units);
     for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
-    // In the gradients themselves, where they are of the type of sums.
+    // In the gradients themselves, where they are of the type of sums and stay in a cache.
+    auto streams = [&](const Rows& grad, int64_t rows) {
+      return layer.E * rows * grad.width * int64_t(c10::elementSize(grad.dtype)) >= STREAMED_BYTES;
+    };
     auto sums_of = [&](const Rows& grad, int64_t rows, int slot) -> S* {
       if (!grad) return nullptr;
-      if (grad.dtype == c10::CppTypeToScalarType<S>::value) return grad.row<S>(e * rows);
-      return scratch<S>(slot, rows * grad.width);
+      const bool fits = grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
+      return fits ? grad.row<S>(e * rows) : scratch<S>(slot, rows * grad.width);
     };
     S *up = sums_of(gradients.up, H, 17), *down = sums_of(gradients.down, D, 18);
     S* biases = scratch<S>(15, H + D);
@@ -150,8 +153,20 @@ struct Backward {
       if (gradients.down_bias) add_rows(to, false, 0, D, start, stop, biases + H);
     }
     auto write = [&](const Rows& grad, int64_t count, const S* sums) {
-      for (int64_t i = 0; grad && i < count && static_cast<const void*>(sums) != grad.row<S>(e * count); ++i)
-        grad.write(e * count + i, sums + i * grad.width);
+      if (!grad || static_cast<const void*>(sums) == grad.row<S>(e * count)) return;
+      grad.with_type([&](auto type) {
+        using T = decltype(type);
+        T* row = scratch<T>(14, grad.width);
+        for (int64_t i = 0; i < count; ++i) {
+          T* to = grad.row<T>(e * count + i);
+          if (!streams(grad, count)) {
+            convert(sums + i * grad.width, to, grad.width);
+            continue;
+          }
+          convert(sums + i * grad.width, row, grad.width);
+          stream(row, to, grad.width);
+        }
+      });
     };
     write(gradients.up, H, up), write(gradients.down, D, down);
     write(gradients.up_bias, 1, biases), write(gradients.down_bias, 1, biases + H);
@@ -166,8 +181,10 @@ struct Backward {
       return operands_at(first, (*starts)[c + 1] - (*starts)[c]);
     };
     const int64_t num_parts = group.parts.size();
-    phases.push_back({num_parts * copies, [&, this](int64_t task) {
-                        const int64_t i = task / copies;
+    // A part that goes on with an expert finds the copies of the group before.
+    const int64_t copied = !group.parts[0].begins;
+    phases.push_back({(num_parts - copied) * copies, [&, copied](int64_t task) {
+                        const int64_t i = copied + task / copies;
                         copy(group.parts[i].expert, task % copies, matrices.row<U>(i));
                       }});
     phases.push_back({int64_t(group.tiles.size()), [&group, this, operands_of](int64_t task) {

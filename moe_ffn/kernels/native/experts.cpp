@@ -159,7 +159,25 @@ struct Forward {
     sum_per_token<S>(layer, rows_out, static_cast<const S*>(layer.weights), y);
   }
 
+  // Whether the rows of an expert are turned instead of its matrices.
+  bool turns(int64_t e) const {
+    const auto own = c10::CppTypeToScalarType<P>::value;
+    const bool lies_ready =
+        layer.up.dtype == own && layer.down.dtype == own && room<P>(D) == D && room<P>(F) == F;
+    return is_bitwise<P>() && lies_ready && layer.load(e) * (2 * D + H + F) < H * D + D * F;
+  }
+
+  // C = A times the transpose of a matrix of `rows` rows.
+  void times_matrix(int64_t e, const Rows& from, int64_t rows, int64_t m, const P* A, const U* copy,
+                    S* C) const {
+    if (turns(e))
+      multiply_turned<P>(m, rows, from.width, A, from.row<P>(e * rows), C);
+    else
+      multiply<P>(m, rows, from.width, A, copy, C);
+  }
+
   void copy(int64_t e, int64_t panel, U* to) const {
+    if (turns(e)) return;
     const int64_t of_up = panels(H);
     if (panel < of_up)
       pack_transposed<P>(layer.up, e * H, panel, H, to + panel * PANEL * units<P>(D));
@@ -174,7 +192,7 @@ struct Forward {
     S *sums = scratch<S>(2, TILE * apart<S>(std::max(H, D))), *value = scratch<S>(4, F);
     S* bias = scratch<S>(5, std::max(H, D));
     gather<P>(layer, layer.x, start, stop, x);
-    multiply<P>(m, H, D, x, matrix, sums);
+    times_matrix(e, layer.up, H, m, x, matrix, sums);
     const S* added = layer.up_bias ? layer.up_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * apart<S>(H);
@@ -186,7 +204,7 @@ struct Forward {
       convert(value, to, F);
       std::fill(to + F, to + room<P>(F), P(0));
     }
-    multiply<P>(m, D, F, hidden, matrix + up_units, sums);
+    times_matrix(e, layer.down, D, m, hidden, matrix + up_units, sums);
     added = layer.down_bias ? layer.down_bias.read(e, bias) : nullptr;
     for (int64_t r = 0; r < m; ++r) {
       S* row = sums + r * apart<S>(D);

@@ -16,7 +16,9 @@ constexpr int64_t ALONE_BYTES =
     8 << 20;                          // of the copies, operands and sums of an expert that one thread computes
 constexpr int64_t FEW_ROWS = 8;       // of an expert, on average, without gradients: nothing is copied
 constexpr int64_t COPIED_ROWS = 256;  // of an expert, from which on backward copies matrices of float32
-constexpr int64_t AHEAD = 4;          // rows, of which the next is asked for
+constexpr int64_t STREAMED_BYTES =
+    32 << 20;                 // of all gradients of a matrix: no cache holds them for the next reader
+constexpr int64_t AHEAD = 4;  // rows, of which the next is asked for
 
 // Consecutive rows of one expert: all of them, but where there are more than a group has room for.
 struct Part {

@@ -152,6 +152,20 @@ struct Rows {
   }
 };
 
+// -- memory
+
+// Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
+template <class T>
+inline T* scratch(int slot, int64_t n) {
+  static thread_local std::vector<std::vector<char>> slots(20);
+  constexpr int64_t line = 64;
+  auto& bytes = slots[slot];
+  const size_t needed = n * sizeof(T) + line;
+  if (bytes.size() < needed) bytes = std::vector<char>(needed);
+  auto address = reinterpret_cast<uintptr_t>(bytes.data());
+  return reinterpret_cast<T*>((address + line - 1) / line * line);
+}
+
 // -- the order of operands
 
 // Two rows (one, of types that are not paired) as one row of units.
@@ -280,19 +294,45 @@ inline void multiply(int64_t M, int64_t N, int64_t K, const P* A, const Unit<P>*
   multiply<P>(M, N, K, A, B, PANEL, units<P>(K) * PANEL, C);
 }
 
-// -- memory and threads
-
-// Memory of one thread, kept from call to call: fresh pages cost as much as what is written to them.
-template <class T>
-inline T* scratch(int slot, int64_t n) {
-  static thread_local std::vector<std::vector<char>> slots(20);
-  constexpr int64_t line = 64;
-  auto& bytes = slots[slot];
-  const size_t needed = n * sizeof(T) + line;
-  if (bytes.size() < needed) bytes = std::vector<char>(needed);
-  auto address = reinterpret_cast<uintptr_t>(bytes.data());
-  return reinterpret_cast<T*>((address + line - 1) / line * line);
+// C (M, N) = A (M, K) times the transpose of a matrix (N, K) as it lies, for M of at most PANEL: as the
+// transpose of the matrix times the transpose of A. Few rows cost less to turn than a matrix.
+template <class P>
+inline void multiply_turned(int64_t M, int64_t N, int64_t K, const P* A, const P* matrix, Sum<P>* C) {
+  const int64_t columns = (M + 15) / 16 * 16, length = units<P>(K);
+  Unit<P>* turned = scratch<Unit<P>>(6, length * PANEL);
+  Sum<P>* sums = scratch<Sum<P>>(7, N * PANEL);
+  transpose(reinterpret_cast<const Unit<P>*>(A), units<P>(apart<P>(K)), turned, PANEL, M, length);
+  for (int64_t i = 0; i < length; ++i)
+    std::fill(turned + i * PANEL + M, turned + i * PANEL + columns, Unit<P>(0));
+  constexpr int64_t ROWS =
+      32;  // at a time, while the next are asked for: each matrix is read once, from memory
+  for (int64_t n = 0; n < N; n += ROWS) {
+    const int64_t rows = std::min(ROWS, N - n), ahead = std::min(ROWS, N - n - rows) * K * sizeof(P);
+    const char* next = reinterpret_cast<const char*>(matrix + (n + rows) * K);
+    for (int64_t i = 0; i < ahead; i += 64) __builtin_prefetch(next + i, 0, 2);
+    for (int64_t k = 0; k < K; k += MAX_SUM)
+      product(rows, columns, std::min(MAX_SUM, K - k), matrix + n * K + k, K, turned + units<P>(k) * PANEL,
+              PANEL, sums + n * PANEL, PANEL, k > 0);
+  }
+  transpose(sums, PANEL, C, apart<Sum<P>>(N), N, M);
 }
+
+// Around the caches, which a large result would clear of everything else; without reading what it replaces.
+template <class T>
+inline void stream(const T* from, T* to, int64_t n) {
+#ifdef CPU_CAPABILITY_AVX512
+  const int64_t lines = n * sizeof(T) / 64;
+  if (reinterpret_cast<uintptr_t>(to) % 64 == 0 && lines * 64 == int64_t(n * sizeof(T))) {
+    for (int64_t i = 0; i < lines; ++i)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to) + i,
+                          _mm512_loadu_si512(reinterpret_cast<const __m512i*>(from) + i));
+    return;
+  }
+#endif
+  std::memcpy(to, from, n * sizeof(T));
+}
+
+// -- threads
 
 // Tasks 0 to n - 1, each of which is done by one of several threads. Every thread has a share of its own: the
 // same in every loop over the same things, so that it finds in its core's caches what it left there. When it is
