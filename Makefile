@@ -77,7 +77,7 @@ $(TRAIN): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable ".[train]" $(EDITABLE)
-	-$(PY) -m moe_ffn.kernels.native
+	-$(PY) -m moe_ffn.native
 	@touch $@
 
 $(DEV): $(TRAIN)

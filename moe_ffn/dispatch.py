@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ffn.native.routing import sort_by_expert
 from moe_ffn.outputs import Routing, summarize
 
 
@@ -64,12 +65,11 @@ def plan_of_pairs(
     token_ids_N: Tensor, expert_ids_N: Tensor, weights_N: Tensor, num_experts: int
 ) -> Plan:
     """The plan of pairs that are sorted by token; those of an expert `num_experts` are not computed."""
-    sorted_N, order_N = expert_ids_N.sort(stable=True)
-    experts_E = torch.arange(num_experts, device=expert_ids_N.device)
+    order_N, offsets_E = sort_by_expert(expert_ids_N, num_experts)
     return Plan(
         token_ids_N=token_ids_N.index_select(0, order_N),
         weights_N=weights_N.index_select(0, order_N),
-        offsets_E=torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True),
+        offsets_E=offsets_E,
         pair_ids_N=order_N,
     )
 

@@ -14,8 +14,8 @@ from moe_ffn.kernels.base import (
     transforms_at_work,
 )
 from moe_ffn.kernels.blocks import blocks
-from moe_ffn.kernels.native.backend import native, takes
-from moe_ffn.kernels.native.build import why_not
+from moe_ffn.kernels.native import native, takes
+from moe_ffn.native.build import why_not
 from moe_ffn.kernels.torch_products import loop
 
 FEW_PAIRS = 64

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, Config
+from moe_ffn.native.routing import top_k
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.routing.base import LinearRouter, LinearTopKConfig, Router, routing_of_pairs
 from moe_ffn.routing.hash import hash_of
@@ -244,7 +245,7 @@ class SelectingRouter(LinearRouter):
                 allowed_TE = experts_of_best_groups(ranking_TE, config.groups, config.k)
                 # -inf and not 0, under which a negative bias would let the masked experts win.
                 ranking_TE = ranking_TE.masked_fill(~allowed_TE, -torch.inf)
-            chosen_TK = ranking_TE.topk(config.k, dim=-1).indices
+            chosen_TK = top_k(ranking_TE, config.k)
         if not config.num_always:
             return chosen_TK
         always = torch.arange(last, last + config.num_always, device=chosen_TK.device)

@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include "backward.h"
+#include "routing.h"
 
 namespace moe_ffn {
 namespace {
@@ -282,9 +283,13 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
          "Tensor kept, Tensor grad_y, Tensor(a!)? grad_x, Tensor(b!) grad_weights, Tensor(c!)? grad_up, "
          "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias) -> ()")
             .c_str());
+  m.def("top_k(Tensor scores, int k) -> Tensor");
+  m.def("sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("experts_forward", moe_ffn::experts_forward);
   m.impl("experts_backward", moe_ffn::experts_backward);
+  m.impl("top_k", moe_ffn::top_k);
+  m.impl("sort_by_expert", moe_ffn::sort_by_expert);
 }

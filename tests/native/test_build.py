@@ -24,7 +24,7 @@ import torch
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.kernels.native import build
+from moe_ffn.native import build
 from moe_ffn.kernels.torch_products import loop
 
 SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernels in 0 s"]
@@ -350,7 +350,7 @@ def test_a_compiler_may_be_of_several_words(
 def test_two_processes_compile_the_kernels_in_15_s_and_compute(folder: Path) -> None:
     script = (
         "import torch; from moe_ffn.kernels import cpu; from tests.kernels.test_cpu import *;"
-        "from moe_ffn.kernels.native.build import why_not; assert why_not() is None;"
+        "from moe_ffn.native.build import why_not; assert why_not() is None;"
         "torch.testing.assert_close(*(compute(b, inputs(True), gated=True, activation='silu')"
         " for b in (cpu.cpu, loop)))"
     )

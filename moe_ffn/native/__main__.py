@@ -1,8 +1,8 @@
-"""`python -m moe_ffn.kernels.native` compiles the kernels now, so that no first run waits for it."""
+"""`python -m moe_ffn.native` compiles the kernels now, so that no first run waits for it."""
 
 from __future__ import annotations
 
-from moe_ffn.kernels.native.build import load
+from moe_ffn.native.build import load
 
 if __name__ == "__main__":
     why = load()

@@ -30,7 +30,7 @@ import torch
 from moe_ffn.environment import is_first_here
 
 HERE = Path(__file__).parent
-SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h")
+SOURCES = ("experts.cpp", "backward.h", "layer.h", "passes.h", "routing.h")
 
 VARIABLE = "MOE_FFN_NATIVE"
 """Set to 0, this variable of the environment turns the compiled kernels off."""
@@ -42,7 +42,11 @@ VECTORS = {
 """The flags of each kind of CPU that torch tells apart. Named one by one, so that a file never holds an
 instruction which another CPU of the same kind lacks."""
 
-FLAGS = "-O3 -std=c++20 -shared -fPIC -fopenmp -fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+FLAGS = (
+    "-O3 -fno-ipa-cp-clone -fno-unswitch-loops -fno-split-loops -std=c++20 -shared -fPIC -fopenmp "
+    "-fno-math-errno -fno-trapping-math -DAT_PER_OPERATOR_HEADERS"
+)
+"""Without the passes that take long and gain nothing."""
 TIMEOUT_SECONDS = 300
 
 
