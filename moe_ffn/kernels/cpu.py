@@ -15,8 +15,8 @@ from moe_ffn.kernels.base import (
 )
 from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.native import native, takes
-from moe_ffn.native.build import why_not
 from moe_ffn.kernels.torch_products import loop
+from moe_ffn.native.build import why_not
 
 FEW_PAIRS = 64
 """Up to this number, without gradients, `loop` is quicker than preparing the blocks of `blocks`."""

@@ -16,9 +16,9 @@ from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
 from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.native import native
-from moe_ffn.native.build import why_not
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
+from moe_ffn.native.build import why_not
 
 T, D, E, F = 6, 3, 4, 5
 

@@ -24,8 +24,8 @@ import torch
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import cpu as choice
 from moe_ffn.kernels.base import ExpertWeights
-from moe_ffn.native import build
 from moe_ffn.kernels.torch_products import loop
+from moe_ffn.native import build
 
 SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernels in 0 s"]
 WRITES = 'echo "a library" > "$target"'
