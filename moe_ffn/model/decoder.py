@@ -220,7 +220,8 @@ class DecoderConfig(Config, frozen=True):
         )
 
 
-# -- names of routings in a model: `layer_03`, and `layer_03/inner` for a block inside the block of that layer
+# -- names of routings in a model: `layer_03`, `layer_03/inner` for a block inside the block of that layer, and
+# `layer_03/round_2` for a later round of a chain of experts
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
@@ -239,14 +240,14 @@ def layer_number(name: str) -> int:
 
 
 def is_inner(name: str) -> bool:
-    """Whether the name is that of a block inside the block of a layer."""
-    return "/" in name
+    """Whether the name is that of a block inside the block of a layer; a later round is none."""
+    return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
 def short_name(name: str) -> str:
-    """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
+    """`layer_03` as 3, `layer_03/inner` as 3 inner, `layer_03/round_2` as 3 round 2; another name as it is."""
     match = _NAME.fullmatch(name)
-    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
+    return f"{int(match[1])}{re.sub('[/_]', ' ', match[2])}" if match else name
 
 
 def parse_slice(text: str) -> slice:
@@ -324,8 +325,8 @@ class DecoderOutput:
     """(B, S, V), scores of the next token at each position; of the token itself, if not causal."""
 
     routings: dict[str, Routing]
-    """The routing of each sparse layer, by name: `layer_03`, and `layer_03/inner` for a sparse block
-    inside a mixture of depths."""
+    """The routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a
+    mixture of depths, and `layer_03/round_2` for a later round of a chain of experts."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
     """The shared experts' fraction of the output, under the same names; see `FFNOutput`."""
@@ -511,8 +512,9 @@ class Decoder(nn.Module):
 
 
 def _takes_replay(name: str, router: Router) -> bool:
-    """A block inside another sees tokens that were chosen anew, in other places."""
-    return router.replays and not is_inner(name)
+    """A block inside another sees tokens that were chosen anew, in other places, and a later round has no
+    recorded experts of its own in `TokenContext`."""
+    return router.replays and "/" not in name
 
 
 def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:

@@ -194,7 +194,7 @@ class Router(nn.Module, ABC):
         )
 
     def observe(self, routing: Routing) -> Tensor | None:
-        """What a training step adds up over its batches and ranks for `update`; None where nothing is to move.
+        """What a training step adds up over batches and ranks for `update`; None where nothing is to move.
 
         Args:
             routing: what `forward` returned for one batch.

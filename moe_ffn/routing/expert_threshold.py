@@ -29,9 +29,9 @@ from moe_ffn.sizes import ceil_of_share, share_of
 class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     """Expert threshold: an expert takes a token whose logit reaches a moving k / E quantile of its logits.
 
-    Sun et al. 2026 (arXiv:2603.11535): expert choice over all tokens instead of a batch, so that it is causal,
-    and balanced without a loss. At 2.4 B parameters the paper has 0.067 nats less than token choice. A token may
-    get many experts, or none: then a shared expert alone computes it (the paper has one), else 0.
+    Sun et al. 2026 (arXiv:2603.11535): expert choice over all tokens there are instead of a batch, so that it
+    is causal, and balanced without a loss; 0.067 nats below token choice at 2.4 B parameters. A token may get
+    many experts, or none: then a shared expert alone computes it (the paper has one), else it becomes 0.
     """
 
     type: Literal["expert_threshold"] = "expert_threshold"
@@ -52,8 +52,8 @@ class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True)
 class ExpertThresholdRouter(LinearRouter):
     """Expert i takes a token if z_i >= c_i, weighted by sigmoid(z_i) (section 3, algorithm 1).
 
-    c_i is the moving average, over optimizer steps, of the ceil(k T / E)-th largest z_i of each batch's T tokens.
-    The average is over the steps there were, as Adam's. Evaluation leaves it as it is.
+    c_i is the moving average over optimizer steps of the ceil(k T / E)-th largest z_i of a batch of T tokens,
+    corrected for the steps that there were not yet, as in Adam. Evaluation leaves it as it is.
     """
 
     config: ExpertThresholdRouterConfig

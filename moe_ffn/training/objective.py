@@ -184,10 +184,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class BalanceUpdater(nn.Module):
-    """Updates biases and other buffers of routers and the weight of the sparsity loss, once per optimizer step.
+    """Updates biases and thresholds of routers and the weight of the sparsity loss, once per optimizer step.
 
-    All follow from counts over all batches and ranks of the step. Checkpoints hold the first as buffers of
-    their routers, and the weight as a buffer of this module.
+    All follow from what all batches and ranks of the step observed. Checkpoints hold the first two as buffers
+    of their routers, and the weight as a buffer of this module.
     """
 
     sparsity_weight: Tensor

@@ -152,8 +152,8 @@ def test_padding_and_broken_tokens_move_no_threshold() -> None:
     router.update(observed)
     assert router.threshold_E.tolist() == pytest.approx(quantile(logits[kept], 2))
     before = router.threshold_E.clone()
-    for logits, mask in ((logits, torch.zeros(30).bool()), (logits[:0], None)):
-        router.update(router.observe(router(logits, TokenContext(mask=mask))))
+    for x, mask in ((logits, torch.zeros(30).bool()), (logits[:0], None)):
+        router.update(router.observe(router(x, TokenContext(mask=mask))))
         assert torch.equal(router.threshold_E, before)
     assert router.num_updates_E.tolist() == [1] * NUM_EXPERTS
     chosen = router(broken, TokenContext()).chosen_N.view(30, NUM_EXPERTS)

@@ -52,6 +52,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "sigmoid": {"router": {"type": "sigmoid_top_k", "k": 2}},
     "shared": {"router": {"type": "top_k", "k": 1}, "shared_expert": "swiglu"},
     "relu": {"router": {"type": "relu", "k": 2}},
+    "threshold": {"router": {"type": "expert_threshold", "k": 2}},
     "few": {"num_experts": 2, "router": {"type": "top_k", "k": 1}},
 }
 """A layer of each kind; `few` has fewer experts than some layouts have ranks."""

@@ -35,6 +35,13 @@ MODELS = {
             "router": {"type": "sigmoid_top_k", "jitter": 0.1},
         }
     },
+    "expert threshold, whose thresholds move": {
+        "ffn": {
+            "type": "moe",
+            "num_experts": 4,
+            "router": {"type": "expert_threshold", "warmup_steps": 3},
+        }
+    },
     "relu router with its sparsity rule": {
         "ffn": {"type": "moe", "num_experts": 4, "router": "relu"}
     },
