@@ -234,7 +234,7 @@ class FFNOutput:
 
     routings: dict[str, Routing] = field(default_factory=dict)
     """The routings by name: `routing` of the block's own router, `inner` of that of a sparse block inside a
-    mixture of depths, `round_2` and so on of the later rounds of a chain of experts. Empty for a dense block."""
+    mixture of depths, `round_2` and so on of later rounds of a chain of experts. Empty for a dense block."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
     """Routing name -> the shared expert's fraction of the norm of the block's output, a scalar in [0, 1]; see

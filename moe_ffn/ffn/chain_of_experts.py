@@ -29,10 +29,10 @@ from moe_ffn.routing.base import Router
 
 
 class ChainOfExpertsConfig(FFNConfig, frozen=True):
-    """Chain of experts: rounds over the same experts, where later ones read what earlier ones made of a token.
+    """Chain of experts: rounds over the same experts, which read what the round before made of a token.
 
-    Wang et al. 2025 (arXiv:2506.18945). Two rounds of 4 experts reach a validation loss of 1.12 on mathematics,
-    where one of 8 has 1.20. All that is in `ffn` is the same in every round, but for the router's weights.
+    Wang et al. 2025 (arXiv:2506.18945): two rounds of 4 experts reach a loss of 1.12 on mathematics, where
+    one of 8 has 1.20. All that is in `ffn` is the same in every round, but for the router's weights.
     """
 
     type: Literal["chain_of_experts"] = "chain_of_experts"

@@ -220,7 +220,7 @@ class DecoderConfig(Config, frozen=True):
         )
 
 
-# -- names of routings in a model: `layer_03`, `layer_03/inner` for a block inside the block of that layer, and
+# -- names of routings in a model: `layer_03`, `layer_03/inner` for a block inside the block of that layer,
 # `layer_03/round_2` for a later round of a chain of experts
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
@@ -245,7 +245,7 @@ def is_inner(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """`layer_03` as 3, `layer_03/inner` as 3 inner, `layer_03/round_2` as 3 round 2; another name as it is."""
+    """`layer_03` as 3, `layer_03/inner` as 3 inner, `layer_03/round_2` as 3 round 2; others as they are."""
     match = _NAME.fullmatch(name)
     return f"{int(match[1])}{re.sub('[/_]', ' ', match[2])}" if match else name
 
@@ -512,8 +512,7 @@ class Decoder(nn.Module):
 
 
 def _takes_replay(name: str, router: Router) -> bool:
-    """A block inside another sees tokens that were chosen anew, in other places, and a later round has no
-    recorded experts of its own in `TokenContext`."""
+    """A block inside another sees tokens chosen anew, in other places; later rounds choose again."""
     return router.replays and "/" not in name
 
 
