@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ffn import FFNConfig, TokenContext, build_ffn
+from tests.helpers.refusing import refuses
 
 D, NUM_EXPERTS, ROUNDS = 8, 4, 3
 CHAIN: dict[str, Any] = {
@@ -170,12 +171,11 @@ def test_routers_are_told_by_round_with_the_option_of_their_block() -> None:
         ({"ffn": "swiglu"}, "ffn.type: must be one of 'moe', got 'swiglu'"),
         (
             {"ffn": {"num_experts": 2, "router": {"type": "top_k", "k": 3}}},
-            r"ffn: router.k \(3\) must not exceed num_experts \(2\); lower router.k or raise num_experts",
+            "ffn: router.k (3) must not exceed num_experts (2); lower router.k or raise num_experts",
         ),
         ({"num_experts": 4}, "num_experts: unknown"),
     ],
     ids=["rounds", "ffn", "k", "key"],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_ffn({"type": "chain_of_experts", **options}, D)
+    refuses(lambda: build_ffn({"type": "chain_of_experts", **options}, D), message)

@@ -61,6 +61,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "router": {"type": "top_k", "k": 4},
         "zero_computation": {"num_zero": 1, "num_copy": 1, "num_constant": 2},
     },
+    "moe-latent": {
+        "type": "moe",
+        "num_experts": 12,
+        "router": {"type": "top_k", "k": 4},
+        "latent": {"width": 4, "bias": True},
+    },
     "chain_of_experts-3": {
         "type": "chain_of_experts",
         "rounds": 3,
