@@ -245,9 +245,9 @@ def is_inner(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """`layer_03` as 3, `layer_03/inner` as 3 inner, `layer_03/round_2` as 3 round 2; others as they are."""
+    """`layer_03` as 3 and `layer_03/inner` as 3 inner; another name as it is."""
     match = _NAME.fullmatch(name)
-    return f"{int(match[1])}{re.sub('[/_]', ' ', match[2])}" if match else name
+    return f"{int(match[1])}{match[2].replace('/', ' ')}" if match else name
 
 
 def parse_slice(text: str) -> slice:

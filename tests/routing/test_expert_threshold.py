@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
 from moe_ffn.routing import ExpertThresholdRouterConfig
-from moe_ffn.routing.base import Router
 from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 from moe_ffn.training.objective import BalanceUpdater, ObjectiveConfig
 from tests.helpers.identity_router import identity_router, load_of, random_logits, real_pairs
@@ -31,12 +30,16 @@ def router_of(thresholds: list[float] | None = None, **options: Any) -> ExpertTh
     return router
 
 
-def step(router: Router, *batches: Tensor, ranks: int = 1) -> None:
-    """An optimizer step of these logits, by what a trainer does."""
-    updater = BalanceUpdater(ObjectiveConfig())
+def step(router: ExpertThresholdRouter, *batches: Tensor, elsewhere: Tensor | None = None) -> None:
+    """An optimizer step of these logits, by what a trainer does; another rank has those of `elsewhere`."""
+    updater, routers = BalanceUpdater(ObjectiveConfig()), {"layer_00": router}
     for logits in batches:
-        updater.observe({"layer_00": router(logits, TokenContext())}, {"layer_00": router})
-    updater.step({"layer_00": router}, lambda value: ranks * value, ranks)
+        updater.observe({"layer_00": router(logits, TokenContext())}, routers)
+    others = 0 if elsewhere is None else router.observe(router(elsewhere, TokenContext()))
+    updater.step(routers, lambda value: value + others, 1 + (elsewhere is not None))
+    moved = router.threshold_E.clone()
+    updater.step(routers, lambda value: value, 1)
+    assert torch.equal(router.threshold_E, moved), "what a step observed is used once"
 
 
 def quantile(logits: Tensor, k: float) -> list[float]:
@@ -129,9 +132,9 @@ def test_thresholds_are_the_average_of_the_steps_there_were() -> None:
 def test_a_step_is_one_however_many_batches_and_ranks_it_has() -> None:
     """The mean of its batches' thresholds, by their tokens; no batch sees what another moved."""
     parts = [random_logits(size, NUM_EXPERTS, seed=size) for size in (12, 30, 0)]
-    for ranks in (1, 3):
+    for here, elsewhere in ((parts, None), (parts[:1], parts[1]), (parts[::2], parts[1])):
         router = router_of(THRESHOLDS, ema=0.5)
-        step(router, *parts, ranks=ranks)
+        step(router, *here, elsewhere=elsewhere)
         one, other = quantile(parts[0], 2), quantile(parts[1], 2)
         mean = [(12 * a + 30 * b) / 42 for a, b in zip(one, other, strict=True)]
         # The second of two updates: its weight is (1 - 0.5) / (1 - 0.5^2) = 2/3.
