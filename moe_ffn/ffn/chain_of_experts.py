@@ -101,7 +101,8 @@ class ChainOfExpertsFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         hidden = without_padding(x, context)
-        routings, shares = dict[str, Routing](), dict[str, Tensor]()
+        routings: dict[str, Routing] = {}
+        shares: dict[str, Tensor] = {}
         for name, router, of_round in self._rounds(context):
             output = self.ffn.route_by(router, hidden, of_round)
             routings |= within(name, output.routings)
