@@ -234,7 +234,7 @@ class FFNOutput:
 
     routings: dict[str, Routing] = field(default_factory=dict)
     """The routings by name: `routing` of the block's own router, `inner` of that of a sparse block inside a
-    mixture of depths. Empty for a dense block."""
+    mixture of depths, `round_2` and so on of later rounds of a chain of experts. Empty for a dense block."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
     """Routing name -> the shared expert's fraction of the norm of the block's output, a scalar in [0, 1]; see
@@ -282,6 +282,15 @@ Value = TypeVar("Value")
 
 OWN = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
+
+
+INSIDE = "(?:/(?:inner|round_[0-9]+))*"
+"""Regular expression of what follows the name of a layer in those of the routings of its block."""
+
+
+def round_name(number: int) -> str:
+    """The key of `FFNOutput.routings` for a round, counted from 0, of a chain of experts: `round_2`."""
+    return f"round_{number + 1}" if number else OWN
 
 
 def within(outer: str, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -15,6 +15,7 @@ from moe_ffn.config import require_count
 from moe_ffn.errors import ConfigError, explain
 from moe_ffn.ffn.base import FFNBlock as FFNBlock
 from moe_ffn.ffn.base import FFNConfig as FFNConfig
+from moe_ffn.ffn.chain_of_experts import ChainOfExpertsConfig as ChainOfExpertsConfig
 from moe_ffn.ffn.dense import ClampedSwiGLUConfig as ClampedSwiGLUConfig
 from moe_ffn.ffn.dense import ConvConfig as ConvConfig
 from moe_ffn.ffn.dense import DenseConfig as DenseConfig

@@ -21,8 +21,11 @@ from moe_ffn.sizes import linear_flops, linear_params
 
 
 class LatentConfig(Config, frozen=True):
-    """Experts in a narrower space: one projection into it before all of them, and one out of it behind
-    their sum (LatentMoE, arXiv:2601.18089; Nemotron 3).
+    """Experts in a narrower space: y = W_out sum_i w_i E_i(W_in x); router and shared expert read x.
+
+    LatentMoE (Elango et al. 2026, arXiv:2601.18089), tried up to 95 B parameters and 1 T tokens; Nemotron 3.
+    Weights of an expert, and tokens that ranks exchange, are d_model / width times smaller: so many times the
+    experts, and experts per token, cost the same but for the two projections.
     """
 
     width: int = Field(ge=1, le=MAX_COUNT)

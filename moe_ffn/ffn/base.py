@@ -79,10 +79,10 @@ class ExpertStack:
         return self.config.build(self.width(d_model), self.num_experts, self.experts_per_token)
 
     def num_params(self, d_model: int) -> int:
-        return self._params_of(self.num_experts, d_model)
+        return self.params_of(self.num_experts, d_model)
 
     def num_active_params(self, d_model: int) -> int:
-        return self._params_of(self.experts_per_token, d_model)
+        return self.params_of(self.experts_per_token, d_model)
 
     def flops_per_token(
         self, d_model: int, pairs_per_token: float, rows_per_token: float = 1
@@ -98,7 +98,7 @@ class ExpertStack:
         shared = self.config.shared_flops_per_token(width, self.experts_per_token)
         return round(pairs_per_token * pair + rows_per_token * shared)
 
-    def _params_of(self, num_experts: float, d_model: int) -> int:
+    def params_of(self, num_experts: float, d_model: int) -> int:
         """Of so many of the experts, and of what all of them share."""
         width = self.width(d_model)
         own = self.config.params_per_expert(width, self.experts_per_token)

@@ -227,10 +227,14 @@ class MoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
+        return self.route_by(self.router, x, context)
+
+    def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
+        """`forward` with a router of somebody else's, for as many experts; `x` and `context` are checked."""
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:
             x_TD = jittered(x_TD, self.config.jitter).to(x_TD.dtype)
-        routing = self.router(x_TD, flat)
+        routing = router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)
         inner_TD = x_TD if self.latent is None else self.latent.into(x_TD)
         inner_TD = self._normed("experts_input", inner_TD)
@@ -287,10 +291,14 @@ class MoEFFN(FFNBlock):
         return self.experts.weights() if self._adds_up_networks else None
 
     def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        return self.memories_by(self.router, x, context)
+
+    def memories_by(self, router: Router, x: Tensor, context: TokenContext | None) -> list[Memory]:
+        """`memories` with a router of somebody else's."""
         if not self._adds_up_networks:
             return []
         x_TD, flat = flatten_tokens(x, context)
-        routing = self.capacity.limit(self.router(x_TD, flat), training=self.training)
+        routing = self.capacity.limit(router(x_TD, flat), training=self.training)
         found = self.experts.memories(x_TD, make_plan(routing, self.num_experts))
         if self.shared_expert is not None:
             shared = self.shared_expert.memories(x_TD.view_as(x), context)

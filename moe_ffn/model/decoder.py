@@ -220,7 +220,8 @@ class DecoderConfig(Config, frozen=True):
         )
 
 
-# -- names of routings in a model: `layer_03`, and `layer_03/inner` for a block inside the block of that layer
+# -- names of routings in a model: `layer_03`, `layer_03/inner` for a block inside the block of that layer,
+# `layer_03/round_2` for a later round of a chain of experts
 
 _NAME = re.compile(r"layer_(\d{1,9})((?:/\w+)*)")
 
@@ -239,8 +240,8 @@ def layer_number(name: str) -> int:
 
 
 def is_inner(name: str) -> bool:
-    """Whether the name is that of a block inside the block of a layer."""
-    return "/" in name
+    """Whether the name is that of a block inside the block of a layer; a later round is none."""
+    return any(not part.startswith("round_") for part in name.split("/")[1:])
 
 
 def short_name(name: str) -> str:
@@ -324,8 +325,8 @@ class DecoderOutput:
     """(B, S, V), scores of the next token at each position; of the token itself, if not causal."""
 
     routings: dict[str, Routing]
-    """The routing of each sparse layer, by name: `layer_03`, and `layer_03/inner` for a sparse block
-    inside a mixture of depths."""
+    """The routing of each sparse layer, by name: `layer_03`, `layer_03/inner` for a sparse block inside a
+    mixture of depths, and `layer_03/round_2` for a later round of a chain of experts."""
 
     shared_shares: dict[str, Tensor] = field(default_factory=dict)
     """The shared experts' fraction of the output, under the same names; see `FFNOutput`."""
@@ -511,8 +512,8 @@ class Decoder(nn.Module):
 
 
 def _takes_replay(name: str, router: Router) -> bool:
-    """A block inside another sees tokens that were chosen anew, in other places."""
-    return router.replays and not is_inner(name)
+    """A block inside another sees tokens chosen anew, in other places; later rounds choose again."""
+    return router.replays and "/" not in name
 
 
 def _recomputed(module: nn.Module, *inputs: Any) -> FFNOutput:

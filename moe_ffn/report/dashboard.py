@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
+from moe_ffn.outputs import INSIDE
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 ANSWER_SECONDS = 6
@@ -43,8 +44,9 @@ DEFAULT_LAYERS = (0, 1, 2, 3)
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
-LAYER = "layer_[0-9]+(/inner)*"
-"""A sparse layer, or the sparse block inside a mixture of depths: `layer_03`, `layer_03/inner`."""
+LAYER = f"layer_[0-9]+{INSIDE}"
+"""A sparse layer, the sparse block inside a mixture of depths, or a later round of a chain of experts:
+`layer_03`, `layer_03/inner`, `layer_03/round_2`."""
 
 
 def training_panels() -> list[PanelTypes]:
@@ -155,6 +157,7 @@ GROUP_COLORS = {
     "bilinear": "#e377c2",
     "conv": "#17becf",
     "moe": "#2ca02c",
+    "chain_of_experts": "#98df8a",
     "mixture_of_depths": "#9467bd",
     "soft_moe": "#d62728",
 }

@@ -13,6 +13,9 @@ from moe_ffn.routing.base import Router as Router
 from moe_ffn.routing.base import RouterConfig as RouterConfig
 from moe_ffn.routing.base import routing_of_pairs as routing_of_pairs
 from moe_ffn.routing.expert_choice import ExpertChoiceRouterConfig as ExpertChoiceRouterConfig
+from moe_ffn.routing.expert_threshold import (
+    ExpertThresholdRouterConfig as ExpertThresholdRouterConfig,
+)
 from moe_ffn.routing.forced import ForcedRouterConfig as ForcedRouterConfig
 from moe_ffn.routing.hash import HashRouterConfig as HashRouterConfig
 from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig as NeuronTopKRouterConfig

@@ -193,14 +193,30 @@ class Router(nn.Module, ABC):
             "use router.type top_k or sigmoid_top_k"
         )
 
+    def observe(self, routing: Routing) -> Tensor | None:
+        """What a training step adds up over batches and ranks for `update`; None where nothing is to move.
+
+        Args:
+            routing: what `forward` returned for one batch.
+        """
+        return None
+
+    def update(self, observed: Tensor) -> None:
+        """Move buffers of the router, once per optimizer step and before the optimizer, without gradient.
+
+        Args:
+            observed: the sum of what `observe` returned.
+        """
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `module.bfloat16()` comes through here. A step of 0.001 is lost on a bfloat16 bias near 1.
-        kept = self.correction_bias_E
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
-        if kept is not None and self.correction_bias_E is not None:
-            moved = self.correction_bias_E
+        for name, buffer in kept.items():
+            moved = getattr(self, name)
             # Out of the meta device (`to_empty`) come no values, only memory to load some into.
-            self.correction_bias_E = moved.to(kept.dtype) if kept.is_meta else kept.to(moved.device)
+            kept_dtype = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            setattr(self, name, kept_dtype)
         return self
 
 

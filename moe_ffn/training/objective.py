@@ -184,10 +184,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class BalanceUpdater(nn.Module):
-    """Updates biases of routers and the weight of the sparsity loss, once per optimizer step.
+    """Updates biases and thresholds of routers and the weight of the sparsity loss, once per optimizer step.
 
-    Both follow from counts over all batches and ranks of the step. Checkpoints hold the biases as buffers of
-    their routers, and the weight as a buffer of this module.
+    All follow from what all batches and ranks of the step observed. Checkpoints hold the first two as buffers
+    of their routers, and the weight as a buffer of this module.
     """
 
     sparsity_weight: Tensor
@@ -199,6 +199,7 @@ class BalanceUpdater(nn.Module):
         initial = torch.tensor(config.sparsity_rule.initial_weight)
         self.register_buffer("sparsity_weight", initial)
         self._observed: dict[str, Tensor] = {}
+        self._observed_by_routers: dict[str, Tensor] = {}
         self._densities: dict[str, Tensor] = {}
         self._num_batches = 0
 
@@ -214,6 +215,9 @@ class BalanceUpdater(nn.Module):
             if bias_E is not None:
                 observed_E = self.rule.observe(routing, bias_E)
                 self._observed[name] = observed_E + self._observed.get(name, 0)
+            own = routers[name].observe(routing) if name in routers else None
+            if own is not None:
+                self._observed_by_routers[name] = own + self._observed_by_routers.get(name, 0)
             if routing.target_k is not None:
                 used = pairs_per_expert(routing).sum() / routing.target_k
                 counts = torch.stack([used, routing.num_real_tokens])
@@ -227,6 +231,8 @@ class BalanceUpdater(nn.Module):
             assert bias_E is not None
             num_batches = self._num_batches * num_ranks
             bias_E.copy_(self.rule.update(bias_E, reduce(observed_E), num_batches))
+        for name, own in self._observed_by_routers.items():
+            routers[name].update(reduce(own))
         if self._densities:
             sums = reduce(torch.stack(list(self._densities.values())))
             density = (sums[:, 0] / sums[:, 1].clamp(min=1)).mean()
@@ -236,4 +242,5 @@ class BalanceUpdater(nn.Module):
 
     def forget(self) -> None:
         """Clear the sums, of batches without an optimizer step."""
-        self._observed, self._densities, self._num_batches = {}, {}, 0
+        self._observed, self._observed_by_routers = {}, {}
+        self._densities, self._num_batches = {}, 0

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
-    "bilinear, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, mixture_of_depths, moe, "
-    "reglu, soft_capped_swiglu, soft_moe, swiglu"
+    "bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
+    "mixture_of_depths, moe, reglu, soft_capped_swiglu, soft_moe, swiglu"
 )
 
 KNOWN_OPTIMIZERS = (

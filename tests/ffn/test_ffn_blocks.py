@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import FFNBlock, FFNConfig, FFNOutput, TokenContext, build_ffn
-from moe_ffn.ffn import DenseConfig, GatedConfig, MixtureOfDepthsConfig, MoEConfig
+from moe_ffn.ffn import (
+    ChainOfExpertsConfig,
+    DenseConfig,
+    GatedConfig,
+    MixtureOfDepthsConfig,
+    MoEConfig,
+)
 from moe_ffn.kernels.base import GATE_ACTIVATIONS
 
 D_MODEL = 8
@@ -54,6 +60,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "router": {"type": "top_k", "k": 4},
         "zero_computation": {"num_zero": 1, "num_copy": 1, "num_constant": 2},
+    },
+    "moe-latent": {
+        "type": "moe",
+        "num_experts": 12,
+        "router": {"type": "top_k", "k": 4},
+        "latent": {"width": 4, "bias": True},
+    },
+    "chain_of_experts-3": {
+        "type": "chain_of_experts",
+        "rounds": 3,
+        "ffn": {"num_experts": 7, "latent": {"width": 4}, "shared_expert": "swiglu"},
     },
     "mixture_of_depths-moe": {
         "type": "mixture_of_depths",
@@ -225,12 +242,15 @@ def test_the_config_knows_the_number_of_parameters(config: dict[str, Any], d_mod
             passed / 2
         )
         return
+    rounds, path = 1, "experts"
+    if isinstance(parsed, ChainOfExpertsConfig):
+        parsed, rounds, path = parsed.ffn, parsed.rounds, "ffn.experts"
     if isinstance(parsed, MoEConfig):
-        experts = sum(p.numel() for p in ffn.get_submodule("experts").parameters())
-        k = round(parsed.experts_per_token)
+        experts = sum(p.numel() for p in ffn.get_submodule(path).parameters())
+        k = rounds * round(parsed.experts_per_token)
         idle = experts // parsed.num_experts * (parsed.num_experts - k)
         assert idle > 0
-    assert parsed.num_active_params(d_model) == total - idle
+    assert FFNConfig.model_validate(config).num_active_params(d_model) == total - idle
 
 
 def count_flops(config: dict[str, Any], batch: int, length: int, d_model: int) -> int:

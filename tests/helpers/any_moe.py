@@ -22,6 +22,7 @@ from moe_ffn.kernels.base import Activation
 from moe_ffn.kernels.select import BACKENDS
 from moe_ffn.outputs import FFNOutput, Routing, flatten_tokens
 from moe_ffn.routing import RouterConfig
+from moe_ffn.routing.expert_threshold import ExpertThresholdRouter
 
 SOME = settings(max_examples=settings().max_examples // 2)
 FEW = settings(max_examples=settings().max_examples // 10)
@@ -71,6 +72,8 @@ class AnyMoE:
                 parameter.mul_(3)
             if layer.router.correction_bias_E is not None:
                 layer.router.correction_bias_E.uniform_(-0.3, 0.3)
+            if isinstance(layer.router, ExpertThresholdRouter):
+                layer.router.num_updates_E.fill_(1)  # its thresholds are 0, and hold
         return layer.to(self.dtype).train(self.training)
 
     def tokens(self) -> Tensor:
@@ -172,6 +175,7 @@ ROUTERS: dict[str, Callable[[int], st.SearchStrategy[Options]]] = {
     ),
     "top_p": _top_p,
     "relu": lambda e: _options("relu", k=st.sampled_from([0.5, 1.0]), bias=st.booleans()),
+    "expert_threshold": lambda e: _options("expert_threshold", k=st.sampled_from([0.5, 1.0])),
     "hash": lambda e: _options("hash", k=st.integers(1, e), seed=st.integers(0, 9)),
     "forced": lambda e: _options(
         "forced", k=st.integers(1, e), skew=st.sampled_from([0.0, 0.3, 1])

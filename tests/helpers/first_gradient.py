@@ -65,11 +65,12 @@ def first_gradient(config: TrainConfig, folder: Path, layout: Layout = WHOLE) ->
     """Train one step.
 
     Returns:
-        the gradient of each parameter, the norm of all, biases and parameters after the step.
+        the gradient of each parameter, the norm of all, biases, thresholds and parameters after the step.
     """
     keep = KeepGradient()
     module = fit(config, folder, layout, keep)
-    biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith("correction_bias_E")}
+    moved = ("correction_bias_E", "threshold_E")
+    biases = {f"{k}.bias": v for k, v in module.named_buffers() if k.endswith(moved)}
     after = {
         f"{name} after": full_tensor(p.detach()).clone() for name, p in module.named_parameters()
     }

@@ -32,6 +32,8 @@ FFNS: dict[str, dict[str, Any]] = {
     "hash": {"type": "moe", "num_experts": 4, "router": "hash"},
     "relu": {"type": "moe", "num_experts": 4, "router": "relu"},
     "top_p": {"type": "moe", "num_experts": 4, "router": "top_p"},
+    "threshold": {"type": "moe", "num_experts": 4, "router": "expert_threshold"},
+    "chain": {"type": "chain_of_experts", "ffn": {"num_experts": 4}},
     "depths": {
         "type": "mixture_of_depths",
         "ffn": {"type": "moe", "num_experts": 4},

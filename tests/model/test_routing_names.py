@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from moe_ffn.model.decoder import is_inner, layer_name, layer_number, short_name
-from moe_ffn.outputs import within
+from moe_ffn.outputs import round_name, within
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,13 @@ def test_names_are_read_as_they_are_given() -> None:
     assert names == {"layer_07": 0, "layer_07/inner": 1, "layer_07/inner/step_2": 2}
     assert [layer_number(name) for name in names] == [7, 7, 7]
     assert [is_inner(name) for name in names] == [False, True, True]
+
+
+def test_a_later_round_of_a_chain_is_no_block_inside_another() -> None:
+    assert [round_name(number) for number in range(3)] == ["routing", "round_2", "round_3"]
+    assert short_name("layer_03/round_2") == "3 round_2"
+    assert not is_inner("layer_03/round_2")
+    assert is_inner("layer_03/inner/round_2")
 
 
 def test_what_is_no_layer_is_refused() -> None:

@@ -19,7 +19,7 @@ from tests.helpers.layer_measures import MEASURES
 
 STEP = "trainer/global_step"
 
-LAYERS = ("layer_00", "layer_03", "layer_03/inner", "layer_117")
+LAYERS = ("layer_00", "layer_03", "layer_03/inner", "layer_03/round_2", "layer_117")
 
 # What training rows have; co-activation is measured in validation alone.
 OF_A_LAYER = set(MEASURES) - {"coactivation_max"}

@@ -29,7 +29,8 @@ def test_more_experts_per_token_than_experts(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_K)
 def test_no_experts_per_token(name: str) -> None:
     # Where k is a mean it may be below 1.
-    rule = "greater than 0.0" if name in ("expert_choice", "relu") else "at least 1"
+    means = ("expert_choice", "expert_threshold", "relu")
+    rule = "greater than 0.0" if name in means else "at least 1"
     assert refusal({"type": name, "k": 0}) == f"router.k: must be {rule}, got 0"
 
 

@@ -19,7 +19,7 @@ from moe_ffn import DecoderConfig
 from moe_ffn.config_files import to_yaml
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.training.objective import IGNORED_TARGET, ObjectiveConfig, objective
-from tests.helpers.first_gradient import first_gradient
+from tests.helpers.first_gradient import first_gradient, fit
 from tests.helpers.ranks import on_ranks
 
 # A sum of some hundred float32 products, added up in another order: 1e-7 each, 1e-5 together.
@@ -141,6 +141,22 @@ def test_two_ranks_that_accumulate_are_one_batch_for_the_global_rule_and_the_bia
     divided, _ = on_ranks(2, tmp_path, gradient_on_a_rank, config, tmp_path)
     assert torch.equal(biases(divided), biases(whole))
     assert difference(whole, divided) < FLOAT32
+
+
+def test_thresholds_of_experts_move_once_per_step_in_training_alone(
+    config_for: Any, run_folder: Path
+) -> None:
+    ffn = {"type": "moe", "num_experts": 4, "router": "expert_threshold"}
+    trainer = {"max_steps": 2, "validate_every_n_steps": 1}
+    found: dict[bool, list[Tensor]] = {}
+    for recomputed in (False, True):
+        model = {"ffn": ffn, "activation_checkpointing": recomputed}
+        config = config_for("router_z", batch_size=2, batches=3, model=model, trainer=trainer)
+        buffers = dict(fit(config, run_folder).decoder.named_buffers())
+        moved = {name: value for name, value in buffers.items() if name.endswith("_updates_E")}
+        assert [value.tolist() for value in moved.values()] == [[2] * 4] * 2
+        found[recomputed] = [v for name, v in buffers.items() if name.endswith("threshold_E")]
+    assert all(map(torch.equal, found[False], found[True]))
 
 
 @pytest.mark.parametrize("rule", RULES)

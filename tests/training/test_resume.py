@@ -35,8 +35,15 @@ MODELS = {
             "router": {"type": "sigmoid_top_k", "jitter": 0.1},
         }
     },
-    "relu router with its sparsity rule": {
-        "ffn": {"type": "moe", "num_experts": 4, "router": "relu"}
+    "relu router with its sparsity rule, and thresholds": {
+        "ffn": {"type": "moe", "num_experts": 4, "router": "relu"},
+        "ffn_at": {
+            "1": {
+                "type": "moe",
+                "num_experts": 4,
+                "router": {"type": "expert_threshold", "warmup_steps": 3},
+            }
+        },
     },
     "masked tokens, noise and random drops": {
         "causal": False,

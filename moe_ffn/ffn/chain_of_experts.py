@@ -1,0 +1,136 @@
+"""Chain of experts: several rounds of a mixture over the same experts, each with a router of its own.
+
+D model width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar, Literal, cast
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.moe import MoEConfig, MoEFFN
+from moe_ffn.outputs import (
+    FFNOutput,
+    Memory,
+    Routing,
+    TokenContext,
+    check_input,
+    round_name,
+    within,
+    without_padding,
+)
+from moe_ffn.routing.base import Router
+
+
+class ChainOfExpertsConfig(FFNConfig, frozen=True):
+    """Chain of experts: rounds over the same experts, which read what the round before made of a token.
+
+    Wang et al. 2025 (arXiv:2506.18945): two rounds of 4 experts reach a loss of 1.12 on mathematics, where
+    one of 8 has 1.20. All that is in `ffn` is the same in every round, but for the router's weights.
+    """
+
+    type: Literal["chain_of_experts"] = "chain_of_experts"
+    ffn: MoEConfig = MoEConfig()
+    """The mixture; its router.k is that of one round, and a shared expert is passed in each."""
+    rounds: int = Field(default=2, ge=1, le=100)
+    """C, how often a token passes through the mixture."""
+
+    is_sparse: ClassVar[bool] = True
+
+    @property
+    def not_causal_because(self) -> Refusal | None:
+        return first_refusal({"ffn": self.ffn.not_causal_because})
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        return first_refusal({"ffn": self.ffn.not_cached_because})
+
+    def routers(self) -> dict[str, RouterInfo]:
+        (info,) = self.ffn.routers().values()
+        return {round_name(number): info.inside("ffn") for number in range(self.rounds)}
+
+    def inner_blocks(self) -> dict[str, FFNConfig]:
+        return {"ffn": self.ffn}
+
+    def build(self, d_model: int) -> FFNBlock:
+        return ChainOfExpertsFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        return self.ffn.num_params(d_model) + self._params_of_later_routers(d_model)
+
+    def num_active_params(self, d_model: int) -> int:
+        """As if the rounds chose different experts for a token, as far as there are any."""
+        stack = self.ffn.expert_stack
+        chosen = min(self.rounds * stack.experts_per_token, stack.num_experts)
+        more = stack.params_of(chosen, d_model) - stack.num_active_params(d_model)
+        return self.ffn.num_active_params(d_model) + more + self._params_of_later_routers(d_model)
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        return self.rounds * self.ffn.flops_per_token(d_model, seq_len)
+
+    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        return self.rounds * self.ffn.routed_flops_per_token(d_model, seq_len)
+
+    def describe(self) -> str:
+        return f"{self.rounds} rounds of ({self.ffn.describe()})"
+
+    def _params_of_later_routers(self, d_model: int) -> int:
+        return (self.rounds - 1) * self.ffn.router.num_params(d_model, self.ffn.num_routable)
+
+
+class ChainOfExpertsFFN(FFNBlock):
+    """x_0 = x, x_t = x_(t-1) + MoE_t(x_(t-1)), y = x_C (arXiv:2506.18945, equations 4 to 7).
+
+    The identity is in the output, as in the paper. The router of the first round is that of `ffn`.
+    """
+
+    def __init__(self, config: ChainOfExpertsConfig, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.ffn = cast("MoEFFN", config.ffn.build(d_model))
+        router, num_routable = config.ffn.router, config.ffn.num_routable
+        later = (router.build(d_model, num_routable) for _ in range(config.rounds - 1))
+        self.later_routers = nn.ModuleList(later)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        check_input(x, context, self.d_model, self)
+        hidden = without_padding(x, context)
+        routings: dict[str, Routing] = {}
+        shares: dict[str, Tensor] = {}
+        for name, router, of_round in self._rounds(context):
+            output = self.ffn.route_by(router, hidden, of_round)
+            routings |= within(name, output.routings)
+            shares |= within(name, output.shared_shares)
+            hidden = hidden + output.hidden
+        return FFNOutput(hidden, routings, shares)
+
+    def _rounds(
+        self, context: TokenContext | None
+    ) -> Iterator[tuple[str, Router, TokenContext | None]]:
+        """(name, router, context) of each round; recorded experts are those of the first."""
+        for name, router in self.routers().items():
+            yield name, router, context
+            context = None if context is None else replace(context, expert_ids=None)
+
+    def extra_repr(self) -> str:
+        return f"rounds={1 + len(self.later_routers)}, d_model={self.d_model}"
+
+    def routers(self) -> dict[str, Router]:
+        routers = [self.ffn.router, *cast("list[Router]", list(self.later_routers))]
+        return {round_name(number): router for number, router in enumerate(routers)}
+
+    def place_experts(self, place: PlaceExperts) -> None:
+        self.ffn.place_experts(place)
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        found, hidden = list[Memory](), without_padding(x, context)
+        for _, router, of_round in self._rounds(context):
+            found += self.ffn.memories_by(router, hidden, of_round)
+            hidden = hidden + self.ffn.route_by(router, hidden, of_round).hidden
+        return found

@@ -1,0 +1,118 @@
+"""Expert threshold routing: each expert takes the tokens whose score reaches its own threshold.
+
+T tokens, D model width, E experts
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from einops import repeat
+from pydantic import Field
+from torch import Tensor
+
+from moe_ffn.config import MAX_COUNT
+from moe_ffn.outputs import Routing, TokenContext
+from moe_ffn.routing.base import (
+    FixedKConfig,
+    LinearRouter,
+    LinearRouterConfig,
+    Router,
+    comparable,
+    routing_of_pairs,
+)
+from moe_ffn.sizes import ceil_of_share, share_of
+
+
+class ExpertThresholdRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
+    """Expert threshold: an expert takes a token whose logit reaches a moving k / E quantile of its logits.
+
+    Sun et al. 2026 (arXiv:2603.11535): expert choice over all tokens there are instead of a batch, so that it
+    is causal, and balanced without a loss; 0.067 nats below token choice at 2.4 B parameters. A token may get
+    many experts, or none: then a shared expert alone computes it (the paper has one), else it becomes 0.
+    """
+
+    type: Literal["expert_threshold"] = "expert_threshold"
+    k: float = Field(default=2.0, gt=0)
+    """Experts per token, on average; how many one token gets depends on it."""
+    ema: float = Field(default=0.99, ge=0, lt=1)
+    """Share of the old threshold in the new one, at each optimizer step."""
+    warmup_steps: int = Field(default=1, ge=1, le=MAX_COUNT)
+    """The first optimizer steps, in which thresholds are estimated and each token takes its k best experts (k
+    rounded up). The paper has 4,000 of expert choice, which looks at later tokens."""
+
+    by_token: ClassVar[bool] = True
+
+    def build(self, d_model: int, num_experts: int) -> Router:
+        return ExpertThresholdRouter(self, d_model, num_experts)
+
+
+class ExpertThresholdRouter(LinearRouter):
+    """Expert i takes a token if z_i >= c_i, weighted by sigmoid(z_i) (section 3, algorithm 1).
+
+    c_i is the moving average over optimizer steps of the ceil(k T / E)-th largest z_i of a batch of T tokens,
+    corrected for the steps that there were not yet, as in Adam. Evaluation leaves it as it is.
+    """
+
+    config: ExpertThresholdRouterConfig
+
+    threshold_E: Tensor
+    """float32, c."""
+    num_updates_E: Tensor
+    """int64, the optimizer steps behind each threshold."""
+
+    def __init__(self, config: ExpertThresholdRouterConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.share = share_of(config.k, parts=num_experts)
+        self.register_buffer("threshold_E", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("num_updates_E", torch.zeros(num_experts, dtype=torch.int64))
+
+    def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
+        logits_TE = self.logits(x_TD)
+        scores_TE = logits_TE.sigmoid()
+        num_tokens, num_experts = logits_TE.shape
+        with torch.no_grad():
+            best_TK = logits_TE.topk(math.ceil(self.config.k), dim=-1).indices
+            is_best_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(-1, best_TK, True)
+            # Not `>=`: a token whose logits are NaN must not pass as one that no expert takes.
+            reaches_TE = ~(logits_TE < self.threshold_E)
+        is_estimated_E = self.num_updates_E >= self.config.warmup_steps
+        return routing_of_pairs(
+            scores_TE,
+            repeat(torch.arange(num_experts, device=x_TD.device), "e -> t e", t=num_tokens),
+            logits_TE,
+            scores_TE,
+            context,
+            chosen_TK=torch.where(is_estimated_E, reaches_TE, is_best_TE),
+            capacity_k=self.config.k,
+        )
+
+    def observe(self, routing: Routing) -> Tensor:
+        """float64 (E + 1,): the batch's own thresholds times its tokens, and the number of those.
+
+        A step has the mean of its batches' thresholds, weighted by their tokens.
+        """
+        logits_TE = routing.require("logits_TE", "router.type 'expert_threshold'").detach()
+        comparable_T = comparable(logits_TE, routing.mask_T)
+        num_listed = math.ceil(self.share * len(logits_TE))
+        if num_listed == 0:
+            return self.threshold_E.new_zeros(len(self.threshold_E) + 1, dtype=torch.float64)
+        ranking_TE = logits_TE.masked_fill(~comparable_T.unsqueeze(-1), -torch.inf)
+        largest_CE = ranking_TE.topk(num_listed, dim=0).values
+        num = comparable_T.sum()
+        place = (ceil_of_share(num, self.share) - 1).clamp(min=0)
+        # In float64 the token at the threshold still reaches it after the division.
+        cutoff_E = largest_CE[place].double()
+        observed = torch.cat([cutoff_E, cutoff_E.new_ones(1)]) * num
+        return torch.where(num > 0, observed, 0.0)
+
+    def update(self, observed: Tensor) -> None:
+        num, fresh_E = observed[-1], observed[:-1] / observed[-1].clamp(min=1)
+        num_updates_E = self.num_updates_E + (num > 0)
+        ema = self.config.ema
+        rate_E = (1 - ema) / (1 - ema ** num_updates_E.clamp(min=1).double())
+        moved_E = torch.lerp(self.threshold_E.double(), fresh_E, rate_E)
+        self.threshold_E.copy_(torch.where(num > 0, moved_E, self.threshold_E))
+        self.num_updates_E.copy_(num_updates_E)
