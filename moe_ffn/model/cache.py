@@ -1,6 +1,6 @@
-"""What attention keeps of the tokens so far, so that new ones are computed alone.
+"""What attention and feed-forward blocks keep of the tokens so far, so that new ones are computed alone.
 
-B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, d width
+B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, R tokens before, d width
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,15 @@ class NewTokens:
 
 
 class LayerCache:
-    """The keys and values of one layer."""
+    """The keys and values of one layer, and the last few values that its feed-forward block reads again."""
 
     new: NewTokens
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[Tensor] = []
+        self._last: dict[nn.Module, Tensor] = {}
+        self._windows: dict[nn.Module, Tensor] = {}
 
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Write (B, H, S, d) behind what is kept; views of all of it, (B, H, L, d)."""
@@ -49,8 +51,27 @@ class LayerCache:
                 kept_BHCd[rows_B1, :, places] = x_BHSd.transpose(1, 2)
         return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
 
+    def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
+        """See `TokenHistory`; what is kept moves on with `end`."""
+        last = self._last.get(owner)
+        if last is None:
+            last = new.new_zeros(len(new), reach, *new.shape[2:])
+        self._last[owner] = last
+        self._windows[owner] = torch.cat([last, new], dim=1)
+        return self._windows[owner]
+
+    def end(self, counts: Sequence[int]) -> None:
+        """So many of the new tokens are real ones, which stand first."""
+        for owner, window in self._windows.items():
+            rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
+            ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
+            before_R = torch.arange(self._last[owner].shape[1], device=window.device)
+            self._last[owner] = window[rows_B1, ends_B1 + before_R]
+        self._windows.clear()
+
     def keep(self, rows: Tensor) -> None:
         self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
+        self._last = {owner: last[rows.to(last.device)] for owner, last in self._last.items()}
 
 
 class KVCache:
@@ -116,6 +137,8 @@ class KVCache:
         """The tokens of `begin` are in all layers."""
         counted = zip(self.lengths, self._counts, strict=True)
         self.lengths = [length + count for length, count in counted]
+        for layer in self.layers:
+            layer.end(self._counts)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone, in this order."""

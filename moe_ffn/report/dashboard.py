@@ -157,6 +157,7 @@ GROUP_COLORS = {
     "moe": "#2ca02c",
     "mixture_of_depths": "#9467bd",
     "soft_moe": "#d62728",
+    "ngram_memory": "#aec7e8",
 }
 """FFN type -> its colour in every panel; of other types wandb chooses one."""
 

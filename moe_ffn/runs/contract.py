@@ -236,7 +236,7 @@ class _Trial:
             return block(x, TokenContext(token_ids=ids)).hidden
 
         self.require_blind_to_future(block, hidden)
-        if config.not_cached_because is None:
+        if config.not_cached_because is None and not config.reads_history:
             self.require_by_token(block, hidden)
 
     def router(self, config: RouterConfig) -> None:
