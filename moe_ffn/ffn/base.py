@@ -117,7 +117,7 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     @property
     def is_sparse(self) -> bool:
-        """True where a router gives each token a part of the parameters, so that the block returns a Routing."""
+        """True where a router gives each token a part of the parameters: the block returns a Routing."""
         return bool(self.routers())
 
     @property

@@ -1,7 +1,7 @@
 """N-gram memory: rows of tables, found by a hash of the last few tokens, beside another block.
 
-B sequences, S tokens of a sequence, D model width, N the longest n-gram, H tables for each n, M the width of all
-rows of a token, L tokens with those before them
+B sequences, S tokens of a sequence, L with those before them, D model width, N the longest n-gram, H tables
+for each n, M the width of all rows of a token
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ class NgramMemoryFFN(FFNBlock):
 class NgramTables(nn.Module):
     """The rows of a token's n-grams, n = 2 .. N, one of each of H tables, side by side.
 
-    Row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, and odd a_i drawn by the seed:
-    multiplicative-XOR hashing (arXiv:2601.07372, section 2.2). Ids count from 1; 0 stands where there is no token
-    or padding.
+    Row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, odd a_i drawn by the seed:
+    multiplicative-XOR hashing (arXiv:2601.07372, section 2.2). Ids count from 1; 0 stands where there is no
+    token or padding.
     """
 
     def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
@@ -267,7 +267,10 @@ def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | N
     """`TokenHistory.window`; of tokens that are the first, with zeros before them."""
     if history is not None:
         return history.window(owner, new, reach)
-    return torch.cat([new.new_zeros(len(new), reach, *new.shape[2:]), new], dim=1)
+    before = new.new_zeros(
+        new.shape[0], reach, *new.shape[2:]
+    )  # `len` is no symbol to torch.export
+    return torch.cat([before, new], dim=1)
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
@@ -264,6 +264,25 @@ def test_what_stands_inside_is_answered_for() -> None:
         {**SMALL, "ffn": {"type": "conv", "causal": False}}
     ).not_causal_because
     assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
+
+
+def test_it_is_exported_with_any_number_of_sequences() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = built()
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.block(x, TokenContext(token_ids=ids)).hidden
+
+    called, (x, context) = Called(), batch()
+    assert context.token_ids is not None
+    dynamic = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(
+        called, (x, context.token_ids), dynamic_shapes={"x": dynamic, "ids": dynamic}
+    )
+    more = torch.cat([x, x + 1]), torch.cat([context.token_ids] * 2)
+    torch.testing.assert_close(program.module()(*more), called(*more), rtol=0, atol=1e-12)
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
