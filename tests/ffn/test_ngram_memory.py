@@ -209,6 +209,13 @@ def test_by_default_a_row_is_as_wide_as_in_the_paper() -> None:
     assert config.memory_width(1024) == 1024
 
 
+def test_at_first_what_is_read_is_small_and_the_convolution_nothing() -> None:
+    block: Any = NgramMemoryConfig(rate_scale=5.0).build(64)
+    read = block.tables(torch.arange(1000).view(10, 100), None)
+    assert read.std().item() == pytest.approx(0.02, rel=0.05)  # as the embeddings of a decoder
+    assert block.conv(torch.randn(2, 5, 64), None).count_nonzero() == 0
+
+
 def test_adam_moves_what_is_read_by_a_multiple_of_its_rate_and_nothing_decays_it() -> None:
     block, (x, context) = built(rate_scale=5.0), batch()
     decayed, kept = split_by_decay(block)
