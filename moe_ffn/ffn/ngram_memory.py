@@ -267,9 +267,8 @@ def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | N
     """`TokenHistory.window`; of tokens that are the first, with zeros before them."""
     if history is not None:
         return history.window(owner, new, reach)
-    before = new.new_zeros(
-        new.shape[0], reach, *new.shape[2:]
-    )  # `len` is no symbol to torch.export
+    # Of `shape`, since `len` is no symbol to torch.export.
+    before = new.new_zeros(new.shape[0], reach, *new.shape[2:])
     return torch.cat([before, new], dim=1)
 
 

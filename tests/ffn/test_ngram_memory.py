@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
-from moe_ffn.ffn.ngram_memory import NgramMemoryConfig, NgramMemoryFFN, NgramTables, primes_from
+from moe_ffn.ffn.ngram_memory import (
+    NgramMemoryConfig,
+    NgramMemoryFFN,
+    NgramTables,
+    WideNorm,
+    primes_from,
+)
 from moe_ffn.training.optimizer import OptimizerConfig, split_by_decay
 
 D, B, S = 6, 2, 9
@@ -207,6 +213,13 @@ def test_by_default_a_row_is_as_wide_as_in_the_paper() -> None:
     assert (config.max_order, config.num_heads, config.kernel_size) == (3, 8, 4)
     assert config.width_of_row(1024) == 64
     assert config.memory_width(1024) == 1024
+
+
+def test_norms_of_half_precision_are_computed_and_kept_in_float32() -> None:
+    norm = WideNorm(D, eps=1e-6).bfloat16()
+    x_TD = batch()[0].flatten(0, 1).bfloat16()
+    wanted_TD = torch.stack([rms_norm(x_D, norm.weight.float()) for x_D in x_TD.float()])
+    torch.testing.assert_close(norm(x_TD), wanted_TD, rtol=0, atol=1e-6)
 
 
 def test_at_first_what_is_read_is_small_and_the_convolution_nothing() -> None:
