@@ -45,7 +45,7 @@ class TokenHistory(Protocol):
         """Values of new tokens (B, S, ...) behind those of the `reach` tokens before them, which are kept.
 
         Args:
-            owner: the module whose values they are; it asks once in a pass.
+            owner: the module whose values they are; if it asks again in a pass, they are others.
 
         Returns:
             (B, reach + S, ...), zero where there is no token.

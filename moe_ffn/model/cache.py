@@ -26,6 +26,10 @@ class NewTokens:
     """bool (B or 1, 1, S, L), what each new token may attend to; None: one token, to all."""
 
 
+_Asked = tuple[nn.Module, int]
+"""A module, and how often it has asked before in a pass: one that is run twice keeps the values of both."""
+
+
 class LayerCache:
     """The keys and values of one layer, and the last few values that its feed-forward block reads again."""
 
@@ -34,8 +38,12 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[Tensor] = []
-        self._last: dict[nn.Module, Tensor] = {}
-        self._windows: dict[nn.Module, Tensor] = {}
+        self._last: dict[_Asked, Tensor] = {}
+        self._windows: dict[_Asked, Tensor] = {}
+
+    def begin(self, new: NewTokens) -> None:
+        self.new = new
+        self._windows.clear()  # of a pass that failed
 
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Write (B, H, S, d) behind what is kept; views of all of it, (B, H, L, d)."""
@@ -53,25 +61,24 @@ class LayerCache:
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         """See `TokenHistory`; what is kept moves on with `end`."""
-        last = self._last.get(owner)
-        if last is None:
-            last = new.new_zeros(len(new), reach, *new.shape[2:])
-        self._last[owner] = last
-        self._windows[owner] = torch.cat([last, new], dim=1)
-        return self._windows[owner]
+        asked = (owner, sum(other is owner for other, _ in self._windows))
+        if asked not in self._last:
+            self._last[asked] = new.new_zeros(len(new), reach, *new.shape[2:])
+        self._windows[asked] = torch.cat([self._last[asked], new], dim=1)
+        return self._windows[asked]
 
     def end(self, counts: Sequence[int]) -> None:
         """So many of the new tokens are real ones, which stand first."""
-        for owner, window in self._windows.items():
+        for asked, window in self._windows.items():
             rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
             ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
-            before_R = torch.arange(self._last[owner].shape[1], device=window.device)
-            self._last[owner] = window[rows_B1, ends_B1 + before_R]
+            before_R = torch.arange(self._last[asked].shape[1], device=window.device)
+            self._last[asked] = window[rows_B1, ends_B1 + before_R]
         self._windows.clear()
 
     def keep(self, rows: Tensor) -> None:
         self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
-        self._last = {owner: last[rows.to(last.device)] for owner, last in self._last.items()}
+        self._last = {asked: last[rows.to(last.device)] for asked, last in self._last.items()}
 
 
 class KVCache:
@@ -120,7 +127,7 @@ class KVCache:
             self._counts = counts_B1.flatten().tolist()
         new = self._place(longest, end, token_ids.device)
         for layer in self.layers:
-            layer.new = new
+            layer.begin(new)
         return new
 
     def _place(self, longest: int, end: int, device: torch.device) -> NewTokens:

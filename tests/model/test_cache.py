@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
 
 VOCAB, MAX_LEN = 13, 12
@@ -177,6 +178,26 @@ def test_a_pass_that_fails_adds_nothing_to_the_history(monkeypatch: pytest.Monke
             model(ids[:, :1], cache=cache)
     got = model(ids[:, 5:], cache=cache).logits
     torch.testing.assert_close(got[0, -1], model(ids).logits[0, -1], rtol=0, atol=1e-5)
+
+
+def test_a_module_that_is_run_twice_in_a_pass_has_two_histories() -> None:
+    cache, owner, other = KVCache(1, 1, capacity=9), nn.Identity(), nn.Identity()
+    (layer,), ids = cache.layers, token_ids(1, 2)
+    seen: list[list[float]] = []
+    for number in (1.0, 2.0):
+        cache.begin(ids, None)
+        for module, sign in ((owner, 1), (other, 10), (owner, -1)):
+            values = torch.tensor([[[number], [number + 0.5]]]) * sign
+            seen.append(layer.window(module, values, reach=1).flatten().tolist())
+        cache.end()
+    assert seen == [
+        [0, 1, 1.5],
+        [0, 10, 15],
+        [0, -1, -1.5],
+        [1.5, 2, 2.5],
+        [15, 20, 25],
+        [-1.5, -2, -2.5],
+    ]
 
 
 @pytest.mark.parametrize("ffn", ["top_k", "ngrams"])
