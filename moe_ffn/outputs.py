@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,21 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """The dtypes a token's id may have."""
 
 
+class TokenHistory(Protocol):
+    """What blocks keep of the tokens so far, where a decoder computes new tokens alone; see `KVCache`."""
+
+    def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
+        """Values of new tokens (B, S, ...) behind those of the `reach` tokens before them, which are kept.
+
+        Args:
+            owner: the module whose values they are; if it asks again in a pass, they are others.
+
+        Returns:
+            (B, reach + S, ...), zero where there is no token.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class TokenContext:
     """Padding mask, token ids and the like: what some blocks need besides the vectors."""
@@ -56,6 +71,10 @@ class TokenContext:
     expert_ids: Tensor | None = None
     """int64, the leading shape of `x` and K: the experts of each token, which a router that `replays` takes
     instead of choosing. None: routers choose."""
+
+    history: TokenHistory | None = None
+    """Where blocks keep what they read of earlier tokens; `x` (B, S, d_model) then follows those. None: each
+    sequence begins in `x`."""
 
     def __repr__(self) -> str:
         return summarize(self)

@@ -26,6 +26,7 @@ from moe_ffn.ffn.match import WidthMatch as WidthMatch
 from moe_ffn.ffn.match import solve_widths as solve_widths
 from moe_ffn.ffn.mixture_of_depths import MixtureOfDepthsConfig as MixtureOfDepthsConfig
 from moe_ffn.ffn.moe import MoEConfig as MoEConfig
+from moe_ffn.ffn.ngram_memory import NgramMemoryConfig as NgramMemoryConfig
 from moe_ffn.ffn.shared_expert import CombineConfig as CombineConfig
 from moe_ffn.ffn.soft_moe import SoftMoEConfig as SoftMoEConfig
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig as ZeroComputationConfig

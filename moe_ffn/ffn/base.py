@@ -112,10 +112,18 @@ class FFNConfig(TaggedConfig, frozen=True):
     `flops_per_token`, and is named in YAML as `type: my_module:MyConfig`.
     """
 
-    is_sparse: ClassVar[bool] = False
-    """True where each token uses a part of the parameters, so that the block returns a Routing."""
     by_token: ClassVar[bool] = False
     """True where, in evaluation, what a token becomes depends on that token alone, its id included."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """True where a router gives each token a part of the parameters: the block returns a Routing."""
+        return bool(self.routers())
+
+    @property
+    def reads_history(self) -> bool:
+        """True where a block reads of earlier tokens what it keeps in `TokenContext.history`."""
+        return any(block.reads_history for block in self.inner_blocks().values())
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -126,7 +134,8 @@ class FFNConfig(TaggedConfig, frozen=True):
     def not_cached_because(self) -> Refusal | None:
         """Why, in evaluation, a token computed alone may become something else than in its sequence.
 
-        None where it does not, so that a decoder may keep keys and values, and compute new tokens alone.
+        None where it does not, so that a decoder may keep keys and values, and compute new tokens alone. It
+        hands in `TokenContext.history`, where a block keeps what it reads of earlier tokens.
         """
         if self.by_token:
             return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     """The mixture; its router.k is that of one round, and a shared expert is passed in each."""
     rounds: int = Field(default=2, ge=1, le=100)
     """C, how often a token passes through the mixture."""
-
-    is_sparse: ClassVar[bool] = True
 
     @property
     def not_causal_because(self) -> Refusal | None:

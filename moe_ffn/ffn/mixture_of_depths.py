@@ -6,7 +6,7 @@ B sequences, S tokens of a sequence, M the most tokens of one sequence that pass
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange, repeat
@@ -42,8 +42,6 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
     router: RouterConfig = ExpertChoiceRouterConfig(k=0.5, score="sigmoid")
     """Chooses the tokens, and their weights; its k is the fraction chosen."""
 
-    is_sparse: ClassVar[bool] = True
-
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MixtureOfDepthsConfig:
         if any(info.is_gate for info in self.ffn.routers().values()):
@@ -78,6 +76,11 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
 
     @property
     def not_cached_because(self) -> Refusal | None:
+        if self.ffn.reads_history:
+            return Refusal(
+                f"ffn.type ('{self.ffn.type}') reads earlier tokens, and those not chosen are missing",
+                "put the mixture of depths inside 'ngram_memory'",
+            )
         parts = {"router": self.router, "ffn": self.ffn}
         return first_refusal({option: part.not_cached_because for option, part in parts.items()})
 

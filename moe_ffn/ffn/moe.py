@@ -6,7 +6,7 @@ T tokens, D model width
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -57,8 +57,6 @@ class MoEConfig(FFNConfig, frozen=True):
     """Norms inside the block; none by default."""
     output_bias: bool = False
     """Add a learned vector to the output (JetMoE)."""
-
-    is_sparse: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> MoEConfig:

@@ -8,7 +8,8 @@ T tokens, D model width, E experts, K experts per token, F hidden width, H = 2 F
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 
 from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.errors import ConfigError
-from moe_ffn.kernels.base import ACTIVATIONS, Activation, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.base import (
+    ACTIVATIONS,
+    Activation,
+    ClampedGate,
+    ClampedSwiGLU,
+    ExpertWeights,
+    Gate,
+)
 from moe_ffn.kernels.select import run_experts
 
 NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"
@@ -101,7 +109,7 @@ def weights_of(experts: Any) -> ExpertWeights:
     )
 
 
-def _gate_of(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
+def _gate_of(experts: Any) -> tuple[Activation, Gate | None]:
     """Which of our activations, or of our gates, the module computes: the one that gives the same numbers."""
     if (found := experts.__dict__.get(_GATE)) is None:
         found = experts.__dict__[_GATE] = _find_gate(experts)
@@ -109,12 +117,13 @@ def _gate_of(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
 
 
 @torch.no_grad()
-def _find_gate(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
+def _find_gate(experts: Any) -> tuple[Activation, Gate | None]:
     if not experts.has_gate:
         if (found := activation_of(experts.act_fn)) is not None:
             return found, None
         raise _refusal(experts, f"the activation {experts.act_fn}")
-    probe = _probe()
+    clamps = list(_clamps_of(experts))
+    probe = _probe(max([12.0, *(1.5 * clamped.limit for clamped in clamps)]))
     gate, up = (values.flatten() for values in torch.meshgrid(probe, probe, indexing="ij"))
     both = (
         torch.cat([gate, up]) if experts.is_concatenated else torch.stack([gate, up], -1).flatten()
@@ -123,13 +132,21 @@ def _find_gate(experts: Any) -> tuple[Activation, ClampedSwiGLU | None]:
     for name, activation in ACTIVATIONS.items():
         if _equal(out, activation(gate) * up):
             return name, None
+    for clamped in clamps:
+        if _equal(out, clamped(gate, up)):
+            return "silu", clamped
+    raise _refusal(experts, "a gate of its own")
+
+
+def _clamps_of(experts: Any) -> Iterator[ClampedSwiGLU | ClampedGate]:
+    """The gates with clamps that the numbers of the module may be those of."""
     for prefix in ("", "swiglu_"):
         alpha, limit = (getattr(experts, prefix + name, None) for name in ("alpha", "limit"))
-        if alpha is not None and limit is not None:
-            clamped = ClampedSwiGLU(alpha=float(alpha), limit=float(limit))
-            if _equal(out, clamped(gate, up)):
-                return "silu", clamped
-    raise _refusal(experts, "a gate of its own")
+        if limit is not None and math.isfinite(limit):
+            given = {"alpha": 1.0 if alpha is None else float(alpha), "limit": float(limit)}
+            yield ClampedSwiGLU(**given)
+            yield ClampedGate(**given, added=0.0, after=False)
+            yield ClampedGate(**given, added=0.0, after=True)
 
 
 @torch.no_grad()
@@ -139,8 +156,8 @@ def activation_of(function: Callable[[Tensor], Tensor]) -> Activation | None:
     return next((name for name, ours in ACTIVATIONS.items() if _equal(out, ours(_probe()))), None)
 
 
-def _probe() -> Tensor:
-    return torch.linspace(-12, 12, 97, dtype=torch.float32)  # further than GPT-OSS's limit of 7
+def _probe(furthest: float = 12.0) -> Tensor:
+    return torch.linspace(-furthest, furthest, 97, dtype=torch.float32)
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

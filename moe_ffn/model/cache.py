@@ -1,6 +1,6 @@
-"""What attention keeps of the tokens so far, so that new ones are computed alone.
+"""What attention and feed-forward blocks keep of the tokens so far, so that new ones are computed alone.
 
-B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, d width
+B batch, H heads, C capacity, S new tokens, L tokens so far, the new ones included, R tokens before, d width
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,24 @@ class NewTokens:
     """bool (B or 1, 1, S, L), what each new token may attend to; None: one token, to all."""
 
 
+_Asked = tuple[nn.Module, int]
+"""A module, and how often it has asked before in a pass: one that is run twice keeps the values of both."""
+
+
 class LayerCache:
-    """The keys and values of one layer."""
+    """The keys and values of one layer, and the last few values that its feed-forward block reads again."""
 
     new: NewTokens
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[Tensor] = []
+        self._last: dict[_Asked, Tensor] = {}
+        self._windows: dict[_Asked, Tensor] = {}
+
+    def begin(self, new: NewTokens) -> None:
+        self.new = new
+        self._windows.clear()  # of a pass that failed
 
     def extend(self, *new: Tensor) -> list[Tensor]:
         """Write (B, H, S, d) behind what is kept; views of all of it, (B, H, L, d)."""
@@ -49,8 +59,26 @@ class LayerCache:
                 kept_BHCd[rows_B1, :, places] = x_BHSd.transpose(1, 2)
         return [kept_BHCd[:, :, :end] for kept_BHCd in self._kept]
 
+    def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
+        """See `TokenHistory`; what is kept moves on with `end`."""
+        asked = (owner, sum(other is owner for other, _ in self._windows))
+        if asked not in self._last:
+            self._last[asked] = new.new_zeros(len(new), reach, *new.shape[2:])
+        self._windows[asked] = torch.cat([self._last[asked], new], dim=1)
+        return self._windows[asked]
+
+    def end(self, counts: Sequence[int]) -> None:
+        """So many of the new tokens are real ones, which stand first."""
+        for asked, window in self._windows.items():
+            rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
+            ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
+            before_R = torch.arange(self._last[asked].shape[1], device=window.device)
+            self._last[asked] = window[rows_B1, ends_B1 + before_R]
+        self._windows.clear()
+
     def keep(self, rows: Tensor) -> None:
         self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
+        self._last = {asked: last[rows.to(last.device)] for asked, last in self._last.items()}
 
 
 class KVCache:
@@ -99,7 +127,7 @@ class KVCache:
             self._counts = counts_B1.flatten().tolist()
         new = self._place(longest, end, token_ids.device)
         for layer in self.layers:
-            layer.new = new
+            layer.begin(new)
         return new
 
     def _place(self, longest: int, end: int, device: torch.device) -> NewTokens:
@@ -116,6 +144,8 @@ class KVCache:
         """The tokens of `begin` are in all layers."""
         counted = zip(self.lengths, self._counts, strict=True)
         self.lengths = [length + count for length, count in counted]
+        for layer in self.layers:
+            layer.end(self._counts)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone, in this order."""

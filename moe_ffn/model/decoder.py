@@ -427,7 +427,8 @@ class Decoder(nn.Module):
             if cache is None:
                 output = self._run(layer, x, contexts[index])
             else:
-                output = layer(x, positions, contexts[index], cache.layers[index])
+                kept = cache.layers[index]
+                output = layer(x, positions, replace(contexts[index], history=kept), kept)
             x = output.hidden
             routings |= within(layer_name(index), output.routings)
             shared_shares |= within(layer_name(index), output.shared_shares)

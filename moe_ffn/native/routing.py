@@ -35,7 +35,7 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(x: Tensor) -> bool:
-    """Whether a tensor with numbers is on the CPU, outside of graphs and transforms, and the loops are there."""
+    """Whether the loops are there, for a tensor with numbers, on the CPU, outside of graphs and transforms."""
     return (
         x.device.type == "cpu"
         and type(x) is Tensor

@@ -160,6 +160,7 @@ GROUP_COLORS = {
     "chain_of_experts": "#98df8a",
     "mixture_of_depths": "#9467bd",
     "soft_moe": "#d62728",
+    "ngram_memory": "#aec7e8",
 }
 """FFN type -> its colour in every panel; of other types wandb chooses one."""
 

@@ -47,6 +47,11 @@ class RouterConfig(TaggedConfig, frozen=True):
         )
 
     @property
+    def fixed_by(self) -> str | None:
+        """The option that fixes the assignment where a router learns weights alone; None without one."""
+        return None
+
+    @property
     def has_correction_bias(self) -> bool:
         """True where the router has a bias that `objective.bias_rule` moves."""
         return False

@@ -133,6 +133,10 @@ class TopKOptionsConfig(LinearTopKConfig, frozen=True):
         return self
 
     @property
+    def fixed_by(self) -> str | None:
+        return None if self.token_table is None else "token_table"
+
+    @property
     def has_correction_bias(self) -> bool:
         return self.correction_bias
 

@@ -28,6 +28,7 @@ from moe_ffn.ffn import FFNConfig
 from moe_ffn.ffn.base import FFNBlock
 from moe_ffn.ffn.shared_expert import Combine, CombineConfig
 from moe_ffn.import_path import explaining_outside_errors, is_outside
+from moe_ffn.model.cache import LayerCache
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import Positions, PositionsConfig
 from moe_ffn.outputs import FFNOutput, Routing, TokenContext
@@ -197,14 +198,26 @@ class _Trial:
                 f"alone than in its sequence, and text would be written so; leave {claim} out"
             )
 
-    def require_by_token(self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """`require_same_alone` of a block or a router in evaluation; `call` as above."""
+    def require_by_token(
+        self,
+        module: nn.Module,
+        call: Callable[[Tensor, Tensor], Tensor],
+        after: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        """`require_same_alone` of a block or a router in evaluation.
+
+        Args:
+            call: as above.
+            after: as `call`, of a token after those that it was called with before, which are kept.
+        """
         x, ids = self.x(), self.token_ids_BS()
         module.eval()
         whole = call(x, ids)
         if self.length > 1 and torch.equal(whole, call(x, ids)):  # otherwise noise
             tokens = zip(x[:1].split(1, 1), ids[:1].split(1, 1), strict=True)
-            self.require_same_alone("by_token", whole, torch.cat([call(*t) for t in tokens], 1))
+            claim = "by_token" if after is None else "reads_history"
+            alone = torch.cat([(after or call)(*token) for token in tokens], 1)
+            self.require_same_alone(claim, whole, alone)
 
     # -- what is tried, by family
 
@@ -235,9 +248,16 @@ class _Trial:
         def hidden(x: Tensor, ids: Tensor) -> Tensor:
             return block(x, TokenContext(token_ids=ids)).hidden
 
+        kept = LayerCache(capacity=1)
+
+        def hidden_after(x: Tensor, ids: Tensor) -> Tensor:
+            output = block(x, TokenContext(token_ids=ids, history=kept))
+            kept.end([1])
+            return output.hidden
+
         self.require_blind_to_future(block, hidden)
         if config.not_cached_because is None:
-            self.require_by_token(block, hidden)
+            self.require_by_token(block, hidden, hidden_after if config.reads_history else None)
 
     def router(self, config: RouterConfig) -> None:
         infos = self.config.model.routers().values()

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KNOWN_BLOCKS = (
     "bilinear, chain_of_experts, clamped_swiglu, conv, dense, geglu, geglu_tanh, glu, identity, "
-    "mixture_of_depths, moe, reglu, soft_capped_swiglu, soft_moe, swiglu"
+    "mixture_of_depths, moe, ngram_memory, reglu, soft_capped_swiglu, soft_moe, swiglu"
 )
 
 KNOWN_OPTIMIZERS = (

@@ -30,7 +30,8 @@ WITH_CAPACITY: dict[str, Any] = {
 def output_of(config: Any, mask: Tensor | None = None) -> Any:
     torch.manual_seed(0)
     block = build_ffn(config, D_MODEL)
-    return block(torch.randn(2, 6, D_MODEL), TokenContext(mask=mask))
+    ids = torch.arange(12).view(2, 6)
+    return block(torch.randn(2, 6, D_MODEL), TokenContext(mask=mask, token_ids=ids))
 
 
 # --------------------------------------------------------------------------------- values
@@ -178,6 +179,14 @@ PRINTED: dict[str, tuple[Any, list[str]]] = {
         ["activation=silu, type=clamped_swiglu, backend=auto, alpha=1.702, limit=7.0"],
     ),
     "soft_moe": ("soft_moe", ["num_experts=8, slots_per_expert=32, d_model=16"]),
+    "ngram_memory": (
+        {"type": "ngram_memory", "ffn": "dense"},
+        [
+            "(ffn): DenseFFN(",
+            "max_order=3, num_heads=8, num_rows=4096, rate_scale=5.0",
+            "kernel_size=4, dilation=3",
+        ],
+    ),
     "mixture_of_depths": (
         "mixture_of_depths",
         ["d_model=16", "k=0.5, among=sequence, score=sigmoid"],

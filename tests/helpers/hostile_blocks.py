@@ -24,6 +24,7 @@ BLOCKS: dict[str, Any] = {
     "conv-1": {"type": "conv", "kernel_size": 1},
     "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "chain": "chain_of_experts",
+    "ngrams": {"type": "ngram_memory", "num_rows": 50, "ffn": "dense"},
     "depths": "mixture_of_depths",
     "depths-dense": {"type": "mixture_of_depths", "ffn": "dense"},
     "depths-moe": {"type": "mixture_of_depths", "ffn": {"type": "moe", "num_experts": 4}},

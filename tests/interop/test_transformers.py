@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.interop import register
 from moe_ffn.interop.transformers import weights_of
+from moe_ffn.kernels.base import ClampedGate
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 
@@ -34,7 +37,10 @@ def step(model: Any, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
     return logits.detach(), gradients
 
 
-@pytest.mark.parametrize(("family", "options"), FAMILIES.items(), ids=FAMILIES)
+LIVE = {**FAMILIES, "deepseek_v4": LATENT}
+
+
+@pytest.mark.parametrize(("family", "options"), LIVE.items(), ids=LIVE)
 def test_a_model_computes_the_same_with_our_kernels(family: str, options: dict[str, Any]) -> None:
     model = model_of(family, options)
     logits, gradients = step(model, "grouped_mm")
@@ -76,12 +82,35 @@ def test_experts_of_other_ranks_are_not_computed() -> None:
     assert torch.equal(y_TD[1], torch.zeros(32))
 
 
+def gate_that(gate: Callable[[Tensor, Tensor], Tensor], **attributes: float) -> nn.Module:
+    """The experts of a Mixtral, with another gate."""
+    experts: Any = next(m for m in model_of("mixtral", {}).modules() if hasattr(m, "is_transposed"))
+    experts._apply_gate = lambda both: gate(*both.chunk(2, dim=-1))
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+    return experts
+
+
+@pytest.mark.parametrize("limit", [2.0, 30.0, math.inf])
+@pytest.mark.parametrize("prefix", ["", "swiglu_"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_gates_with_clamps_are_told_from_those_without(
+    after: bool, prefix: str, limit: float
+) -> None:
+    wanted = ClampedGate(alpha=1.0, limit=limit, added=0.0, after=after)
+    weights = weights_of(gate_that(wanted, **{f"{prefix}limit": limit}))
+    assert weights.activation == "silu"
+    assert (weights.clamped is None) == math.isinf(limit)
+    gate, up = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1)) * 20
+    found = nn.functional.silu(gate) * up if weights.clamped is None else weights.clamped(gate, up)
+    torch.testing.assert_close(found, wanted(gate, up))
+
+
 def test_what_is_none_of_our_experts_is_named() -> None:
-    model = model_of("deepseek_v4", LATENT)
     with pytest.raises(NotImplementedError) as caught:
-        step(model, "moe_ffn")
+        weights_of(gate_that(lambda gate, up: gate.sin() * up, limit=7.0))
     assert str(caught.value) == (
-        "moe_ffn does not compute DeepseekV4Experts, which has a gate of its own; leave this model its own "
+        "moe_ffn does not compute MixtralExperts, which has a gate of its own; leave this model its own "
         "experts_implementation"
     )
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ffn import Decoder, DecoderConfig
+from moe_ffn.model.cache import KVCache
 from moe_ffn.model.generate import Sampling, generate_batch
 
 VOCAB, MAX_LEN = 13, 12
@@ -39,6 +40,16 @@ FFNS: dict[str, dict[str, Any]] = {
         "ffn": {"type": "moe", "num_experts": 4},
         "router": {"type": "relu", "k": 0.5},
     },
+    "ngrams": {"type": "ngram_memory", "num_rows": 97},
+    "ngrams in a shared expert": {
+        "type": "moe",
+        "num_experts": 4,
+        "shared_expert": {
+            "type": "ngram_memory",
+            "num_rows": 97,
+            "ffn": {"type": "ngram_memory", "num_rows": 97, "max_order": 4, "ffn": "identity"},
+        },
+    },
 }
 
 NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,6 +65,11 @@ NOT_CACHED: dict[str, tuple[dict[str, Any], str]] = {
     "inside a shared expert": (
         {"type": "moe", "num_experts": 4, "shared_expert": "conv"},
         r"ffn.shared_expert.kernel_size \(3\) looks at earlier tokens",
+    ),
+    "inside a mixture of depths": (
+        {**FFNS["depths"], "ffn": FFNS["ngrams in a shared expert"]},
+        r"ffn.ffn.type \('moe'\) reads earlier tokens, and those not chosen are missing; put the mixture of "
+        "depths inside 'ngram_memory'",
     ),
 }
 
@@ -83,6 +99,9 @@ def decoder(
     model = DecoderConfig.model_validate(options).build(VOCAB, MAX_LEN).double().eval()
     with torch.no_grad():
         model.embedding.weight.mul_(20)  # decided, so that tokens do not tie
+        for name, parameter in model.named_parameters():
+            if "tables" in name or "taps" in name:  # hardly anything at first
+                parameter.normal_()
     return model
 
 
@@ -120,10 +139,17 @@ def test_token_by_token_gives_what_the_whole_sequence_gives(
         )
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_rows_of_different_lengths_write_what_each_writes_alone(positions: str, kind: str) -> None:
-    model = decoder(positions, ATTENTION[kind])
+@pytest.mark.parametrize(
+    ("positions", "kind", "ffn"),
+    [
+        *((positions, kind, "top_k") for positions in POSITIONS for kind in ATTENTION),
+        *(("rope", "heads", ffn) for ffn in FFNS if "ngrams" in ffn),
+    ],
+)
+def test_rows_of_different_lengths_write_what_each_writes_alone(
+    positions: str, kind: str, ffn: str
+) -> None:
+    model = decoder(positions, ATTENTION[kind], FFNS[ffn])
     prompts = [token_ids(9)[:length] for length in (3, 9, 1, 9)]
     alone = [greedy(model, prompt_ids, 7) for prompt_ids in prompts]  # two outgrow the context
 
@@ -133,9 +159,53 @@ def test_rows_of_different_lengths_write_what_each_writes_alone(positions: str, 
     assert len({tuple(ids) for ids in alone}) > 1
 
 
+@pytest.mark.parametrize("length", range(1, 6))
 @torch.no_grad()
-def test_rows_of_different_lengths_go_on_by_several_tokens() -> None:
-    model, ids = decoder(attention=ATTENTION["grouped"]), token_ids(2, 9)
+def test_a_history_of_any_length_is_that_of_the_whole_sequence(length: int) -> None:
+    model, ids = decoder(ffn=FFNS["ngrams"]), token_ids(2, 10)
+    cache = model.new_cache(2)
+    parts = [ids[:, :length], *ids[:, length:].split(1, dim=1)]
+    got = torch.cat([model(part, cache=cache).logits for part in parts], dim=1)
+    torch.testing.assert_close(got, model(ids).logits, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_pass_that_fails_adds_nothing_to_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = decoder(ffn=FFNS["ngrams"]), token_ids(1, 6)
+    cache = model.new_cache(1)
+    model(ids[:, :5], cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.layers[1], "forward", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], cache=cache)
+    got = model(ids[:, 5:], cache=cache).logits
+    torch.testing.assert_close(got[0, -1], model(ids).logits[0, -1], rtol=0, atol=1e-5)
+
+
+def test_a_module_that_is_run_twice_in_a_pass_has_two_histories() -> None:
+    cache, owner, other = KVCache(1, 1, capacity=9), nn.Identity(), nn.Identity()
+    (layer,), ids = cache.layers, token_ids(1, 2)
+    seen: list[list[float]] = []
+    for number in (1.0, 2.0):
+        cache.begin(ids, None)
+        for module, sign in ((owner, 1), (other, 10), (owner, -1)):
+            values = torch.tensor([[[number], [number + 0.5]]]) * sign
+            seen.append(layer.window(module, values, reach=1).flatten().tolist())
+        cache.end()
+    assert seen == [
+        [0, 1, 1.5],
+        [0, 10, 15],
+        [0, -1, -1.5],
+        [1.5, 2, 2.5],
+        [15, 20, 25],
+        [-1.5, -2, -2.5],
+    ]
+
+
+@pytest.mark.parametrize("ffn", ["top_k", "ngrams"])
+@torch.no_grad()
+def test_rows_of_different_lengths_go_on_by_several_tokens(ffn: str) -> None:
+    model, ids = decoder(attention=ATTENTION["grouped"], ffn=FFNS[ffn]), token_ids(2, 9)
     cache = model.new_cache(2)
     mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2])
     model(ids[:, :4], mask, cache=cache)

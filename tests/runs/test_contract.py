@@ -95,6 +95,20 @@ class Alone(Good, frozen=True):
     by_token = True
 class AloneFFN(GoodFFN): pass
 
+class Last(Good, frozen=True):
+    @property
+    def reads_history(self): return True
+    @property
+    def not_cached_because(self): return None
+class LastFFN(GoodFFN):
+    def forward(self, x, context=None):
+        history = context and context.history
+        before = history.window(self, x, 1) if history else nn.functional.pad(x, (0, 0, 1, 0))
+        return FFNOutput(self.y(x - before[:, :-1]))
+
+class Forgets(Last, frozen=True): pass
+class ForgetsFFN(PastFFN): pass
+
 class Training(Good, frozen=True): pass
 class TrainingFFN(GoodFFN):
     def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
@@ -324,6 +338,10 @@ BROKEN = {
         "it says by_token, but the token at position {p} becomes something else alone than in its "
         "sequence, and text would be written so; leave by_token out"
     ),
+    "Forgets": (
+        "it says reads_history, but the token at position {p} becomes something else alone than in its "
+        "sequence, and text would be written so; leave reads_history out"
+    ),
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
@@ -353,7 +371,7 @@ def as_pattern(text: str) -> str:
     return re.escape(text).replace(r"\{p\}", r"\d+").replace(r"\{any\}", ".*")
 
 
-@pytest.mark.parametrize("name", ["Good", "Noisy", "Alone"])
+@pytest.mark.parametrize("name", ["Good", "Noisy", "Alone", "Last"])
 def test_a_block_that_keeps_it_passes_without_a_word(
     check: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

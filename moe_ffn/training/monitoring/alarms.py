@@ -108,6 +108,10 @@ class Advice:
         router, option = info.router, f"model.{info.path}.router.type"
         if not router.learns:
             return f"take another {option} than '{router.type}', which learns nothing"
+        if router.fixed_by is not None:
+            return (
+                f"leave model.{info.path}.router.{router.fixed_by} out, which fixes where tokens go"
+            )
         if router.has_correction_bias:
             return self.objective.bias_rule.advice or raise_loss
         return f"{raise_loss}, or take {option} 'sigmoid_top_k', whose bias a rule balances"

@@ -199,9 +199,13 @@ def test_where_most_experts_take_most_tokens_little_imbalance_is_no_collapse(
             {"ffn": {"type": "moe", "router": "forced"}},
             "take another model.ffn.router.type than 'forced', which learns nothing",
         ),
+        (
+            {"ffn": {"type": "moe", "router": {"type": "top_k", "token_table": {"vocab_size": 9}}}},
+            "leave model.ffn.router.token_table out, which fixes where tokens go",
+        ),
         ({"ffn": "dense", "ffn_at": {"3": "moe"}}, BALANCE.replace("model.ffn", "model.ffn_at.3")),
     ],
-    ids=["bias", "forced", "one layer"],
+    ids=["bias", "forced", "table", "one layer"],
 )
 def test_advice_names_what_the_layer_has(model: dict[str, Any], advice: str) -> None:
     assert watch(make_rules(model), COLLAPSED, COLLAPSED)[0].advice == advice

@@ -1,0 +1,282 @@
+"""N-gram memory: rows of tables, found by a hash of the last few tokens, beside another block.
+
+B sequences, S tokens of a sequence, L with those before them, D model width, N the longest n-gram, H tables
+for each n, M the width of all rows of a token
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, count, islice
+from random import Random
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from pydantic import Field
+from torch import Tensor, nn
+
+from moe_ffn.config import MAX_COUNT, describe_options
+from moe_ffn.errors import Refusal, first_refusal
+from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
+from moe_ffn.ffn.moe import MoEConfig
+from moe_ffn.kernels.base import check_dtype
+from moe_ffn.outputs import (
+    FFNOutput,
+    Memory,
+    TokenContext,
+    TokenHistory,
+    check_input,
+    flatten_tokens,
+)
+from moe_ffn.routing.base import Router
+from moe_ffn.sizes import linear_flops, linear_params
+
+_EPS = 1e-6
+
+
+class NgramMemoryConfig(FFNConfig, frozen=True):
+    """A memory of hashed n-grams beside another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
+
+    It needs token ids, and reads them as they are: the paper first gives one id to tokens that differ in case
+    or accents alone. There the memory is added before attention; here to the output of `ffn`.
+    """
+
+    type: Literal["ngram_memory"] = "ngram_memory"
+    ffn: FFNConfig = MoEConfig()
+    """The block beside it, which sees the same tokens."""
+    max_order: int = Field(default=3, ge=2, le=32)
+    """N: the last 2 tokens, the last 3, up to the last N are looked up, each in tables of their own."""
+    num_heads: int = Field(default=8, ge=1, le=1024)
+    """Tables for each order, so that n-grams that share a row of one do not share those of another."""
+    num_rows: int = Field(default=4096, ge=1, le=MAX_COUNT)
+    """The fewest rows of a table. Tables have the primes from there on, each another one."""
+    row_width: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Width of a row; d_model / (2 * num_heads) by default, as in the paper."""
+    kernel_size: int = Field(default=4, ge=1, le=1024)
+    """What the convolution sees: a token, and before it every N-th one."""
+    rate_scale: float = Field(default=5.0, gt=0, le=1e6)
+    """Adam moves the tables this much faster than all else: what is read is this times what is stored."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Chooses the hash function; layers of one seed have the same."""
+
+    @property
+    def reads_history(self) -> bool:
+        return True
+
+    @property
+    def not_causal_because(self) -> Refusal | None:
+        return first_refusal({"ffn": self.ffn.not_causal_because})
+
+    @property
+    def not_cached_because(self) -> Refusal | None:
+        return first_refusal({"ffn": self.ffn.not_cached_because})
+
+    def routers(self) -> dict[str, RouterInfo]:
+        return {name: info.inside("ffn") for name, info in self.ffn.routers().items()}
+
+    def inner_blocks(self) -> dict[str, FFNConfig]:
+        return {"ffn": self.ffn}
+
+    @property
+    def num_tables(self) -> int:
+        return (self.max_order - 1) * self.num_heads
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """The rows of each table: those of 2-grams first."""
+        return primes_from(self.num_rows, self.num_tables)
+
+    def width_of_row(self, d_model: int) -> int:
+        return self.row_width or max(1, d_model // (2 * self.num_heads))
+
+    def memory_width(self, d_model: int) -> int:
+        """M, of what is read for a token."""
+        return self.num_tables * self.width_of_row(d_model)
+
+    def build(self, d_model: int) -> FFNBlock:
+        return NgramMemoryFFN(self, d_model)
+
+    def num_params(self, d_model: int) -> int:
+        tables = sum(self.table_sizes) * self.width_of_row(d_model)
+        return tables + self._params_beside_tables(d_model) + self.ffn.num_params(d_model)
+
+    def num_active_params(self, d_model: int) -> int:
+        """With one row of each table."""
+        read = self.memory_width(d_model)
+        return read + self._params_beside_tables(d_model) + self.ffn.num_active_params(d_model)
+
+    def flops_per_token(self, d_model: int, seq_len: int) -> int:
+        ours = 2 * linear_flops(self.memory_width(d_model), d_model)
+        return ours + self.ffn.flops_per_token(d_model, seq_len)
+
+    def routed_flops_per_token(self, d_model: int, seq_len: int) -> int:
+        return self.ffn.routed_flops_per_token(d_model, seq_len)
+
+    def describe(self) -> str:
+        return (
+            f"memory of {self.max_order}-grams, {self.num_rows} rows, beside {self.ffn.describe()}"
+        )
+
+    def _params_beside_tables(self, d_model: int) -> int:
+        """Keys and values, three norms, and the taps of the convolution."""
+        projections = 2 * linear_params(self.memory_width(d_model), d_model, bias=False)
+        return projections + 3 * d_model + self.kernel_size * d_model
+
+
+class NgramMemoryFFN(FFNBlock):
+    """y = f(x) + v + SiLU(conv(RMSNorm(v))) with v = sigmoid(RMSNorm(x) . RMSNorm(W_K e) / sqrt(D)) W_V e.
+
+    Cheng et al. 2026 (arXiv:2601.07372), section 2.3: e is what `NgramTables` reads for the token, and the
+    convolution is zero at first. (Their demonstration takes the signed square root of the score, too.)
+    """
+
+    def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.ffn = config.ffn.build(d_model)
+        self.tables = NgramTables(config, d_model)
+        width = config.memory_width(d_model)
+        self.key = nn.Linear(width, d_model, bias=False)
+        self.value = nn.Linear(width, d_model, bias=False)
+        self.query_norm, self.key_norm = WideNorm(d_model, eps=_EPS), WideNorm(d_model, eps=_EPS)
+        self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
+
+    def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
+        """See `FFNBlock.forward`.
+
+        Raises:
+            ValueError: the context has no token ids.
+        """
+        check_input(x, context, self.d_model, self)
+        if context is None or context.token_ids is None:
+            raise ValueError(
+                "type 'ngram_memory' looks up the last tokens by their ids: call the block with "
+                "TokenContext(token_ids=...)"
+            )
+        check_dtype(x, self.key.weight)
+        output = self.ffn(x, context)
+        read = self.read(x, context)
+        return replace(output, hidden=output.hidden + read.to(x.dtype).view_as(x))
+
+    def read(self, x: Tensor, context: TokenContext) -> Tensor:
+        """What the memory adds, (B, S, D), zero where it is padding."""
+        x_TD, flat = flatten_tokens(x, context)
+        by_sequence, history = {"s": flat.sequence_length or 1}, context.history
+        assert flat.token_ids is not None
+        ids_T = flat.token_ids.long() + 1  # 0: no token
+        if flat.mask is not None:
+            ids_T = ids_T.masked_fill(~flat.mask, 0)
+        ids_BS = rearrange(ids_T, "(b s) -> b s", **by_sequence)
+        x_BSD = rearrange(x_TD, "(b s) d -> b s d", **by_sequence)
+        rows_BSM = self.tables(ids_BS, history)
+        key_BSD = self.key_norm(self.key(rows_BSM))
+        score_BS1 = (key_BSD * self.query_norm(x_BSD)).sum(dim=-1, keepdim=True)
+        gate_BS1 = (score_BS1 / math.sqrt(self.d_model)).sigmoid().to(x.dtype)
+        padding_BS1 = (ids_BS == 0).unsqueeze(-1)
+        value_BSD = (gate_BS1 * self.value(rows_BSM)).masked_fill(padding_BS1, 0)
+        return (value_BSD + self.conv(value_BSD, history)).masked_fill(padding_BS1, 0)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}"
+
+    def routers(self) -> dict[str, Router]:
+        return self.ffn.routers()
+
+    def place_experts(self, place: PlaceExperts) -> None:
+        self.ffn.place_experts(place)
+
+    def memories(self, x: Tensor, context: TokenContext | None = None) -> list[Memory]:
+        return self.ffn.memories(x, context)
+
+
+class NgramTables(nn.Module):
+    """The rows of a token's n-grams, n = 2 .. N, one of each of H tables, side by side.
+
+    Row (XOR over i < n of a_i * id_(t - i)) mod P of a table with P rows, P prime, odd a_i drawn by the seed:
+    multiplicative-XOR hashing (arXiv:2601.07372, section 2.2). Ids count from 1; 0 stands where there is no
+    token or padding.
+    """
+
+    def __init__(self, config: NgramMemoryConfig, d_model: int) -> None:
+        super().__init__()
+        self.config = config
+        self.sizes = config.table_sizes
+        # Of `random`, what Python promises to keep. Products of 31 bits do not overflow.
+        draw = Random(config.seed).random
+        self.factors = tuple(2 * int(draw() * 2**30) + 1 for _ in range(config.max_order))
+        self.rows = nn.Embedding(sum(self.sizes), config.width_of_row(d_model))
+        nn.init.normal_(self.rows.weight, std=0.02 / config.rate_scale)
+
+    def forward(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
+        """(B, S, M); ids as above."""
+        rows_BSM = self.rows(self.places(ids_BS, history)).flatten(-2)
+        return self.config.rate_scale * rows_BSM
+
+    def places(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:
+        """Which rows are read, int64 (B, S, (N - 1) H), counted through all tables."""
+        reach, length = len(self.factors) - 1, ids_BS.shape[1]
+        ids_BL = _window(self, ids_BS, reach, history)
+        mixed_BS = self.factors[0] * ids_BS
+        tables = zip(self.sizes, accumulate(self.sizes, initial=0), strict=False)
+        places: list[Tensor] = []
+        for back in range(1, reach + 1):
+            mixed_BS = mixed_BS ^ (self.factors[back] * ids_BL.narrow(1, reach - back, length))
+            heads = islice(tables, self.config.num_heads)
+            places += [mixed_BS.remainder(size) + first for size, first in heads]
+        return torch.stack(places, dim=-1)
+
+    def extra_repr(self) -> str:
+        return describe_options(self.config, without=["type", "ffn", "row_width", "kernel_size"])
+
+
+class ShortConv(nn.Module):
+    """SiLU(sum over i < K of w_i * RMSNorm(v)_(t - i N)): a causal convolution of each channel by itself."""
+
+    def __init__(self, d_model: int, kernel_size: int, dilation: int) -> None:
+        super().__init__()
+        self.norm = WideNorm(d_model, eps=_EPS)
+        self.taps_KD = nn.Parameter(torch.zeros(kernel_size, d_model))
+        self.dilation = dilation
+
+    def forward(self, v_BSD: Tensor, history: TokenHistory | None) -> Tensor:
+        reach, length = (len(self.taps_KD) - 1) * self.dilation, v_BSD.shape[1]
+        v_BLD = _window(self, self.norm(v_BSD).to(v_BSD.dtype), reach, history)
+        taken = [
+            tap_D * v_BLD.narrow(1, reach - back * self.dilation, length)
+            for back, tap_D in enumerate(self.taps_KD)
+        ]
+        return F.silu(sum(taken[1:], taken[0]))
+
+    def extra_repr(self) -> str:
+        return f"kernel_size={len(self.taps_KD)}, dilation={self.dilation}"
+
+
+class WideNorm(nn.RMSNorm):
+    """An RMS norm that computes and returns float32 or wider."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+
+
+def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | None) -> Tensor:
+    """`TokenHistory.window`; of tokens that are the first, with zeros before them."""
+    if history is not None:
+        return history.window(owner, new, reach)
+    # Of `shape`, since `len` is no symbol to torch.export.
+    before = new.new_zeros(new.shape[0], reach, *new.shape[2:])
+    return torch.cat([before, new], dim=1)
+
+
+@cache
+def primes_from(least: int, how_many: int) -> tuple[int, ...]:
+    """The first primes that are not below `least`."""
+    return tuple(islice(filter(_is_prime, count(max(least, 2))), how_many))
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

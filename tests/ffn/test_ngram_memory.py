@@ -1,0 +1,313 @@
+"""The memory of n-grams against a loop over tokens, tables and taps, and what it promises."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
+from moe_ffn.ffn.ngram_memory import (
+    NgramMemoryConfig,
+    NgramMemoryFFN,
+    NgramTables,
+    WideNorm,
+    primes_from,
+)
+from moe_ffn.training.optimizer import OptimizerConfig, split_by_decay
+
+D, B, S = 6, 2, 9
+SMALL: dict[str, Any] = {
+    "type": "ngram_memory",
+    "num_heads": 2,
+    "num_rows": 10,
+    "row_width": 3,
+    "kernel_size": 3,
+    "rate_scale": 2.0,
+}
+INSIDE: dict[str, Any] = {
+    "dense": "dense",
+    "moe": {"type": "moe", "num_experts": 4, "experts": {"type": "swiglu", "d_ff": 4}},
+    "identity": "identity",
+}
+
+
+def built(ffn: Any = "dense", **options: Any) -> NgramMemoryFFN:
+    """In float64, all weights drawn, those that begin at zero too."""
+    torch.manual_seed(0)
+    block = build_ffn({**SMALL, "ffn": ffn, **options}, D).double()
+    assert isinstance(block, NgramMemoryFFN)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    return block
+
+
+def batch(mask: Tensor | None = None) -> tuple[Tensor, TokenContext]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, S, D, generator=generator, dtype=torch.float64)
+    return x, TokenContext(mask, torch.randint(50, (B, S), generator=generator))
+
+
+def rms_norm(x_D: Tensor, scale_D: Tensor) -> Tensor:
+    return x_D / (x_D.square().mean() + 1e-6).sqrt() * scale_D
+
+
+def memory_by_hand(
+    block: NgramMemoryFFN, x_SD: Tensor, ids: list[int | None], n_max: int
+) -> list[Tensor]:
+    """Of one sequence, token by token; None stands for padding."""
+    primes = (11, 13, 17, 19, 23, 29, 31, 37)[: 2 * (n_max - 1)]
+    values: list[Tensor] = []
+    for t, x_D in enumerate(x_SD):
+        rows: list[Tensor] = []
+        for table, prime in enumerate(primes):
+            mixed = 0
+            for i in range(2 + table // 2):
+                at = ids[t - i] if t >= i else None
+                mixed ^= block.tables.factors[i] * (0 if at is None else at + 1)
+            rows.append(2.0 * block.tables.rows.weight[sum(primes[:table]) + mixed % prime])
+        e_M = torch.cat(rows)
+        key_D = rms_norm(block.key.weight @ e_M, block.key_norm.weight)
+        gate = (rms_norm(x_D, block.query_norm.weight) @ key_D / math.sqrt(D)).sigmoid()
+        values.append(gate * (block.value.weight @ e_M) * (ids[t] is not None))
+    read: list[Tensor] = []
+    for t, value_D in enumerate(values):
+        summed = torch.zeros(D, dtype=torch.float64)
+        for i, tap_D in enumerate(block.conv.taps_KD):
+            if t >= i * n_max:
+                summed = summed + tap_D * rms_norm(values[t - i * n_max], block.conv.norm.weight)
+        read.append((value_D + summed * summed.sigmoid()) * (ids[t] is not None))
+    return read
+
+
+@pytest.mark.parametrize("n_max", [2, 3, 5])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_output_and_gradients_are_those_of_a_loop(inside: str, padded: bool, n_max: int) -> None:
+    block = built(INSIDE[inside], max_order=n_max)
+    mask = torch.ones(B, S, dtype=torch.bool)
+    mask[0, :2] = mask[0, 5] = mask[1, 6:] = not padded
+    x, context = batch(mask)
+    assert context.token_ids is not None
+    x.requires_grad_()
+    wanted = block.ffn(x, context).hidden + torch.stack(
+        [
+            torch.stack(
+                memory_by_hand(
+                    block,
+                    x[row],
+                    [token if mask[row, t] else None for t, token in enumerate(ids)],
+                    n_max,
+                )
+            )
+            for row, ids in enumerate(context.token_ids.tolist())
+        ]
+    )
+    got = block(x, context).hidden
+
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+    weights = torch.randn(B, S, D, dtype=torch.float64)
+    over = {"x": x, **dict(block.named_parameters())}
+    found, expected = (
+        torch.autograd.grad((hidden * weights).sum(), list(over.values()))
+        for hidden in (got, wanted)
+    )
+    for name, one, other in zip(over, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=name)
+        assert one.abs().max() > 0, name
+
+
+def test_the_routings_are_those_of_the_block_inside() -> None:
+    block, (x, context) = built(INSIDE["moe"]), batch()
+    output, inner = block(x, context), block.ffn(x, context)
+    assert list(output.routings) == ["routing"] == list(block.routers())
+    assert output.routing is not None
+    assert inner.routing is not None
+    assert torch.equal(output.routing.expert_ids_N, inner.routing.expert_ids_N)
+
+
+@pytest.mark.parametrize("position", range(1, S))
+def test_no_output_depends_on_a_later_token_or_its_id(position: int) -> None:
+    block, (x, context) = built("identity"), batch()
+    ids = context.token_ids
+    assert ids is not None
+    before = block(x, context).hidden
+    for other_x, other_ids in (
+        (-3 * x + 1, ids),
+        (x, ids + 7),
+    ):
+        later = torch.arange(S) >= position
+        altered = block(
+            torch.where(later[:, None], other_x, x),
+            TokenContext(token_ids=torch.where(later, other_ids, ids)),
+        ).hidden
+        assert torch.equal(altered[:, :position], before[:, :position])
+        assert (altered[:, position] - before[:, position]).abs().max() > 1e-3
+
+
+def test_a_token_is_seen_by_the_n_grams_and_taps_that_hold_it() -> None:
+    block, (x, context) = built("identity"), batch()
+    assert context.token_ids is not None
+    altered = context.token_ids.clone()
+    altered[:, 0] += 1
+    moved = (block(x, TokenContext(token_ids=altered)).hidden - block(x, context).hidden).abs()
+    # N = 3: itself and two more, and each of these again 3 and 6 tokens later.
+    assert (moved.amax(dim=(0, 2)) > 1e-6).tolist() == [True] * 9
+    block.conv.taps_KD.data.zero_()
+    moved = (block(x, TokenContext(token_ids=altered)).hidden - block(x, context).hidden).abs()
+    assert (moved.amax(dim=(0, 2)) > 1e-6).tolist() == [True] * 3 + [False] * 6
+
+
+def test_tables_have_different_primes_and_rows_are_used_evenly() -> None:
+    assert primes_from(10, 4) == (11, 13, 17, 19)
+    assert primes_from(1, 3) == (2, 3, 5)
+    assert primes_from(2**20, 1) == (1_048_583,)
+    tables = NgramTables(NgramMemoryConfig(num_heads=2, num_rows=500, row_width=1), D)
+    assert tables.sizes == (503, 509, 521, 523)
+    first, second = torch.arange(400).split(200)
+    pairs_P2 = torch.cartesian_prod(first, second)
+    places_P4 = tables.places(pairs_P2, None)[:, 1]  # of the second token: all pairs, 40,000
+    for places_P, size, begin in zip(places_P4.T, tables.sizes, (0, 503, 1012, 1533), strict=True):
+        assert begin <= places_P.min() <= places_P.max() < begin + size
+        counts = torch.bincount(places_P - begin, minlength=size).double()
+        # Of a random function: a mean of 80, whose variance is about that too.
+        assert 0.5 < counts.var() / counts.mean() < 2
+    # Those that share a row of the first table do not share one of the second.
+    shared = places_P4[places_P4[:, 0] == places_P4[0, 0], 1]
+    assert len(shared.unique()) > 0.8 * len(shared)
+
+
+def test_another_seed_is_another_hash() -> None:
+    ids = torch.arange(12).view(2, 6)
+    one, same, other = (
+        NgramTables(NgramMemoryConfig(seed=seed), D).places(ids, None) for seed in (0, 0, 1)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_its_cost_is_that_of_the_module_and_a_token_reads_one_row_of_each_table(
+    inside: str,
+) -> None:
+    config = NgramMemoryConfig.model_validate({**SMALL, "ffn": INSIDE[inside]})
+    block, (x, context) = built(INSIDE[inside]), batch()
+    total = sum(parameter.numel() for parameter in block.parameters())
+    assert config.num_params(D) == total
+    # 11 + 13 + 17 + 19 rows of which 4 are read.
+    idle = config.ffn.num_params(D) - config.ffn.num_active_params(D)
+    assert config.num_active_params(D) == total - (60 - 4) * 3 - idle
+    with FlopCounterMode(display=False) as counter:
+        block(x, context)
+    assert counter.get_total_flops() == B * S * config.flops_per_token(D, S)
+
+
+def test_by_default_a_row_is_as_wide_as_in_the_paper() -> None:
+    # engram_demo_v1.py: 512 for each order, of 8 heads, at a width of 1024.
+    config = NgramMemoryConfig()
+    assert (config.max_order, config.num_heads, config.kernel_size) == (3, 8, 4)
+    assert config.width_of_row(1024) == 64
+    assert config.memory_width(1024) == 1024
+
+
+def test_norms_of_half_precision_are_computed_and_kept_in_float32() -> None:
+    norm = WideNorm(D, eps=1e-6).bfloat16()
+    x_TD = batch()[0].flatten(0, 1).bfloat16()
+    wanted_TD = torch.stack([rms_norm(x_D, norm.weight.float()) for x_D in x_TD.float()])
+    torch.testing.assert_close(norm(x_TD), wanted_TD, rtol=0, atol=1e-6)
+
+
+def test_at_first_what_is_read_is_small_and_the_convolution_nothing() -> None:
+    block: Any = NgramMemoryConfig(rate_scale=5.0).build(64)
+    read = block.tables(torch.arange(1000).view(10, 100), None)
+    assert read.std().item() == pytest.approx(0.02, rel=0.05)  # as the embeddings of a decoder
+    assert block.conv(torch.randn(2, 5, 64), None).count_nonzero() == 0
+
+
+def test_adam_moves_what_is_read_by_a_multiple_of_its_rate_and_nothing_decays_it() -> None:
+    block, (x, context) = built(rate_scale=5.0), batch()
+    decayed, kept = split_by_decay(block)
+    assert "tables.rows.weight" in kept
+    assert {"conv.taps_KD", "key.weight"} <= set(decayed)
+    optimizer = OptimizerConfig.model_validate({"learning_rate": 1e-3}).build(block)
+    before = {name: p.detach().clone() for name, p in block.named_parameters()}
+    block(x, context).hidden.square().sum().backward()
+    optimizer.step()
+    moved = (block.tables.rows.weight - before["tables.rows.weight"]).abs()
+    was_read = moved.amax(dim=1) > 0
+    assert was_read.sum() < len(was_read)
+    torch.testing.assert_close(5 * moved[was_read], torch.full_like(moved[was_read], 5e-3))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a single token is no n-gram": (
+        {"max_order": 1},
+        "max_order: must be at least 2, got 1",
+    ),
+    "no table": ({"num_heads": 0}, "num_heads: must be at least 1, got 0"),
+    "no row": ({"num_rows": 0}, "num_rows: must be at least 1, got 0"),
+    "a rate of nothing": ({"rate_scale": 0.0}, "rate_scale: must be greater than 0.0, got 0.0"),
+    "unknown": ({"max_ordr": 3}, "max_ordr: unknown; did you mean 'max_order'?"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        build_ffn({"type": "ngram_memory", **options}, D)
+
+
+@pytest.mark.parametrize("context", [None, TokenContext()], ids=["none", "empty"])
+def test_tokens_without_ids_are_refused(context: TokenContext | None) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^type 'ngram_memory' looks up the last tokens by their ids: call the block with "
+        r"TokenContext\(token_ids=\.\.\.\)$",
+    ):
+        built()(batch()[0], context)
+
+
+def test_what_stands_inside_is_answered_for() -> None:
+    around_moe = {**SMALL, "ffn": "moe"}
+    with pytest.raises(
+        ConfigError,
+        match=r"^shared_expert\.type \('ngram_memory'\) must not be a sparse block: every token",
+    ):
+        build_ffn({"type": "moe", "shared_expert": around_moe}, D)
+    build_ffn({"type": "moe", "shared_expert": SMALL | {"ffn": "dense"}}, D)
+    looks_ahead = FFNConfig.model_validate(
+        {**SMALL, "ffn": {"type": "conv", "causal": False}}
+    ).not_causal_because
+    assert str(looks_ahead).startswith("ffn.causal (false) with kernel_size (3) looks ahead")
+
+
+def test_it_is_exported_with_any_number_of_sequences() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = built()
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.block(x, TokenContext(token_ids=ids)).hidden
+
+    called, (x, context) = Called(), batch()
+    assert context.token_ids is not None
+    dynamic = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(
+        called, (x, context.token_ids), dynamic_shapes={"x": dynamic, "ids": dynamic}
+    )
+    more = torch.cat([x, x + 1]), torch.cat([context.token_ids] * 2)
+    torch.testing.assert_close(program.module()(*more), called(*more), rtol=0, atol=1e-12)
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    model = DecoderConfig.model_validate({"d_model": 16, "num_layers": 1, "ffn": SMALL})
+    with pytest.raises(
+        ValueError, match=r"token_ids must lie in \[0, 11\), but reach from 0 to 11"
+    ):
+        model.build(11, 6)(torch.tensor([[0, 11]]))
