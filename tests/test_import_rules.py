@@ -23,6 +23,7 @@ FOUNDATION = {
     "files",
     "outputs",
     "sizes",
+    "torch_modes",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -31,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "import_path": {"environment", "errors"},
     "config": {"errors", "import_path"},
     "outputs": set(),
+    "torch_modes": set(),
     "sizes": {"config", "errors"},
     "files": {"errors"},
     "environment": {"errors"},
