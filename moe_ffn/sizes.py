@@ -72,7 +72,7 @@ _WIDEST = 10 * MAX_COUNT
 
 
 def share_of(*factors: float, parts: int) -> tuple[int, int]:
-    """The product of `factors`, divided among `parts`: numerator and denominator of what was meant by its floats.
+    """The product of `factors`, divided among `parts`, as the numerator and denominator that its floats mean.
 
     In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `LARGEST_SHARE` and
     `LARGEST_SHARE`: a positive factor is never rounded to nothing.

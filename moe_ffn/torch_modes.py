@@ -35,8 +35,6 @@ def cannot_be_read(x: Tensor) -> bool:
 
 def transforms_at_work() -> bool:
     """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
-    if torch.compiler.is_compiling():  # which traces through them by itself
-        return False
     # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
     return torch._C._are_functorch_transforms_active() or is_forward_mode()
 
@@ -60,7 +58,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """`torch.enable_grad`, which works in the body of an operator of ours too, where torch has autograd off."""
+    """`torch.enable_grad` that works in the body of an operator of ours too, where torch has autograd off."""
     # Private; there is no public way.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():

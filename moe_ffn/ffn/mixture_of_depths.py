@@ -28,7 +28,7 @@ from moe_ffn.outputs import (
 )
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
-from moe_ffn.torch_modes import cannot_be_read
+from moe_ffn.torch_modes import cannot_be_read, transforms_at_work
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):
@@ -134,7 +134,8 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        refuse_vmap(x, self.parameters())
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)

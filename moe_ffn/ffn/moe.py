@@ -26,6 +26,7 @@ from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
+from moe_ffn.torch_modes import transforms_at_work
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -227,7 +228,8 @@ class MoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        refuse_vmap(x, self.parameters())
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:
             x_TD = jittered(x_TD, self.config.jitter).to(x_TD.dtype)

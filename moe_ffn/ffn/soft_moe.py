@@ -22,7 +22,7 @@ from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
 from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops
-from moe_ffn.torch_modes import without_autocast
+from moe_ffn.torch_modes import transforms_at_work, without_autocast
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
@@ -97,7 +97,8 @@ class SoftMoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
-        refuse_vmap(x, self.parameters())
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)

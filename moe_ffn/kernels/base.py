@@ -271,9 +271,11 @@ def outside_graphs(backend: Backend) -> Backend:
     def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         if torch.compiler.is_compiling():
             sentence = f"experts.backend '{backend.__name__}' {NOT_IN_GRAPHS}"
+            if transforms_at_work():
+                sentence = TRANSFORMS_NOT_IN_GRAPHS
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
-            torch._dynamo.graph_break(sentence)  # which is what `fullgraph=True` then says
+            torch._dynamo.graph_break(msg=sentence)  # which is what `fullgraph=True` then says
             # Here, since a decorator would load torch's compiler at import, in about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)
@@ -298,23 +300,25 @@ name goes before it."""
 
 
 NOT_IN_GRAPHS = (
-    "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do not "
-    "go through; set experts.backend to 'auto'"
+    "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do "
+    "not go through; set experts.backend to 'auto'"
 )
 """The refusal of backends that no graph holds; their name goes before it."""
+
+
+TRANSFORMS_NOT_IN_GRAPHS = "no graph holds experts under a transform of torch.func; call torch.compile without fullgraph=True"
+"""The refusal of all backends to what torch.compile would leave them out of."""
 
 
 def refuse_vmap(x: Tensor, parameters: Iterable[Tensor | None]) -> None:
     """Refuse what `torch.func.vmap` has given a hidden axis, before routing fails far inside torch.
 
-    Args:
-        x: the input of a sparse block.
-        parameters: its own, read where a transform is at work.
-
     Raises:
-        ValueError: one of them has such an axis.
+        ValueError: the input of a sparse block or one of its parameters has such an axis.
     """
-    if transforms_at_work() and any(t is not None and is_batched(t) for t in (x, *parameters)):
+    if torch.compiler.is_compiling():  # which leaves transforms of experts to eager mode
+        return
+    if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
             "torch.func.vmap does not go through experts, whose products are as large as the data ask "
             "for; give x one more leading axis instead"
@@ -333,10 +337,10 @@ def no_second_derivative(backend: str) -> RuntimeError:
 
 
 def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
-    """Refuse, in the backward pass of a backend, that it is differentiated in turn or given several gradients.
+    """Refuse, in a backend's own backward pass, that it is differentiated in turn or given several gradients.
 
-    Not by `once_differentiable`, whose error is not on the way from a gradient back to x: asked for d/dx alone,
-    torch passes it by.
+    Not by `once_differentiable`, whose error is not on the way from a gradient back to x: asked for d/dx
+    alone, torch passes it by.
 
     Raises:
         RuntimeError: a graph of this pass is asked for, or `grad` has a hidden axis (`is_grads_batched`).

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
@@ -70,9 +70,7 @@ def _call(
     plan: Plan, weights: ExpertWeights, x_TD: Tensor, weights_N: Tensor, parameters: Any
 ) -> Call:
     dtype = compute_dtype(x_TD)
-    dropout_NF = dropout_mask(
-        len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device
-    )
+    dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
     ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
     return Call(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
 
@@ -100,7 +98,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_more_derivatives("cpu", grads[0])
         saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
-        call = Call(*saved[:2], saved[2:6], *saved[6:10], *ctx.options)
+        call = Call._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
         wanted = ctx.needs_input_grad[3:]
         return (None,) * 3 + ctx.way.backward(call, saved[10], grads[0], wanted)
 

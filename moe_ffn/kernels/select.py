@@ -42,7 +42,8 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
             the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
     """
     check_dtype(x_TD, weights.up_EHD)
-    refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
+    if transforms_at_work():
+        refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
     if has_no_numbers(x_TD) and not torch.compiler.is_exporting():
         return in_graph(x_TD, plan, weights)  # of any backend: its shapes
     if backend == "auto":

@@ -216,6 +216,11 @@ void experts_backward(const Tensor& x, const Tensor& weights, const Tensor& up, 
   });
 }
 
+// Of tensors without numbers there is nothing to write.
+void write_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
 }  // namespace
 }  // namespace moe_ffn
 
@@ -236,4 +241,9 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
 TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("experts_forward", moe_ffn::experts_forward);
   m.impl("experts_backward", moe_ffn::experts_backward);
+}
+
+TORCH_LIBRARY_IMPL(moe_ffn_cpu, Meta, m) {
+  for (const auto* name : {"experts_forward", "experts_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&moe_ffn::write_nothing>());
 }
