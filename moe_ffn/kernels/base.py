@@ -306,7 +306,9 @@ NOT_IN_GRAPHS = (
 """The refusal of backends that no graph holds; their name goes before it."""
 
 
-TRANSFORMS_NOT_IN_GRAPHS = "no graph holds experts under a transform of torch.func; call torch.compile without fullgraph=True"
+TRANSFORMS_NOT_IN_GRAPHS = (
+    "no graph holds experts under torch.func; call torch.compile without fullgraph=True"
+)
 """The refusal of all backends to what torch.compile would leave them out of."""
 
 
