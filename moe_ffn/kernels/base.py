@@ -126,17 +126,6 @@ Gate = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
 """What may stand in the place of act(gate) * up."""
 
 
-def numbers_of_gate(gate: Gate | None) -> list[float] | None:
-    """A gate as an operator of torch takes it: which of `Gate` it is, then its fields."""
-    if gate is None:
-        return None
-    return [float(get_args(Gate).index(type(gate))), *map(float, vars(gate).values())]
-
-
-def gate_of_numbers(numbers: list[float] | None) -> Gate | None:
-    return None if numbers is None else get_args(Gate)[int(numbers[0])](*numbers[1:])
-
-
 class ClampOptions(Config, frozen=True):
     """The options of SwiGLU with clamps, in experts and in dense blocks.
 

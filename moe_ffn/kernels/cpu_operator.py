@@ -9,7 +9,7 @@ T tokens, D model width, E experts, F hidden width, N (token, expert) pairs, H r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,10 @@ from torch import Tensor
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import (
     ExpertWeights,
+    Gate,
     compute_dtype,
     dropout_mask,
-    gate_of_numbers,
     needs_gradient,
-    numbers_of_gate,
 )
 from moe_ffn.kernels.blocks import BLOCKS
 from moe_ffn.kernels.native.backend import NATIVE, takes
@@ -48,6 +47,17 @@ def in_graph(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         needs_gradient(x_TD, plan.weights_N, *weights.parameters),
     )
     return y_TD
+
+
+def numbers_of_gate(gate: Gate | None) -> list[float] | None:
+    """A gate as an operator of torch takes it: which of `Gate` it is, then its fields."""
+    if gate is None:
+        return None
+    return [float(get_args(Gate).index(type(gate))), *map(float, vars(gate).values())]
+
+
+def gate_of_numbers(numbers: list[float] | None) -> Gate | None:
+    return None if numbers is None else get_args(Gate)[int(numbers[0])](*numbers[1:])
 
 
 @torch.library.custom_op("moe_ffn::experts_on_cpu", mutates_args=())
