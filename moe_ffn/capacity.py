@@ -171,7 +171,7 @@ def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
     order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
     counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)
     starts_E = counts_E.cumsum(0) - counts_E
-    ranks_N = torch.arange(len(order_N), device=order_N.device)
+    ranks_N = torch.arange(order_N.shape[0], device=order_N.device)
     place_N = ranks_N - starts_E[expert_ids_N[order_N]]
     return torch.empty_like(place_N).scatter_(0, order_N, place_N)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field, TypeAdapter, WrapValidator
@@ -71,8 +71,8 @@ LARGEST_SHARE = 10**9
 _WIDEST = 10 * MAX_COUNT
 
 
-def share_of(*factors: float, parts: int) -> Fraction:
-    """The product of `factors`, divided among `parts`, as the fraction that was meant by its floats.
+def share_of(*factors: float, parts: int) -> tuple[int, int]:
+    """The product of `factors`, divided among `parts`, as the numerator and denominator that its floats mean.
 
     In floating point 0.3 * 50 is a little over 15, and its ceiling 16. Between 1 / `LARGEST_SHARE` and
     `LARGEST_SHARE`: a positive factor is never rounded to nothing.
@@ -81,13 +81,21 @@ def share_of(*factors: float, parts: int) -> Fraction:
     for factor in factors:
         share *= Fraction(factor)
     nearest = share.limit_denominator(LARGEST_SHARE)
-    return min(max(nearest, Fraction(1, LARGEST_SHARE)), Fraction(LARGEST_SHARE))
+    share = min(max(nearest, Fraction(1, LARGEST_SHARE)), Fraction(LARGEST_SHARE))
+    return share.numerator, share.denominator
 
 
-def ceil_of_share(counts: Tensor, share: Fraction) -> Tensor:
-    """ceil(share * count) of int64 counts, exactly and without reading them on the host."""
-    whole, rest = divmod(share.numerator, share.denominator)
-    return counts * whole - (-counts * rest // share.denominator)
+# What `torch.compiler.assume_constant_result` does, without loading the compiler, which knows no fractions.
+vars(share_of)["_dynamo_marked_constant"] = True
+
+Counts = TypeVar("Counts", int, Tensor)
+
+
+def ceil_of_share(counts: Counts, share: tuple[int, int]) -> Counts:
+    """ceil(share * count) of whole numbers or int64 counts, exactly and without reading them on the host."""
+    numerator, denominator = share
+    whole, rest = divmod(numerator, denominator)
+    return counts * whole - (-counts * rest // denominator)
 
 
 def gated_width(d_model: float, multiple_of: int = 8) -> int:

@@ -24,6 +24,7 @@ FOUNDATION = {
     "native",
     "outputs",
     "sizes",
+    "torch_modes",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -32,9 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "import_path": {"environment", "errors"},
     "config": {"errors", "import_path"},
     "outputs": set(),
+    "torch_modes": set(),
     "sizes": {"config", "errors"},
     "files": {"errors"},
-    "native": {"environment"},
+    "native": {"environment", "torch_modes"},
     "environment": {"errors"},
     "trust": {"errors", "import_path"},
     # Options from YAML files.

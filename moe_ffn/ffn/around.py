@@ -132,7 +132,7 @@ def run_by_pair(
     rows_ND, weights_N1 = x_RD.index_select(0, plan.token_ids_N), plan.weights_N.unsqueeze(-1)
     if weigh_input:
         rows_ND = (rows_ND * weights_N1).to(x_RD.dtype)
-    places_N = torch.arange(len(rows_ND), device=x_RD.device)
+    places_N = torch.arange(rows_ND.shape[0], device=x_RD.device)
     pairs = replace(
         plan, token_ids_N=places_N, weights_N=torch.ones_like(plan.weights_N), pair_ids_N=places_N
     )

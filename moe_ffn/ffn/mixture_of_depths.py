@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.dense import GatedConfig
+from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,
@@ -27,6 +28,7 @@ from moe_ffn.outputs import (
 )
 from moe_ffn.routing import ExpertChoiceRouterConfig, RouterConfig
 from moe_ffn.routing.base import Router
+from moe_ffn.torch_modes import cannot_be_read, transforms_at_work
 
 
 class MixtureOfDepthsConfig(FFNConfig, frozen=True):
@@ -135,10 +137,15 @@ class MixtureOfDepthsFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)
-        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS)
+        width = None
+        if cannot_be_read(x_TD):
+            width = self.router.max_tokens(chosen_BS.shape[1])
+        x_BMD, picked_BM, inner_context = pick(x_TD, flat, chosen_BS, width)
         inner = self.ffn(x_BMD, inner_context)
         weights_BM1 = torch.where(chosen_BS, weights_BS, 0).gather(1, picked_BM).unsqueeze(-1)
         passed_BMD = weights_BM1 * inner.hidden
@@ -175,9 +182,12 @@ class MixtureOfDepthsFFN(FFNBlock):
 
 
 def pick(
-    x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor
+    x_TD: Tensor, flat: TokenContext, chosen_BS: Tensor, width: int | None = None
 ) -> tuple[Tensor, Tensor, TokenContext]:
     """The chosen tokens of each sequence side by side: as wide as the fullest, M, others padded.
+
+    Args:
+        width: an M that is wide enough for all; read from `chosen_BS` when None.
 
     Returns:
         x (B, M, D); the position that each came from, (B, M); and the context of the block inside.
@@ -185,7 +195,8 @@ def pick(
     length = chosen_BS.shape[1]
     # The chosen first, each part in its own order.
     order_BS = (~chosen_BS).to(torch.uint8).argsort(dim=1, stable=True)
-    width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
+    if width is None:
+        width = int(chosen_BS.sum(dim=1).max()) if chosen_BS.numel() else 0
     picked_BM = order_BS[:, :width]
     mask_BM = chosen_BS.gather(1, picked_BM)
     ids_BM = flat.token_ids

@@ -22,10 +22,11 @@ from moe_ffn.ffn.around import Latent, LatentConfig, Norms, NormsConfig, run_by_
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.shared_expert import CombineConfig, SumConfig, share_of_norms
 from moe_ffn.ffn.zero_computation import ZeroComputationConfig, ZeroComputationExperts
-from moe_ffn.kernels.base import ExpertWeights
+from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
+from moe_ffn.torch_modes import transforms_at_work
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -229,6 +230,8 @@ class MoEFFN(FFNBlock):
 
     def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """`forward` with a router of somebody else's, for as many experts; `x` and `context` are checked."""
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:
             x_TD = jittered(x_TD, self.config.jitter).to(x_TD.dtype)
@@ -263,7 +266,7 @@ class MoEFFN(FFNBlock):
         self, output: FFNOutput, shared: Tensor | None, x: Tensor, context: TokenContext | None
     ) -> FFNOutput:
         """The routed output and the shared expert's together, normalised, and with the bias."""
-        hidden, shares = output.hidden, dict[str, Tensor]()
+        hidden, shares = output.hidden, {}
         if shared is not None:
             routed, joined = self.combine(hidden, shared, x)
             mask = None if context is None else context.mask

@@ -137,5 +137,5 @@ def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tenso
     )
     share_T = shared_T / (shared_T + routed_T).clamp(min=torch.finfo(shared_T.dtype).tiny)
     if mask is None:
-        return share_T.sum() / max(len(share_T), 1)
+        return share_T.sum() / max(share_T.shape[0], 1)
     return share_T.masked_fill(~mask.flatten(), 0).sum() / mask.sum().clamp(min=1)

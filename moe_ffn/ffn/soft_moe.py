@@ -19,8 +19,10 @@ from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
 from moe_ffn.ffn.base import ExpertStack, FFNBlock, FFNConfig
+from moe_ffn.kernels.base import refuse_vmap
 from moe_ffn.outputs import FFNOutput, TokenContext, check_input, flatten_tokens
 from moe_ffn.sizes import linear_flops
+from moe_ffn.torch_modes import transforms_at_work, without_autocast
 
 
 class SoftMoEConfig(FFNConfig, frozen=True):
@@ -95,6 +97,8 @@ class SoftMoEFFN(FFNBlock):
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
+        if transforms_at_work():
+            refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         length = max(flat.sequence_length or 1, 1)
         x_BSD = rearrange(x_TD, "(b s) d -> b s d", s=length)
@@ -122,7 +126,7 @@ class SoftMoEFFN(FFNBlock):
     def logits(self, x_BSD: Tensor) -> Tensor:
         """The logits of slots and tokens, (B, S, P), float32 or wider."""
         dtype = torch.float64 if x_BSD.dtype == torch.float64 else torch.float32
-        with torch.autocast(device_type=x_BSD.device.type, enabled=False):
+        with without_autocast(x_BSD):
             slots_PD = self.scale.to(dtype) * F.normalize(self.slots_PD.to(dtype), dim=-1)
             return F.linear(F.normalize(x_BSD.to(dtype), dim=-1), slots_PD)
 

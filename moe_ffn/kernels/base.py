@@ -6,8 +6,7 @@ matrix: F, or 2 F where the rows of a gate stand before those of up
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import Any, Literal, get_args
@@ -16,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.dispatch import Plan
 from moe_ffn.outputs import on_this_rank, summarize
+from moe_ffn.torch_modes import is_autocast_on, is_batched, transforms_at_work
 
 # -- activations
 
@@ -252,11 +251,20 @@ def outside_graphs(backend: Backend) -> Backend:
     """Keep a backend out of the graphs of torch.compile.
 
     Where shapes are the loads of the experts, it would be compiled again at every step.
+
+    Raises:
+        ValueError: torch.export has no way around it.
     """
 
     @wraps(backend)
     def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         if torch.compiler.is_compiling():
+            sentence = f"experts.backend '{backend.__name__}' {NOT_IN_GRAPHS}"
+            if transforms_at_work():
+                sentence = TRANSFORMS_NOT_IN_GRAPHS
+            if torch.compiler.is_exporting():
+                raise ValueError(sentence)
+            torch._dynamo.graph_break(msg=sentence)  # which is what `fullgraph=True` then says
             # Here, since a decorator would load torch's compiler at import, in about a second.
             return torch.compiler.disable(backend)(x_TD, plan, weights)  # pyright: ignore[reportCallIssue]
         return backend(x_TD, plan, weights)
@@ -272,38 +280,40 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def has_no_numbers(x: Tensor) -> bool:
-    """Whether a tensor is a FakeTensor, of which there is none before its module is imported."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(x, module.FakeTensor)
-
-
-def transforms_at_work() -> bool:
-    """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
-    if torch.compiler.is_compiling():  # which traces through them by itself
-        return False
-    # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Whether the tensor has a hidden batch axis, of `vmap` or of a backward pass with `is_grads_batched`."""
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
-    if functorch.is_legacy_batchedtensor(tensor):
-        return True
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 NOT_BY_TRANSFORMS = (
     "has a backward pass of its own, which torch.func, forward-mode differentiation and is_grads_batched "
     "do not go through; set experts.backend to 'loop', which they do"
 )
 """The refusal of backends that would leave the experts out of a derivative, or fail far inside torch; their
 name goes before it."""
+
+
+NOT_IN_GRAPHS = (
+    "reads the loads of the experts on the host, which torch.export and fullgraph=True of torch.compile do "
+    "not go through; set experts.backend to 'auto'"
+)
+"""The refusal of backends that no graph holds; their name goes before it."""
+
+
+TRANSFORMS_NOT_IN_GRAPHS = (
+    "no graph holds experts under torch.func; call torch.compile without fullgraph=True"
+)
+"""The refusal of all backends to what torch.compile would leave them out of."""
+
+
+def refuse_vmap(x: Tensor, parameters: Iterable[Tensor | None]) -> None:
+    """Refuse what `torch.func.vmap` has given a hidden axis, before routing fails far inside torch.
+
+    Raises:
+        ValueError: the input of a sparse block or one of its parameters has such an axis.
+    """
+    if torch.compiler.is_compiling():  # which leaves transforms of experts to eager mode
+        return
+    if any(t is not None and is_batched(t) for t in (x, *parameters)):
+        raise ValueError(
+            "torch.func.vmap does not go through experts, whose products are as large as the data ask "
+            "for; give x one more leading axis instead"
+        )
 
 
 def no_second_derivative(backend: str) -> RuntimeError:
@@ -315,6 +325,21 @@ def no_second_derivative(backend: str) -> RuntimeError:
         f"experts.backend '{backend}' has no second derivative, which create_graph=True asks for; set "
         "experts.backend to 'loop', which has"
     )
+
+
+def refuse_more_derivatives(backend: str, grad: Tensor) -> None:
+    """Refuse, in a backend's own backward pass, that it is differentiated in turn or given several gradients.
+
+    Not by `once_differentiable`, whose error is not on the way from a gradient back to x: asked for d/dx
+    alone, torch passes it by.
+
+    Raises:
+        RuntimeError: a graph of this pass is asked for, or `grad` has a hidden axis (`is_grads_batched`).
+    """
+    if torch.is_grad_enabled():
+        raise no_second_derivative(backend)
+    if is_batched(grad):
+        raise RuntimeError(f"experts.backend '{backend}' {NOT_BY_TRANSFORMS}")
 
 
 def dropout_mask(
@@ -347,8 +372,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
         return
     advice = f"use x.to({weight.dtype})"
     if torch.float64 not in (x.dtype, weight.dtype):  # autocast leaves float64 as it is
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if is_autocast_on(x):
             return
         advice += ", or torch.autocast, which converts both"
     raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
@@ -365,7 +389,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of products: autocast's, which torch does not apply to `grouped_mm` or to functions of ours;
     without autocast, that of `x`.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if x.dtype != torch.float64 and is_autocast_on(x):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 

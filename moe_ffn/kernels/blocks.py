@@ -1,4 +1,4 @@
-"""Experts on a CPU without a compiler: one autograd function over the MLP, in blocks that stay in the cache.
+"""Experts on a CPU without a compiler: one function over the MLP, in blocks that stay in the cache.
 
 Apart from the products, the time goes into page faults on fresh buffers, passes over memory, and calls. So
 gathers, activations and weights go over one block of rows at a time, in buffers that are reused; the
@@ -21,147 +21,113 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import (
-    NOT_BY_TRANSFORMS,
-    Activation,
-    ExpertWeights,
-    compute_dtype,
-    dropout_mask,
-    is_batched,
-    needs_gradient,
-    no_second_derivative,
-    product_dtype_on_cpu,
-)
+from moe_ffn.kernels.base import Activation, ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
+from moe_ffn.kernels.own_backward import Call, Gradients, Way, run
 from moe_ffn.outputs import count_pairs
+from moe_ffn.torch_modes import autograd_in_operators
 
 
 def blocks(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
-    """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
-    cut = cut_blocks(offsets := plan.offsets_E.tolist())
-    rows = Rows.of(plan, offsets[-1], num_tokens=x_TD.shape[0])
-    tensors = (x_TD, plan.weights_N[: offsets[-1]], *weights.parameters)
-    return _ExpertsInBlocks.apply(rows, cut, weights, needs_gradient(*tensors), *tensors)
+    """As `own_backward.run`."""
+    return run(BLOCKS, x_TD, plan, weights)
 
 
-class _ExpertsInBlocks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Rows,
-        blocks: list[Block],
-        weights: ExpertWeights,
-        trains: bool,
-        x_TD: Tensor,
-        weights_N: Tensor,
-        *parameters: Any,
-    ) -> Tensor:
-        up_EHD, down_EDF, up_bias_EH, down_bias_ED = parameters
-        kept_dtype = compute_dtype(x_TD)
-        dtype = product_dtype_on_cpu(kept_dtype)
-        workspace = Workspace(blocks, dtype)
-        up, down = Products(up_EHD, up_bias_EH, dtype), Products(down_EDF, down_bias_ED, dtype)
-        activation = BlockActivation(weights, workspace)
-        num_rows, (d_model, width) = len(weights_N), (x_TD.shape[1], up_EHD.shape[1])
-        dropout_NF = dropout_mask(num_rows, weights, dtype, x_TD.device)
-        kept_NH = x_TD.new_empty(num_rows if trains else 0, width, dtype=kept_dtype)
-        x_input_TD = x_TD.to(dtype)
-        y_ND = x_TD.new_empty(num_rows, d_model, dtype=dtype)
+def _forward(call: Call, kept_NH: Tensor | None) -> Tensor:
+    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = call
+    dtype, dropout_NF = product_dtype_on_cpu(call.dtype), call.dropout_NF
+    rows, blocks = Rows.of(call), cut_blocks(call.offsets_E.tolist())
+    workspace = Workspace(blocks, dtype)
+    up, down = Products(up_EHD, up_bias_EH, dtype), Products(down_EDF, down_bias_ED, dtype)
+    activation = BlockActivation(call.options, workspace)
+    num_rows, (d_model, width) = len(weights_N), (x_TD.shape[1], up_EHD.shape[1])
+    x_input_TD = x_TD.to(dtype)
+    y_ND = x_TD.new_empty(num_rows, d_model, dtype=dtype)
 
-        for block in blocks:
-            x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, d_model))
-            if trains and kept_dtype == dtype:
-                up_NH = kept_NH[block.rows]
-            else:
-                up_NH = workspace("up", block.num_rows, width)
-            for piece, x, out in block.split(x_ND, up_NH):
-                up.linear(piece.expert, x, out)
-            if trains and kept_dtype != dtype:
-                kept_NH[block.rows] = up_NH
-            hidden_NF = activation.hidden(up_NH)
-            if dropout_NF is not None:
-                hidden_NF.mul_(dropout_NF[block.rows])
-            for piece, hidden, out in block.split(hidden_NF, y_ND[block.rows]):
-                down.linear(piece.expert, hidden, out)
-
-        if trains:
-            ctx.save_for_backward(x_TD, weights_N, *parameters, kept_NH, dropout_NF, *rows)
-            ctx.blocks, ctx.weights, ctx.dtype = blocks, weights, dtype
-        return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not `once_differentiable`, whose error is not on the way from a gradient back to x: asked for
-        # d/dx alone, torch passes it by.
-        if torch.is_grad_enabled():
-            raise no_second_derivative("cpu")
-        if is_batched(grads[0]):
-            raise RuntimeError(f"experts.backend 'cpu' {NOT_BY_TRANSFORMS}")
-        saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
-        x_TD, weights_N, up_EHD, down_EDF, up_bias_EH, down_bias_ED = saved[:6]
-        kept_NH, dropout_NF, *row_tensors = saved[6:]
-        rows, blocks = Rows(*row_tensors), ctx.blocks
-        dtype: torch.dtype = ctx.dtype
-        workspace = Workspace(blocks, dtype)
-        up, down = Products(up_EHD, None, dtype), Products(down_EDF, down_bias_ED, dtype)
-        wants_x, _, wants_up, wants_down, *wants_biases = ctx.needs_input_grad[4:]
-        up_gradient = down_gradient = None  # of frozen experts
-        if wants_up or wants_biases[0]:
-            up_gradient = WeightGradient(up_EHD, up_bias_EH, dtype)
-        if wants_down or wants_biases[1]:
-            down_gradient = WeightGradient(down_EDF, down_bias_ED, dtype)
-        activation = BlockActivation(ctx.weights, workspace)
-        x_input_TD, grad_y_TD = x_TD.to(dtype), grads[0].to(dtype).contiguous()
-        d_model = x_TD.shape[1]
-        grad_x_ND = x_TD.new_empty(len(weights_N), d_model if wants_x else 0, dtype=dtype)
-        grad_weights_N = torch.empty_like(weights_N)
-        factors_N1 = weights_N.to(dtype).unsqueeze(-1)
-
-        for block in blocks:
+    for block in blocks:
+        x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, d_model))
+        if kept_NH is not None and kept_NH.dtype == dtype:
             up_NH = kept_NH[block.rows]
-            if up_NH.dtype != dtype:
-                up_NH = workspace("up", *up_NH.shape).copy_(up_NH)
-            hidden_NF = activation.hidden(up_NH)
-            grad_NF = workspace("grad_hidden", *hidden_NF.shape)
-            grad_y_ND = workspace("grad_y", block.num_rows, d_model)
-            rows.gather(grad_y_TD, block, grad_y_ND)
-            for piece, grad_y, out in block.split(grad_y_ND, grad_NF):
-                down.input_gradient(piece.expert, grad_y, out)
-            if dropout_NF is not None:
-                hidden_NF.mul_(dropout_NF[block.rows])
+        else:
+            up_NH = workspace("up", block.num_rows, width)
+        for piece, x, out in block.split(x_ND, up_NH):
+            up.linear(piece.expert, x, out)
+        if kept_NH is not None and kept_NH.dtype != dtype:
+            kept_NH[block.rows] = up_NH
+        hidden_NF = activation.hidden(up_NH)
+        if dropout_NF is not None:
+            hidden_NF.mul_(dropout_NF[block.rows])
+        for piece, hidden, out in block.split(hidden_NF, y_ND[block.rows]):
+            down.linear(piece.expert, hidden, out)
+    return rows.sum_per_token(y_ND, weights_N).to(x_TD.dtype)
 
-            # y = w (down h + b): dw is <dy, down h + b> = <down^T dy, h> + <dy, b>, taken on the
-            # side of F, where w is multiplied with too: the narrower one.
-            product_NF = torch.mul(grad_NF, hidden_NF, out=workspace("product", *grad_NF.shape))
-            grad_weights_here_N = grad_weights_N[block.rows]
-            torch.sum(product_NF, -1, dtype=weights_N.dtype, out=grad_weights_here_N)
-            factors_here_N1 = factors_N1[block.rows]
-            hidden_NF.mul_(factors_here_N1)
-            grad_NF.mul_(factors_here_N1)
-            if dropout_NF is not None:
-                grad_NF.mul_(dropout_NF[block.rows])
-            grad_up_NH = activation.gradient(grad_NF, up_NH)
 
-            x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, d_model))
-            values = (grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
-            for piece, grad_y, hidden, grad_pre, x, out in block.split(*values):
-                if down_gradient is not None:
-                    down_gradient.add(piece, grad_y, hidden, factors_here_N1[piece.rows])
-                if up_gradient is not None:
-                    up_gradient.add(piece, grad_pre, x)
-                if wants_x:
-                    up.input_gradient(piece.expert, grad_pre, out)
-                if down.bias_E is not None:
-                    grad_weights_here_N[piece.rows] += grad_y @ down.bias_E[piece.expert]
+def _backward(call: Call, kept_NH: Tensor, grad_y_TD: Tensor, wanted: Sequence[bool]) -> Gradients:
+    x_TD, weights_N, (up_EHD, down_EDF, up_bias_EH, down_bias_ED), *_ = call
+    dtype, dropout_NF = product_dtype_on_cpu(call.dtype), call.dropout_NF
+    rows, blocks = Rows.of(call), cut_blocks(call.offsets_E.tolist())
+    workspace = Workspace(blocks, dtype)
+    up, down = Products(up_EHD, None, dtype), Products(down_EDF, down_bias_ED, dtype)
+    wants_x, _, wants_up, wants_down, *wants_biases = wanted
+    up_gradient = down_gradient = None  # of frozen experts
+    if wants_up or wants_biases[0]:
+        up_gradient = WeightGradient(up_EHD, up_bias_EH, dtype)
+    if wants_down or wants_biases[1]:
+        down_gradient = WeightGradient(down_EDF, down_bias_ED, dtype)
+    activation = BlockActivation(call.options, workspace)
+    x_input_TD, grad_y_TD = x_TD.to(dtype), grad_y_TD.to(dtype).contiguous()
+    d_model = x_TD.shape[1]
+    grad_x_ND = x_TD.new_empty(len(weights_N), d_model if wants_x else 0, dtype=dtype)
+    grad_weights_N = torch.empty_like(weights_N)
+    factors_N1 = weights_N.to(dtype).unsqueeze(-1)
 
-        grad_up_EHD, grad_up_bias_EH = up_gradient.finish() if up_gradient else (None, None)
-        grad_down_EDF, grad_down_bias_ED = down_gradient.finish() if down_gradient else (None, None)
-        return (
-            *(None,) * 4,
-            rows.sum_per_token(grad_x_ND).to(x_TD.dtype) if wants_x else None,
-            grad_weights_N,
-            *(grad_up_EHD, grad_down_EDF, grad_up_bias_EH, grad_down_bias_ED),
-        )
+    for block in blocks:
+        up_NH = kept_NH[block.rows]
+        if up_NH.dtype != dtype:
+            up_NH = workspace("up", *up_NH.shape).copy_(up_NH)
+        hidden_NF = activation.hidden(up_NH)
+        grad_NF = workspace("grad_hidden", *hidden_NF.shape)
+        grad_y_ND = workspace("grad_y", block.num_rows, d_model)
+        rows.gather(grad_y_TD, block, grad_y_ND)
+        for piece, grad_y, out in block.split(grad_y_ND, grad_NF):
+            down.input_gradient(piece.expert, grad_y, out)
+        if dropout_NF is not None:
+            hidden_NF.mul_(dropout_NF[block.rows])
+
+        # y = w (down h + b): dw is <dy, down h + b> = <down^T dy, h> + <dy, b>, taken on the
+        # side of F, where w is multiplied with too: the narrower one.
+        product_NF = torch.mul(grad_NF, hidden_NF, out=workspace("product", *grad_NF.shape))
+        grad_weights_here_N = grad_weights_N[block.rows]
+        torch.sum(product_NF, -1, dtype=weights_N.dtype, out=grad_weights_here_N)
+        factors_here_N1 = factors_N1[block.rows]
+        hidden_NF.mul_(factors_here_N1)
+        grad_NF.mul_(factors_here_N1)
+        if dropout_NF is not None:
+            grad_NF.mul_(dropout_NF[block.rows])
+        grad_up_NH = activation.gradient(grad_NF, up_NH)
+
+        x_ND = rows.gather(x_input_TD, block, workspace("x", block.num_rows, d_model))
+        values = (grad_y_ND, hidden_NF, grad_up_NH, x_ND, grad_x_ND[block.rows])
+        for piece, grad_y, hidden, grad_pre, x, out in block.split(*values):
+            if down_gradient is not None:
+                down_gradient.add(piece, grad_y, hidden, factors_here_N1[piece.rows])
+            if up_gradient is not None:
+                up_gradient.add(piece, grad_pre, x)
+            if wants_x:
+                up.input_gradient(piece.expert, grad_pre, out)
+            if down.bias_E is not None:
+                grad_weights_here_N[piece.rows] += grad_y @ down.bias_E[piece.expert]
+
+    grad_up_EHD, grad_up_bias_EH = up_gradient.finish() if up_gradient else (None, None)
+    grad_down_EDF, grad_down_bias_ED = down_gradient.finish() if down_gradient else (None, None)
+    return (
+        rows.sum_per_token(grad_x_ND).to(x_TD.dtype) if wants_x else None,
+        grad_weights_N,
+        *(grad_up_EHD, grad_down_EDF, grad_up_bias_EH, grad_down_bias_ED),
+    )
+
+
+BLOCKS = Way(_forward, _backward)
 
 
 # ---------------------------------------------------------------------------- rows and blocks
@@ -236,13 +202,14 @@ class Rows(NamedTuple):
     """Where each token's rows begin in `by_token_N`."""
 
     @classmethod
-    def of(cls, plan: Plan, num_rows: int, num_tokens: int) -> Rows:
-        token_ids_N = plan.token_ids_N[:num_rows]
-        by_token_N = torch.empty_like(plan.pair_ids_N)
-        by_token_N[plan.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
+    def of(cls, call: Call) -> Rows:
+        num_rows = len(call.weights_N)
+        token_ids_N = call.token_ids_N[:num_rows]
+        by_token_N = torch.empty_like(call.pair_ids_N)
+        by_token_N[call.pair_ids_N] = torch.arange(len(by_token_N), device="cpu")
         if num_rows < len(by_token_N):
             by_token_N = by_token_N[by_token_N < num_rows]
-        counts_T = count_pairs(token_ids_N, num_tokens)
+        counts_T = count_pairs(token_ids_N, len(call.x_TD))
         return cls(token_ids_N, by_token_N, counts_T.cumsum(0) - counts_T)
 
     def gather(self, x_TD: Tensor, block: Block, out_ND: Tensor) -> Tensor:
@@ -369,7 +336,7 @@ class BlockActivation:
     def hidden(self, up_NH: Tensor) -> Tensor:
         """(N, F) from the first product."""
         if self.by_autograd:
-            with torch.enable_grad():
+            with autograd_in_operators():
                 self.up_NH = up_NH.detach().requires_grad_()
                 self.hidden_NF = self.weights.activate(self.up_NH)
             return self.hidden_NF.detach().clone()

@@ -7,24 +7,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_ffn.dispatch import Plan
-from moe_ffn.kernels.base import (
-    NOT_BY_TRANSFORMS,
-    ExpertWeights,
-    outside_graphs,
-    transforms_at_work,
-)
+from moe_ffn.kernels.base import NOT_BY_TRANSFORMS, ExpertWeights
 from moe_ffn.kernels.blocks import blocks
+from moe_ffn.kernels.cpu_operator import in_graph
 from moe_ffn.kernels.native import native, takes
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.native.build import why_not
+from moe_ffn.torch_modes import transforms_at_work
 
 FEW_PAIRS = 64
 """Up to this number, without gradients, `loop` is quicker than preparing the blocks of `blocks`."""
 
 
-@outside_graphs
 def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
+    if torch.compiler.is_compiling():
+        return in_graph(x_TD, plan, weights)
     # What counts products, such as torch's FlopCounterMode, sees none inside an operator of ours.
     watched = _get_current_dispatch_mode() is not None
     if not watched and takes(weights) and why_not() is None:

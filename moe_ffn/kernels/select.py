@@ -9,17 +9,11 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import cpu
-from moe_ffn.kernels.base import (
-    Backend,
-    ExpertWeights,
-    check_dtype,
-    has_no_numbers,
-    is_batched,
-    transforms_at_work,
-)
-from moe_ffn.kernels.shapes import shapes
+from moe_ffn.kernels.base import Backend, ExpertWeights, check_dtype, refuse_vmap
+from moe_ffn.kernels.cpu_operator import in_graph
 from moe_ffn.kernels.torch_products import grouped_mm, grouped_mm_refusal, loop
 from moe_ffn.kernels.triton import backend as triton
+from moe_ffn.torch_modes import has_no_numbers, transforms_at_work
 
 BACKENDS: dict[str, Backend] = {
     "loop": loop,
@@ -45,19 +39,13 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
 
     Raises:
         ValueError: the named backend does not take this device, this dtype or these widths; or `x_TD` and
-            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap` or by
-            `torch.export`.
+            the weights differ in dtype, without autocast; or it is called by `torch.func.vmap`.
     """
     check_dtype(x_TD, weights.up_EHD)
-    if has_no_numbers(x_TD):
-        if torch.compiler.is_exporting():  # where these shapes would be taken for what is computed
-            raise ValueError(
-                "torch.export does not go through experts, whose products are as large as the data ask for; "
-                "export what is around them"
-            )
-        return shapes(x_TD, plan, weights)
     if transforms_at_work():
-        _refuse_vmap(x_TD, plan.offsets_E, plan.weights_N, weights.up_EHD, weights.down_EDF)
+        refuse_vmap(x_TD, (plan.weights_N, *weights.parameters))
+    if has_no_numbers(x_TD) and not torch.compiler.is_exporting():
+        return in_graph(x_TD, plan, weights)  # of any backend: its shapes
     if backend == "auto":
         backend = best_backend(x_TD, plan, weights)
     elif (why := refusal(backend, x_TD, weights)) is not None:
@@ -67,14 +55,6 @@ def run_experts(x_TD: Tensor, plan: Plan, weights: ExpertWeights, backend: str) 
 
 def refusal(backend: str, x_TD: Tensor, weights: ExpertWeights) -> str | None:
     return REFUSALS[backend](x_TD, weights) if backend in REFUSALS else None
-
-
-def _refuse_vmap(*tensors: Tensor) -> None:
-    if any(map(is_batched, tensors)):
-        raise ValueError(
-            "torch.func.vmap does not go through experts, whose products are as large as the data ask "
-            "for; give x one more leading axis instead"
-        )
 
 
 def best_backend(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import ExpertWeights, combine, compute_dtype, outside_graphs
+from moe_ffn.torch_modes import is_forward_mode
 
 
 @outside_graphs
@@ -82,15 +83,21 @@ def grouped_mm(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
 
 
 def grouped_mm_refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
-    """Why `F.grouped_mm` does not take this dtype or these widths; None when it does."""
+    """Why `F.grouped_mm` does not take this dtype, these widths or a transform; None when it does."""
+    if is_forward_mode():
+        return (
+            "has no forward-mode derivative, which torch.func.jvp asks for; set experts.backend to 'loop', "
+            "which has"
+        )
     dtype = compute_dtype(x_TD)
     rows = (weights.d_model, weights.d_ff)
     if dtype in supported_dtypes() and all(row * dtype.itemsize % ROW_BYTES == 0 for row in rows):
         return None
     dtypes = ", ".join(str(dtype) for dtype in supported_dtypes())
+    advice = "'auto'" if torch.compiler.is_compiling() else "'loop'"  # which is in no graph
     return (
         f"takes {dtypes} and rows that are a multiple of {ROW_BYTES} bytes, but got {dtype} "
-        f"with d_model {weights.d_model} and d_ff {weights.d_ff}; use 'loop'"
+        f"with d_model {weights.d_model} and d_ff {weights.d_ff}; use {advice}"
     )
 
 

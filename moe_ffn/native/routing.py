@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_ffn.native.build import why_not
+from moe_ffn.torch_modes import transforms_at_work
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -35,12 +36,12 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _is_compiled(x: Tensor) -> bool:
-    """Whether the loops are there, for a tensor with numbers, on the CPU, outside of graphs and transforms."""
+    """Whether the loops are there, for a tensor with numbers on the CPU, outside of graphs and transforms."""
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()
+        and x.device.type == "cpu"
         and type(x) is Tensor
-        and not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_at_work()
         and why_not() is None
     )

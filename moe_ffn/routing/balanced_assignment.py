@@ -19,6 +19,7 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
+from moe_ffn.torch_modes import cannot_be_read
 
 
 class BalancedAssignmentRouterConfig(LinearRouterConfig, frozen=True):
@@ -52,10 +53,29 @@ class BalancedAssignmentRouter(LinearRouter):
         expert_ids_T = logits_TE.detach().nan_to_num(nan=0.0).argmax(dim=-1)
         if self.training:
             counted_T = comparable(logits_TE, context.mask)
-            expert_ids_T[counted_T] = assign(logits_TE.detach()[counted_T])
+            assigned = assign_operator if cannot_be_read(x_TD) else assign_among
+            expert_ids_T = assigned(logits_TE.detach(), expert_ids_T, counted_T)
         expert_ids_T1 = expert_ids_T.unsqueeze(-1)
         weights_T1 = scores_TE.gather(-1, expert_ids_T1)
         return routing_of_pairs(weights_T1, expert_ids_T1, logits_TE, scores_TE, context)
+
+
+def assign_among(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
+    """int64 (T,): `assign` for the tokens that are counted, and `expert_ids_T` for the others."""
+    expert_ids_T = expert_ids_T.clone()
+    expert_ids_T[counted_T] = assign(values_TE[counted_T])
+    return expert_ids_T
+
+
+@torch.library.custom_op("moe_ffn::assign", mutates_args=())
+def assign_operator(values_TE: Tensor, expert_ids_T: Tensor, counted_T: Tensor) -> Tensor:
+    """`assign_among`, whose rounds depend on what it reads, for graphs and for tensors without numbers."""
+    return assign_among(values_TE, expert_ids_T, counted_T)
+
+
+@assign_operator.register_fake
+def _(values_TE: Tensor, expert_ids_T: Tensor, _: Tensor) -> Tensor:
+    return torch.empty_like(expert_ids_T)
 
 
 def assign(values_TE: Tensor, precision: float = 0.02) -> Tensor:

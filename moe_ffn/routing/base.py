@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,6 +18,7 @@ from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.errors import ConfigError, Refusal
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
+from moe_ffn.torch_modes import without_autocast
 
 
 class RouterConfig(TaggedConfig, frozen=True):
@@ -187,6 +187,10 @@ class Router(nn.Module, ABC):
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         """Route flattened tokens; `context` is flattened too (`outputs.flatten_tokens`)."""
 
+    def max_tokens(self, sequence_length: int) -> int:
+        """The most tokens of one sequence that an expert can take."""
+        return sequence_length
+
     def rows(self) -> dict[str, Tensor]:
         """Its parameters and buffers, by name, each of which has a row for each expert.
 
@@ -318,7 +322,7 @@ class RouterLinear(nn.Module):
         keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
         if keeps_copy and not torch.compiler.is_compiling():
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
-        with _as_given(x_TD):
+        with without_autocast(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
 
     def extra_repr(self) -> str:
@@ -328,13 +332,6 @@ class RouterLinear(nn.Module):
     @staticmethod
     def dtype_for(x_TD: Tensor) -> torch.dtype:
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
-
-
-def _as_given(x_TD: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off, so that products keep the dtype of their factors."""
-    device = x_TD.device.type
-    is_on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if is_on else nullcontext()
 
 
 class _WiderLinear(torch.autograd.Function):
@@ -347,7 +344,7 @@ class _WiderLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        with _as_given(x_TD):
+        with without_autocast(x_TD):
             return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
 
     @staticmethod
@@ -362,7 +359,7 @@ class _WiderLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        with _as_given(x_TD):
+        with without_autocast(x_TD):
             return (
                 (grad_TE @ weight_ED).to(x_TD.dtype) if needs_x else None,
                 grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
@@ -377,7 +374,7 @@ class _WiderLinear(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         dtype = weight_ED.dtype
         step_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
-        with _as_given(x_TD):
+        with without_autocast(x_TD):
             if step_x_TD is not None:
                 step_TE = step_TE + F.linear(step_x_TD.to(dtype), weight_ED)
             if step_ED is not None:

@@ -5,7 +5,6 @@ B groups of tokens, S tokens of a group, E experts, C tokens listed per expert a
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -49,7 +48,7 @@ class ExpertChoiceRouterConfig(FixedKConfig, LinearRouterConfig, frozen=True):
     def pairs_per_token(self, num_experts: int, seq_len: int) -> float:
         if self.among == "batch":
             return self.k
-        return num_experts * math.ceil(share_of(self.k, parts=num_experts) * seq_len) / seq_len
+        return num_experts * ceil_of_share(seq_len, share_of(self.k, parts=num_experts)) / seq_len
 
     def build(self, d_model: int, num_experts: int) -> Router:
         return ExpertChoiceRouter(self, d_model, num_experts)
@@ -62,6 +61,11 @@ class ExpertChoiceRouter(LinearRouter):
         super().__init__(config, d_model, num_experts)
         self.share = share_of(config.k, parts=num_experts)
 
+    def max_tokens(self, sequence_length: int) -> int:
+        if self.config.among == "batch":
+            return sequence_length
+        return ceil_of_share(sequence_length, self.share)
+
     def forward(self, x_TD: Tensor, context: TokenContext) -> Routing:
         logits_TE = self.logits(x_TD)
         by_softmax = self.config.score == "softmax"
@@ -73,7 +77,7 @@ class ExpertChoiceRouter(LinearRouter):
         comparable_T = comparable(logits_TE, context.mask)
         ranking_TE = scores_TE.detach().masked_fill(~comparable_T.unsqueeze(-1), -1)
         ranking_BES = rearrange(ranking_TE, "(b s) e -> b e s", s=size)
-        token_ids_BEC = ranking_BES.topk(math.ceil(self.share * size), dim=-1).indices
+        token_ids_BEC = ranking_BES.topk(ceil_of_share(size, self.share), dim=-1).indices
         num_groups, _, num_listed = token_ids_BEC.shape
         # Padding is listed last, so that shapes don't depend on it, and not chosen.
         num_comparable_B = rearrange(comparable_T, "(b s) -> b s", s=size).sum(dim=-1)

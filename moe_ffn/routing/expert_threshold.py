@@ -96,7 +96,7 @@ class ExpertThresholdRouter(LinearRouter):
         """
         logits_TE = routing.require("logits_TE", "router.type 'expert_threshold'").detach()
         comparable_T = comparable(logits_TE, routing.mask_T)
-        num_listed = math.ceil(self.share * len(logits_TE))
+        num_listed = ceil_of_share(len(logits_TE), self.share)
         if num_listed == 0:
             return self.threshold_E.new_zeros(len(self.threshold_E) + 1, dtype=torch.float64)
         ranking_TE = logits_TE.masked_fill(~comparable_T.unsqueeze(-1), -torch.inf)

@@ -64,7 +64,7 @@ class HashRouter(Router):
         )
         expert_ids_TK = (first_T1 + torch.arange(k, device=x_TD.device)) % self.num_experts
         dtype = RouterLinear.dtype_for(x_TD)
-        scores_TE = torch.zeros(len(x_TD), self.num_experts, dtype=dtype, device=x_TD.device)
+        scores_TE = torch.zeros(x_TD.shape[0], self.num_experts, dtype=dtype, device=x_TD.device)
         weights_TK = torch.full_like(expert_ids_TK, 1 / k, dtype=dtype)
         scores_TE.scatter_(1, expert_ids_TK, weights_TK)
         whole_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)

@@ -21,6 +21,7 @@ from moe_ffn.routing.base import (
     comparable,
     routing_of_pairs,
 )
+from moe_ffn.torch_modes import cannot_be_read
 
 
 class SinkhornRouterConfig(LinearTopKConfig, frozen=True):
@@ -57,7 +58,8 @@ class SinkhornRouter(LinearRouter):
         ranking_TE = scores_TE.detach()
         if self.training:
             counted_T = comparable(logits_TE, context.mask)
-            ranking_TE = sinkhorn(
+            balance = sinkhorn_operator if cannot_be_read(x_TD) else sinkhorn
+            ranking_TE = balance(
                 logits_TE.detach(), counted_T, config.tolerance, config.max_iterations
             )
         expert_ids_TK = ranking_TE.topk(config.k, dim=-1).indices
@@ -97,3 +99,16 @@ def sinkhorn(
         if moved < tolerance:
             break
     return torch.where(counted_T1, logits_TE + column_E, logits_TE)
+
+
+@torch.library.custom_op("moe_ffn::sinkhorn", mutates_args=())
+def sinkhorn_operator(
+    logits_TE: Tensor, counted_T: Tensor, tolerance: float, max_iterations: int
+) -> Tensor:
+    """`sinkhorn`, which stops by what it reads, for graphs and for tensors without numbers."""
+    return sinkhorn(logits_TE, counted_T, tolerance, max_iterations).clone()
+
+
+@sinkhorn_operator.register_fake
+def _(logits_TE: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(logits_TE)

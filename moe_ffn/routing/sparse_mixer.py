@@ -41,7 +41,7 @@ class SparseMixerRouter(LinearRouter):
         scores_TE = logits_TE.softmax(dim=-1)
         # What is not a number can be neither ranked nor drawn; its weights stay what they are.
         left_TE = logits_TE.nan_to_num(nan=0.0)
-        picks = list[tuple[Tensor, Tensor]]()
+        picks: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.config.k):
             weight_T1, expert_T1 = self.pick(logits_TE, left_TE)
             picks.append((weight_T1, expert_T1))

@@ -31,6 +31,8 @@ SAID = ["compiling the CPU kernels, once (10 to 20 s)", "compiled the CPU kernel
 WRITES = 'echo "a library" > "$target"'
 FAILS = 'echo "no such vector" >&2; exit 1'
 
+LOAD_LIBRARY = torch.ops.load_library
+
 Compiler = Callable[..., None]
 
 
@@ -43,8 +45,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Make a compiler that does what is written in shell; `$target` is to be made, `$call` begins with 1."""
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The libraries that were to be loaded."""
+    libraries: list[Path] = []
+    monkeypatch.setattr(torch.ops, "load_library", libraries.append)
+    return libraries
+
+
+@pytest.fixture
+def compiler(
+    folder: Path, loaded: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Compiler:
+    """Make a compiler that does what is written in shell; `$target` is to be made, `$call` begins with 1.
+
+    The cache is empty, and no library is loaded.
+    """
     script = tmp_path / "c++"
     monkeypatch.setenv("CXX", str(script))
 
@@ -57,14 +72,6 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
         script.chmod(0o755)
 
     return make
-
-
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The libraries that were to be loaded."""
-    libraries: list[Path] = []
-    monkeypatch.setattr(torch.ops, "load_library", libraries.append)
-    return libraries
 
 
 def calls(tmp_path: Path) -> int:
@@ -135,6 +142,7 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     compiler(body)
+    monkeypatch.setattr(torch.ops, "load_library", LOAD_LIBRARY)
     monkeypatch.setattr(build, "TIMEOUT_SECONDS", 0.1 if "sleep" in body else 60)
     if body == "no compiler":
         monkeypatch.setenv("PATH", "/nowhere")
@@ -170,7 +178,6 @@ def test_whatever_goes_wrong_cpu_computes_and_one_line_says_so(
 
 
 def test_of_several_processes_on_a_machine_the_first_one_speaks(
-    folder: Path,
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -186,7 +193,6 @@ def test_of_several_processes_on_a_machine_the_first_one_speaks(
 def test_a_failure_is_kept_with_its_words_until_its_file_is_removed(
     folder: Path,
     compiler: Compiler,
-    loaded: list[Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -265,7 +271,7 @@ def test_of_two_at_once_one_compiles_and_the_other_waits(
 
 @pytest.mark.parametrize("damage", [b"", b"a lib", b"another\n"], ids=["empty", "cut", "changed"])
 def test_a_damaged_library_is_not_loaded_but_made_anew(
-    damage: bytes, folder: Path, compiler: Compiler, loaded: list[Path], tmp_path: Path
+    damage: bytes, folder: Path, compiler: Compiler, tmp_path: Path
 ) -> None:
     compiler(WRITES)
     assert build.load() is None
@@ -277,7 +283,7 @@ def test_a_damaged_library_is_not_loaded_but_made_anew(
 
 
 def test_a_killed_process_leaves_nothing_that_is_loaded_or_stays(
-    folder: Path, compiler: Compiler, loaded: list[Path]
+    folder: Path, compiler: Compiler
 ) -> None:
     compiler(f"{WRITES}; [ $call = 1 ] && kill -9 $PPID; exit 0")
     child = os.fork()
@@ -297,7 +303,7 @@ def test_a_killed_process_leaves_nothing_that_is_loaded_or_stays(
 
 
 def test_where_a_file_system_has_no_locks_nobody_is_disturbed(
-    folder: Path, compiler: Compiler, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(*_: object) -> None:
         raise OSError("No locks available")
@@ -319,7 +325,7 @@ def test_a_cache_is_not_in_the_current_folder(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_full_or_closed_stderr_stops_nobody(
-    folder: Path, compiler: Compiler, loaded: list[Path], monkeypatch: pytest.MonkeyPatch
+    folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(WRITES)
     with Path("/dev/full").open("w") as full:
@@ -333,9 +339,7 @@ def test_a_full_or_closed_stderr_stops_nobody(
 
 
 def test_a_compiler_may_be_of_several_words(
-    folder: Path,
     compiler: Compiler,
-    loaded: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -19,8 +19,8 @@ from moe_ffn.kernels.base import (
     compute_dtype,
     dropout_mask,
     needs_gradient,
-    transforms_at_work,
 )
+from moe_ffn.torch_modes import transforms_at_work
 
 INSTALLED = find_spec("triton") is not None
 OLDEST_CAPABILITY = 8

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from moe_ffn.kernels.base import no_second_derivative
+from moe_ffn.kernels.own_backward import register
 from moe_ffn.kernels.triton.backward import (
     bias_gradient_kernel,
     hidden_gradient_kernel,
@@ -296,13 +296,6 @@ def experts(
         return y_TD, hidden_NF.new_empty(0, width) if pre_NH is None else pre_NH
 
 
-@experts.register_fake
-def _(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    _, _, _, token_ids_N, *_, dtype, keep = others
-    num_kept = token_ids_N.shape[0] if keep else 0
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
-
-
 @torch.library.custom_op("moe_ffn::experts_backward", mutates_args=())
 def experts_backward(
     dy_TD: Tensor,
@@ -320,11 +313,11 @@ def experts_backward(
     pre_NH: Tensor,
     activation: str,
     clamp: list[float] | None,
+    dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the first six inputs of `experts`; empty where they are not wanted."""
     with torch.cuda.device_of(x_TD):
-        dtype = pre_NH.dtype
         rows = Rows(token_ids_N, offsets_E, dtype)
         dy_TD, (_, d_model, d_ff) = _matrix(dy_TD, dtype), down_EDF.shape
         d_pre_NH, hidden_NF = rows.empty(pre_NH.shape[1]), rows.empty(d_ff)
@@ -369,38 +362,4 @@ def experts_backward(
         return grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]
 
 
-@experts_backward.register_fake
-def _(dy_TD: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    inputs, wanted = (x_TD, *others)[:6], others[-1]
-    return tuple(
-        tensor.new_empty(tensor.shape) if want and tensor is not None else x_TD.new_empty(0)
-        for tensor, want in zip(inputs, wanted, strict=True)
-    )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep the inputs and the pre-activations for backward, but no gathered tokens and no hidden units."""
-    *tensors, activation, clamp, _, keep = inputs
-    pre_NH = output[1]
-    assert keep, "the pre-activations of a forward pass that needs gradients are kept"
-    ctx.mark_non_differentiable(pre_NH)
-    ctx.set_materialize_grads(False)  # zeros for the pre-activations would be as large as they are
-    ctx.save_for_backward(*tensors, pre_NH)
-    ctx.activation, ctx.clamp = activation, clamp
-
-
-def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if dy_TD is None:
-        return (None,) * 15
-    wanted = list(ctx.needs_input_grad[:6])
-    grads = experts_backward(dy_TD, *ctx.saved_tensors, ctx.activation, ctx.clamp, wanted)
-    kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-    return (*kept, *(None,) * 9)
-
-
-def _refuse(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    raise no_second_derivative("triton")
-
-
-experts.register_autograd(_backward, setup_context=_save)
-experts_backward.register_autograd(_refuse)
+register(experts, experts_backward, num_tensors=11, backend="triton")

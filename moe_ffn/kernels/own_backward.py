@@ -1,0 +1,152 @@
+"""Experts with a backward pass of their own, as torch differentiates them: a function, and operators.
+
+T tokens, D model width, E experts, F hidden width, N computed (token, expert) pairs, H rows of the first
+matrix
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.base import (
+    ExpertWeights,
+    compute_dtype,
+    dropout_mask,
+    needs_gradient,
+    no_second_derivative,
+    product_dtype_on_cpu,
+    refuse_more_derivatives,
+)
+
+
+class Call(NamedTuple):
+    """All that both passes read."""
+
+    x_TD: Tensor
+    weights_N: Tensor
+    parameters: Sequence[Any]
+    """Those of `ExpertWeights.parameters`; in backward, as torch kept them."""
+    token_ids_N: Tensor
+    offsets_E: Tensor
+    pair_ids_N: Tensor
+    dropout_NF: Tensor | None
+    options: ExpertWeights
+    """What the experts are; its tensors are not read."""
+    dtype: torch.dtype
+    """Of products, where this CPU multiplies in it, and of what is kept."""
+
+
+Gradients = tuple[Tensor | None, ...]
+"""Of x, of the pairs' weights, and of the four parameters."""
+
+
+class Way(NamedTuple):
+    """One way to compute experts on a CPU."""
+
+    forward: Callable[[Call, Tensor | None], Tensor]
+    """(call, kept_NH) -> y_TD; writes the first product to `kept_NH`, where it is given."""
+    backward: Callable[[Call, Tensor, Tensor, Sequence[bool]], Gradients]
+    """(call, kept_NH, grad_y_TD, which are wanted) -> those that are; that of the weights always."""
+
+
+def run(way: Way, x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
+    """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient.
+
+    Keeps the first product (N, H) for backward and, with dropout, the mask.
+    """
+    weights_N, parameters = plan.weights_N[: int(plan.offsets_E[-1])], weights.parameters
+    if needs_gradient(x_TD, weights_N, *parameters):
+        return _Experts.apply(way, plan, weights, x_TD, weights_N, *parameters)
+    return way.forward(_call(plan, weights, x_TD, weights_N, parameters), None)
+
+
+def _call(
+    plan: Plan, weights: ExpertWeights, x_TD: Tensor, weights_N: Tensor, parameters: Any
+) -> Call:
+    dtype = compute_dtype(x_TD)
+    dropout_NF = dropout_mask(len(weights_N), weights, product_dtype_on_cpu(dtype), x_TD.device)
+    ids = plan.token_ids_N, plan.offsets_E, plan.pair_ids_N
+    return Call(x_TD, weights_N, parameters, *ids, dropout_NF, weights, dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        plan: Plan,
+        weights: ExpertWeights,
+        x_TD: Tensor,
+        weights_N: Tensor,
+        *parameters: Any,
+    ) -> Tensor:
+        call = _call(plan, weights, x_TD, weights_N, parameters)
+        kept_NH = x_TD.new_empty(len(weights_N), parameters[0].shape[1], dtype=call.dtype)
+        y_TD = way.forward(call, kept_NH)
+        tensors = (*parameters, *call[3:7], kept_NH)
+        ctx.save_for_backward(x_TD, weights_N, *tensors)
+        ctx.way, ctx.options = way, call[7:]
+        return y_TD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_more_derivatives("cpu", grads[0])
+        saved = ctx.saved_tensors  # once: activation checkpointing computes them again for it
+        call = Call._make((*saved[:2], saved[2:6], *saved[6:10], *ctx.options))
+        wanted = ctx.needs_input_grad[3:]
+        return (None,) * 3 + ctx.way.backward(call, saved[10], grads[0], wanted)
+
+
+def register(forward: CustomOpDef, backward: CustomOpDef, num_tensors: int, backend: str) -> None:
+    """Say what an operator returns of tensors without numbers, and by which other torch differentiates it.
+
+    Args:
+        forward: (x, weights_N, the four parameters, other tensors, options, dtype, keep) -> y, and the first
+            product (N, H) in `dtype`, which has no rows unless it is to `keep` them.
+        backward: (grad_y, the same tensors, first product, the same options, dtype, wanted) -> the gradients
+            of the first six tensors, empty where they are not wanted.
+        num_tensors: how many tensors both take alike, or None in their places.
+        backend: the name in its refusals.
+    """
+
+    def fake(x_TD: Tensor, weights_N: Tensor, up_EHD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        *_, dtype, keep = others
+        num_kept = weights_N.shape[0] if keep else 0
+        return x_TD.new_empty(x_TD.shape), x_TD.new_empty(num_kept, up_EHD.shape[1], dtype=dtype)
+
+    def fake_backward(_: Tensor, x_TD: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        inputs, wanted = (x_TD, *others)[:6], others[-1]
+        return tuple(
+            tensor.new_empty(tensor.shape) if want and tensor is not None else x_TD.new_empty(0)
+            for tensor, want in zip(inputs, wanted, strict=True)
+        )
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *options, keep = inputs[num_tensors:]
+        assert keep, "the first product of a forward pass that needs gradients is kept"
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # zeros for the first product would be as large as it is
+        ctx.save_for_backward(*inputs[:num_tensors], output[1])
+        ctx.options = options
+
+    def differentiate(ctx: Any, grad_y_TD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        wanted = list(ctx.needs_input_grad[:6])
+        rest = (None,) * (len(ctx.needs_input_grad) - 6)
+        if grad_y_TD is None:
+            return (None,) * 6 + rest
+        grads = backward(grad_y_TD, *ctx.saved_tensors, *ctx.options, wanted)
+        return (*(g if want else None for g, want in zip(grads, wanted, strict=True)), *rest)
+
+    def refuse(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        raise no_second_derivative(backend)
+
+    forward.register_fake(fake)
+    backward.register_fake(fake_backward)
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse)

@@ -1,0 +1,65 @@
+"""What torch is doing around a call: autocast, a graph, a transform, tensors without numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def is_autocast_on(x: Tensor) -> bool:
+    """Whether torch.autocast is on for the device of `x`; it knows none for `meta`."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Turn autocast off, so that products keep the dtype of their factors."""
+    return torch.autocast(x.device.type, enabled=False) if is_autocast_on(x) else nullcontext()
+
+
+def has_no_numbers(x: Tensor) -> bool:
+    """Whether a tensor is on `meta` or a FakeTensor, of which there is none before its module is imported."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return x.is_meta or (module is not None and isinstance(x, module.FakeTensor))
+
+
+def cannot_be_read(x: Tensor) -> bool:
+    """Whether no size may depend on what a tensor holds: in a graph, or where it holds nothing."""
+    return torch.compiler.is_compiling() or has_no_numbers(x)
+
+
+def transforms_at_work() -> bool:
+    """Whether `grad`, `jvp` or `vmap` of `torch.func`, or forward-mode differentiation, is under way."""
+    # Private, and what `torch.autograd.Function.apply` itself asks; there is no public way.
+    return torch._C._are_functorch_transforms_active() or is_forward_mode()
+
+
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way, that of `torch.func.jvp` included."""
+    return forward_ad._current_level >= 0
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether the tensor has a hidden batch axis, of `vmap` or of a backward pass with `is_grads_batched`."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # typed nowhere
+    if functorch.is_legacy_batchedtensor(tensor):
+        return True
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+@contextmanager
+def autograd_in_operators() -> Iterator[None]:
+    """`torch.enable_grad` that works in the body of an operator of ours too, where torch has autograd off."""
+    # Private; there is no public way.
+    key = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
+        yield

@@ -1,0 +1,340 @@
+"""Every block on every backend under what torch does with a module: it holds, or one sentence says what does.
+
+All of it: `python -m pytest -m "slow or not slow" tests/ffn/test_torch_around_blocks.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from moe_ffn import FFNBlock, FFNConfig, RouterConfig, TokenContext, build_ffn
+from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.ffn import CombineConfig
+from moe_ffn.kernels.select import BACKENDS
+
+D_MODEL, SHAPE = 8, (2, 6)
+
+
+def moe(**options: Any) -> dict[str, Any]:
+    return {"type": "moe", "num_experts": 4, **options}
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "moe": moe(shared_expert="swiglu", capacity={"factor": 1.0, "eval_factor": 1.0}),
+    "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
+    "depths-moe": {"type": "mixture_of_depths", "ffn": moe()},
+    "moe-sequences": moe(capacity={"per_sequence": 2}),
+    "moe-zero": moe(zero_computation={"num_zero": 1, "num_copy": 1, "num_constant": 1}),
+    "moe-latent": moe(
+        latent={"width": 8}, norms={"each_expert": {}, "output": {}}, weights_at="input"
+    ),
+    **{f"moe-{router}": moe(router=router) for router in RouterConfig.members},
+    **{
+        f"moe-{experts}": moe(experts={"type": experts, "d_ff": 8, "bias": True})
+        for experts in ExpertsConfig.members
+    },
+    **{
+        f"moe-{combine}": moe(shared_expert="swiglu", combine=combine)
+        for combine in CombineConfig.members
+    },
+}
+"""Those whose experts a backend computes; it is to be put in."""
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    **{member: {"type": member} for member in FFNConfig.members},
+    "depths-relu": {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}},
+    **SPARSE,
+}
+
+
+def on(backend: str, config: Any) -> Any:
+    """The config with its experts, wherever they are, on a backend."""
+    if not isinstance(config, dict):
+        return config
+    found = {name: on(backend, value) for name, value in config.items()}
+    if "num_experts" in found:
+        experts = found.get("experts", {"type": "swiglu", "d_ff": 8})
+        found["experts"] = {**experts, "backend": backend}
+    return found
+
+
+def build(name: str, backend: str) -> FFNBlock:
+    torch.manual_seed(0)
+    return build_ffn(on(backend, BLOCKS[name]) if name in SPARSE else BLOCKS[name], D_MODEL)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(*(shape or SHAPE), D_MODEL, generator=torch.Generator().manual_seed(1))
+    return x.to(dtype)
+
+
+def ids_of(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[:-1].numel(), device=x.device).view(x.shape[:-1])
+
+
+def run(block: nn.Module, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The hidden values, drawn alike every time."""
+    torch.manual_seed(2)
+    return block(x, TokenContext(token_ids=ids_of(x) if ids is None else ids)).hidden
+
+
+def gradients(block: nn.Module, x: Tensor, hidden: Tensor) -> list[Tensor | None]:
+    wanted = [x, *block.parameters()]
+    return list(torch.autograd.grad(hidden.square().sum(), wanted, allow_unused=True))
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    # Fused steps round otherwise; sums of tens of terms.
+    tolerance = 1e-4 if wanted[0].dtype != torch.bfloat16 else 5e-2
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------------------------- what is tried
+
+
+def compiled(block: FFNBlock, x: Tensor, backend: str) -> None:
+    torch.compiler.reset()
+    whole: Any = torch.compile(block, backend="aot_eager", fullgraph=True)
+    wanted = gradients(block, x, run(block, x))
+    assert_close(gradients(block, x, run(whole, x)), wanted)
+
+
+def exported(block: FFNBlock, x: Tensor, backend: str) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block.eval()
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.block(x, TokenContext(token_ids=ids)).hidden
+
+    x = x.detach()
+    batch = {0: torch.export.Dim("batch", max=64)}
+    program = torch.export.export(Module(), (x, ids_of(x)), dynamic_shapes=(batch, batch))
+    for size in (2, 5):
+        x = tokens(size, 6, dtype=x.dtype)
+        assert_close([program.module()(x, ids_of(x))], [run(block, x)])
+
+
+def differentiated(block: FFNBlock, x: Tensor, backend: str) -> None:
+    got = grad(lambda x: run(block, x).square().sum())(x.detach())
+    assert_close([got], gradients(block, x, run(block, x))[:1])
+
+
+def forward_differentiated(block: FFNBlock, x: Tensor, backend: str) -> None:
+    block, x = block.eval().double(), x.detach().double()
+    step = torch.ones_like(x).cumsum(0)
+    got = jvp(lambda x: run(block, x), (x,), (step,))[1]
+    wanted = (run(block, x + 1e-6 * step) - run(block, x - 1e-6 * step)) / 2e-6
+    assert_close([got], [wanted.detach()])
+
+
+def mapped(block: FFNBlock, x: Tensor, backend: str) -> None:
+    x = x.detach()
+    both, ids = torch.stack([x, 2 * x]), TokenContext(token_ids=ids_of(x))
+    got = vmap(lambda x: block(x, ids).hidden, randomness="same")(both)
+    assert_close(list(got), [run(block, x) for x in both])
+
+
+def mapped_over_parameters(block: FFNBlock, x: Tensor, backend: str) -> None:
+    x, ids = x.detach(), TokenContext(token_ids=ids_of(x))
+    twice = {name: torch.stack([p, 2 * p]).detach() for name, p in block.named_parameters()}
+    if not twice:
+        return
+    got = vmap(lambda values: functional_call(block, values, (x, ids)).hidden)(twice)
+    assert_close([got[0]], [run(block, x)])
+
+
+def called_functionally(block: FFNBlock, x: Tensor, backend: str) -> None:
+    wanted = run(block, x)
+    values = {name: p.detach().clone() for name, p in block.named_parameters()}
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.zero_()
+    torch.manual_seed(2)
+    context = TokenContext(token_ids=ids_of(x))
+    assert_close([functional_call(block, values, (x, context)).hidden], [wanted])
+
+
+def without_numbers(name: str, backend: str, device: str) -> None:
+    with torch.device(device):
+        block = build(name, backend)
+    x = torch.empty(*SHAPE, D_MODEL, device=device, requires_grad=True)
+    hidden = run(block, x)
+    assert (hidden.shape, hidden.dtype, hidden.device.type) == (x.shape, x.dtype, device)
+    if hidden.requires_grad:
+        hidden.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+def copied(block: FFNBlock, x: Tensor, backend: str) -> None:
+    run(block, x).sum().backward()
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(run(other, x), run(block, x))
+
+
+def checkpointed(block: FFNBlock, x: Tensor, backend: str) -> None:
+    found: list[list[Tensor | None]] = []
+    for again in (False, True):
+        x.grad = None
+        block.zero_grad()
+        hidden: Any = checkpoint(run, block, x, use_reentrant=True) if again else run(block, x)
+        hidden.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in block.parameters())])
+    assert_close(found[1], found[0])
+
+
+WHAT: dict[str, Callable[[FFNBlock, Tensor, str], None]] = {
+    "`torch.compile(fullgraph=True)`": compiled,
+    "`torch.export`, dynamic batch": exported,
+    "`torch.func.grad`": differentiated,
+    "`torch.func.jvp`": forward_differentiated,
+    "`torch.func.vmap`": mapped,
+    "`torch.func.vmap` over parameters": mapped_over_parameters,
+    "`torch.func.functional_call`": called_functionally,
+    "`copy.deepcopy`, `pickle`": copied,
+    "`checkpoint(use_reentrant=True)`": checkpointed,
+}
+DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
+
+# ---------------------------------------------------------------------------- what is refused, how
+
+LEADING_AXIS = (
+    r"^torch.func.vmap does not go through experts.*; give x one more leading axis instead$"
+)
+USE_LOOP = (
+    r"^experts.backend '{}' has .*torch.func.*; set experts.backend to 'loop', which (they do|has)$"
+)
+USE_AUTO = r"experts.backend '{}' reads the loads of the experts on the host.*; set .* to 'auto'"
+
+REFUSED: dict[str, dict[str, tuple[str, str]]] = {
+    "`torch.compile(fullgraph=True)`": {"loop": ("`auto`", USE_AUTO)},
+    "`torch.export`, dynamic batch": {"loop": ("`auto`", USE_AUTO)},
+    "`torch.func.grad`": dict.fromkeys(("cpu", "triton"), ("`loop`", USE_LOOP)),
+    "`torch.func.jvp`": dict.fromkeys(("cpu", "grouped_mm", "triton"), ("`loop`", USE_LOOP)),
+    **dict.fromkeys(
+        ("`torch.func.vmap`", "`torch.func.vmap` over parameters"),
+        dict.fromkeys(("auto", *BACKENDS), ("a leading axis", LEADING_AXIS)),
+    ),
+}
+"""What is tried -> backend -> what to use instead, and the sentence that says so."""
+
+NO_KERNEL = {
+    ("moe-soft_capped_swiglu", "triton"): ("`auto`", "has no kernel for the gate .*; use 'auto'")
+}
+"""What a backend does not compute at all, whatever torch does around it."""
+
+IN_BFLOAT16 = {"`torch.compile(fullgraph=True)`", "`torch.export`, dynamic batch"}
+"""What `grouped_mm` holds in this dtype alone; in others it says that `auto` does."""
+
+QUICK = {
+    ("dense", "auto"),
+    ("moe", "auto"),
+    ("moe", "loop"),
+    ("moe", "cpu"),
+    ("depths-moe", "auto"),
+}
+QUICK_IN_GRAPHS = {("moe", "auto"), ("moe", "loop")}
+
+
+def every(*whats: str) -> Any:
+    cases: list[Any] = []
+    for what in whats:
+        quick = QUICK_IN_GRAPHS if what in IN_BFLOAT16 else QUICK
+        for name in BLOCKS:
+            for backend in ("auto", *BACKENDS) if name in SPARSE else ("auto",):
+                marks = () if (name, backend) in quick else pytest.mark.slow
+                case = f"{what.replace('`', '')}-{name}-{backend}"
+                cases.append(pytest.param(what, name, backend, marks=marks, id=case))
+    return pytest.mark.parametrize(("what", "name", "backend"), cases)
+
+
+@every(*WHAT)
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing and transforms warn of
+def test_it_holds_or_one_sentence_says_what_does(what: str, name: str, backend: str) -> None:
+    block, x = build(name, backend), tokens()
+    if what in IN_BFLOAT16 and backend == "grouped_mm":
+        block, x = block.bfloat16(), x.bfloat16()
+    refused = REFUSED.get(what, {}).get(backend)
+    if "vmap" not in what:
+        refused = NO_KERNEL.get((name, backend), refused)
+    if refused is None or not is_sparse(name):
+        WHAT[what](block, x.requires_grad_(), backend)
+        return
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        WHAT[what](block, x.requires_grad_(), backend)
+    sentence = refused[1].format(backend)
+    if isinstance(caught.value, ValueError):
+        assert "\n" not in str(caught.value)
+    assert caught.match(sentence)
+
+
+def is_sparse(name: str) -> bool:
+    """Whether it routes, or has experts: a mixture of depths around a dense block too."""
+    return name in SPARSE or BLOCKS[name]["type"] in ("mixture_of_depths", "moe", "soft_moe")
+
+
+@every(*DEVICES)
+def test_tensors_without_numbers_have_shapes_all_the_same(
+    what: str, name: str, backend: str
+) -> None:
+    if what == "FakeTensor":
+        with FakeTensorMode():
+            without_numbers(name, backend, "cpu")
+    else:
+        without_numbers(name, backend, "meta")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_a_compiled_transform_does_not_lose_the_experts(transform: str) -> None:
+    block, x = build("moe", "auto"), tokens()
+
+    def derivative(x: Tensor) -> Tensor:
+        if transform == "jvp":
+            return jvp(lambda x: block(x).hidden, (x,), (torch.ones_like(x),))[1]
+        return grad(lambda x: block(x).hidden.square().sum())(x)
+
+    torch.compiler.reset()
+    whole: Any = torch.compile(derivative, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"under torch\.func; call"):
+        whole(x)
+    torch.compiler.reset()
+    parts: Any = torch.compile(derivative, backend="aot_eager")
+    assert_close([parts(x)], [derivative(x)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_grouped_mm_in_a_graph_of_another_dtype_says_what_takes_it() -> None:
+    block, x = build("moe", "grouped_mm"), tokens()
+    sentence = (
+        r"^experts.backend 'grouped_mm' takes torch.bfloat16 .* got torch.float32 .*; use 'auto'$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        exported(block, x, "grouped_mm")
+
+
+def test_the_documented_table_is_this_one() -> None:
+    columns = ("auto", *BACKENDS)
+    rows = ["| | " + " | ".join(f"`{backend}`" for backend in columns) + " |"]
+    rows.append("|---" * (len(columns) + 1) + "|")
+    for what in (*WHAT, *DEVICES):
+        cells = [REFUSED.get(what, {}).get(backend, ("yes",))[0] for backend in columns]
+        if what in IN_BFLOAT16:
+            cells[columns.index("grouped_mm")] = "bfloat16"
+        rows.append(f"| {what} | " + " | ".join(cells) + " |")
+    page = (Path(__file__).parents[2] / "docs/performance.md").read_text()
+    assert "\n".join(rows) in page, "\n".join(rows)

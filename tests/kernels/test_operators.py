@@ -1,0 +1,134 @@
+"""The operators that torch sees of us: what `opcheck` asks of each, and that of the CPU beside `cpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from moe_ffn.kernels import cpu_operator
+from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
+from moe_ffn.kernels.cpu import cpu
+from moe_ffn.kernels.native import native
+from moe_ffn.native.build import why_not
+from moe_ffn.routing import balanced_assignment, sinkhorn
+
+EXPERTS = [[0, 2], [0, None], [1, 2]]
+GATES = {
+    "none": None,
+    "clamped_swiglu": ClampedSwiGLU(1.7, 2.0),
+    "clamped": ClampedGate(1.0, 2.0, 0.5, after=True),
+    "soft_capped": SoftCappedSwiGLU(3.0, 2.0),
+}
+needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+slow = pytest.mark.slow
+TRACED = "test_aot_dispatch_dynamic"
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", TRACED)
+every_check = pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=slow if check == TRACED else ()) for check in CHECKS]
+)
+
+
+def called(module: Any, name: str, call: Callable[[], object]) -> tuple[Any, ...]:
+    """The arguments that a module calls an operator of its own with."""
+    found: list[tuple[Any, ...]] = []
+    operator = getattr(module, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, lambda *given: found.append(given) or operator(*given))
+        call()
+    return tuple(
+        given.detach().clone().requires_grad_(given.requires_grad)
+        if isinstance(given, Tensor)
+        else given
+        for given in found[-1]
+    )
+
+
+@every_check
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_the_operators_of_the_cpu_are_what_torch_asks_for(
+    gate: str, check: str, make_weights: Any, make_plan_of: Any
+) -> None:
+    weights, plan = make_weights(clamped=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
+    x_TD = torch.randn(3, 20, requires_grad=True)
+    run = lambda: cpu_operator.in_graph(x_TD, plan, weights)  # noqa: E731
+    opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
+    arguments = called(cpu_operator, "experts", run)
+    tensors, options = arguments[:10], arguments[10:15]
+    y_TD, kept_NH = (value.detach() for value in cpu_operator.experts(*arguments))
+    tensors = [None if value is None else value.detach() for value in tensors]
+    for wanted in ([True] * 6, [False, True, True, False, False, False]):
+        given = (torch.randn_like(y_TD), *tensors, kept_NH, *options, wanted)
+        opcheck(cpu_operator.experts_backward, given, test_utils=check)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_the_operator_computes_what_cpu_does(
+    gate: str, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
+) -> None:
+    weights = make_weights(clamped=GATES[gate], dtype=dtype)
+    plan = make_plan_of(EXPERTS, 3)
+    x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
+    leaves = [x_TD, plan.weights_N, *weights.parameters]
+    found: list[list[Tensor]] = []
+    for run in (cpu, cpu_operator.in_graph):
+        y_TD = run(x_TD, plan, weights)
+        found.append([y_TD, *torch.autograd.grad(y_TD.float().square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_the_operator_has_no_second_derivative(make_weights: Any, make_plan_of: Any) -> None:
+    x_TD = torch.randn(3, 20, requires_grad=True)
+    y_TD = cpu_operator.in_graph(x_TD, make_plan_of(EXPERTS, 3), make_weights())
+    (grad_TD,) = torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"'cpu' has no second derivative.*to 'loop', which has"):
+        grad_TD.sum().backward()
+
+
+@slow
+@needs_compiler
+def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan_of: Any) -> None:
+    x_TD = torch.randn(3, 20, requires_grad=True)
+    plan, weights, compiled = make_plan_of(EXPERTS, 3), make_weights(), torch.ops.moe_ffn_cpu
+    forward = called(compiled, "experts_forward", lambda: native(x_TD, plan, weights))
+    y_TD = native(x_TD, plan, weights)
+    backward = called(compiled, "experts_backward", y_TD.sum().backward)
+    for operator, given in (
+        (compiled.experts_forward.default, forward),
+        (compiled.experts_backward.default, backward),
+    ):
+        # Gradients are those of `own_backward`.
+        detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
+        opcheck(operator, detached)
+
+
+@slow
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_the_operators_of_triton_are_what_torch_asks_for(
+    make_weights: Any, make_plan_of: Any
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed here")
+    from moe_ffn.kernels.triton import backend as triton
+    from moe_ffn.kernels.triton import launch
+
+    # Every pair is computed: of others nobody writes the rows that are kept, nor reads them.
+    plan, weights = make_plan_of([[0, 2], [0, 1], [1, 2]], 3), make_weights(d_model=16, d_ff=16)
+    x_TD = torch.randn(3, 16, device=plan.offsets_E.device, requires_grad=True)
+    arguments = called(launch, "experts", lambda: triton.triton(x_TD, plan, weights))
+    opcheck(launch.experts, arguments)
+
+
+@every_check
+def test_the_operators_of_routers_are_what_torch_asks_for(check: str) -> None:
+    values_TE, counted_T = torch.randn(6, 4), torch.tensor([True] * 5 + [False])
+    opcheck(sinkhorn.sinkhorn_operator, (values_TE, counted_T, 1e-4, 20), test_utils=check)
+    ids_T = torch.zeros(6, dtype=torch.int64)
+    given = (values_TE, ids_T, counted_T)
+    opcheck(balanced_assignment.assign_operator, given, test_utils=check)
