@@ -1,44 +1,23 @@
-"""How much memory there is, whether a model fits into it, and an error that says there was not enough."""
+"""Whether the model of a run fits into memory, and an error that says there was not enough."""
 
 from __future__ import annotations
 
 import errno
-import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ffn.errors import ConfigError
+from moe_ffn.memory import gigabytes, memory_limit
 
 if TYPE_CHECKING:
     from moe_ffn.runs.config import TrainConfig
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _FLOAT32 = 4
 _INT64 = 8
 
 _TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED = re.compile(r"tried to allocate (\d+) bytes")
 _GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
-
-
-def memory_limit() -> int | None:
-    """Bytes that this process may have: those of the machine, or of its container or its own limit.
-
-    None where the system does not say (Windows).
-    """
-    if not hasattr(os, "sysconf"):
-        return None
-    import resource
-
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
-    own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
-    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -58,12 +37,6 @@ def out_of_memory(error: BaseException) -> str:
     tried = _TRIED.search(text)
     more = f"{gigabytes(int(tried[1]))} more" if tried else "what it asked for"
     return f"out of memory: the program did not get {more}{has}"
-
-
-def gigabytes(num_bytes: int) -> str:
-    """`1.2 GB`, or `0.63 MB` of what is small."""
-    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
-    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
 
 
 def check_fits(config: TrainConfig) -> None:

@@ -99,6 +99,8 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
         with torch.no_grad():
             routings = decoder(ids_BS).routings
         for name, routing in routings.items():
+            if routing.is_listed:  # of too many experts for a list of each one's tokens
+                continue
             computed_N = routing.computed_N
             places_N = routing.token_ids_N[computed_N]
             came_from = origin(routings, name, gates)

@@ -30,6 +30,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
     by_token: ClassVar[bool] = False
     """True where, in evaluation, a token's experts depend on that token alone, its id included."""
+    is_listed: ClassVar[bool] = False
+    """True where experts are too many for a number of each, so that its routings are lists of pairs alone."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -297,7 +299,7 @@ class RouterLinear(nn.Module):
         keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
         if keeps_copy and not torch.compiler.is_compiling():
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
-        with _as_given(x_TD):
+        with as_given(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
 
     def extra_repr(self) -> str:
@@ -309,7 +311,7 @@ class RouterLinear(nn.Module):
         return torch.float64 if x_TD.dtype == torch.float64 else torch.float32
 
 
-def _as_given(x_TD: Tensor) -> AbstractContextManager[object]:
+def as_given(x_TD: Tensor) -> AbstractContextManager[object]:
     """Turn autocast off, so that products keep the dtype of their factors."""
     device = x_TD.device.type
     is_on = torch.is_autocast_enabled(device)
@@ -326,7 +328,7 @@ class _WiderLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        with _as_given(x_TD):
+        with as_given(x_TD):
             return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
 
     @staticmethod
@@ -341,7 +343,7 @@ class _WiderLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        with _as_given(x_TD):
+        with as_given(x_TD):
             return (
                 (grad_TE @ weight_ED).to(x_TD.dtype) if needs_x else None,
                 grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
@@ -356,7 +358,7 @@ class _WiderLinear(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         dtype = weight_ED.dtype
         step_TE = torch.zeros((), dtype=dtype, device=x_TD.device)
-        with _as_given(x_TD):
+        with as_given(x_TD):
             if step_x_TD is not None:
                 step_TE = step_TE + F.linear(step_x_TD.to(dtype), weight_ED)
             if step_ED is not None:
@@ -376,12 +378,14 @@ def routing_of_pairs(
     capacity_k: float | None = None,
     target_k: float | None = None,
     selection_probs_TE: Tensor | None = None,
+    logits_TK: Tensor | None = None,
 ) -> Routing:
     """The Routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
         logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.
         num_experts: E; read from `logits_TE` when None.
+        logits_TK: those of the listed experts, where there is no table.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
@@ -404,6 +408,7 @@ def routing_of_pairs(
         capacity_k=capacity_k,
         target_k=target_k,
         selection_probs_TE=selection_probs_TE,
+        logits_N=None if logits_TK is None else logits_TK.flatten(),
     )
 
 
