@@ -21,6 +21,7 @@ FOUNDATION = {
     "config",
     "errors",
     "files",
+    "memory",
     "outputs",
     "sizes",
 }
@@ -33,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": set(),
     "sizes": {"config", "errors"},
     "files": {"errors"},
+    "memory": {"errors"},
     "environment": {"errors"},
     "trust": {"errors", "import_path"},
     # Options from YAML files.

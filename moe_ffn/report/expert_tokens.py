@@ -280,6 +280,8 @@ def view(run: Run) -> View | None:
         Exception
     ) as error:  # of any kind, as of code from outside: the rest of the page is not lost to it
         return View(problem=first_line(error))
+    if not layers:
+        return View(problem="routers list pairs of too many experts to show each")
     return View(len(routed.ids_T), layers)
 
 

@@ -31,9 +31,9 @@ from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     """Product keys: expert i * n + j has the key (c_i, c'_j), two of 2 n sub-keys, n = sqrt(E).
 
-    Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3.2: with
+    Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: with
     `experts: value` and `keys: per_head` their memory. He 2024, "Mixture of A Million Experts"
-    (arXiv:2407.04153): with `experts: single_neuron` and the defaults here PEER.
+    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER.
 
     Both normalise queries over the batch, by which in training a later token would change where an earlier
     one goes; here each query is normalised by itself. No number of size E is made: the routing has no table,
@@ -44,11 +44,11 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     by_token: ClassVar[bool] = True
 
     type: Literal["product_key"] = "product_key"
-    k: int = Field(default=16, ge=1, le=MAX_COUNT)
-    """Experts per token and head."""
-    num_heads: int = Field(default=8, ge=1, le=MAX_COUNT)
+    k: int = Field(default=2, ge=1, le=MAX_COUNT)
+    """Experts per token and head; 16 in PEER, 32 in Lample et al."""
+    num_heads: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Queries of a token, each of which chooses k experts of the same E. One that several choose is listed as
-    often, and its weights add up."""
+    often, and its weights add up. 8 in PEER, 4 in Lample et al."""
     d_query: int | None = Field(default=128, ge=2, le=MAX_COUNT)
     """Width of a query, of which each table sees a half; null: both tables see the token itself (Doge)."""
     query_norm: RouterNormConfig | None = RouterNormConfig()
@@ -185,4 +185,5 @@ class ProductKeyRouter(Router):
         )
 
     def extra_repr(self) -> str:
-        return describe_options(self.config, without=["type", "query_norm"])
+        options = describe_options(self.config, without=["type", "query_norm"])
+        return f"num_experts={self.num_experts}, {options}"

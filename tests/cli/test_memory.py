@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ffn import memory as machine_memory
 from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
-from moe_ffn.cli.memory import check_fits, gigabytes, memory_limit, out_of_memory
+from moe_ffn.cli.memory import check_fits, out_of_memory
 from moe_ffn.errors import ConfigError
+from moe_ffn.memory import gigabytes, memory_limit
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK
 
@@ -110,7 +112,7 @@ def test_a_machine_without_containers_has_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     assert memory_limit() == machine
