@@ -20,7 +20,7 @@ from moe_ffn.metrics.table import Metric as TableMetric
 from moe_ffn.outputs import Routing, check_routing
 
 
-class RoutingMetrics(Metric):
+class _RoutingMetrics(Metric):
     """Adds up statistics over batches and ranks, and takes ratios of the sums."""
 
     full_state_update = False
@@ -64,7 +64,7 @@ class RoutingMetrics(Metric):
         return measured_in(*self.measured, is_listed=self.is_listed)
 
 
-class LoadMetrics(RoutingMetrics):
+class LoadMetrics(_RoutingMetrics):
     """The metrics that are counts of a routing, such as `load`: cheap enough for every batch.
 
     Counts are summed before ratios are taken, so MaxVio measures lasting imbalance and not the noise of one
@@ -74,7 +74,7 @@ class LoadMetrics(RoutingMetrics):
     measured = ("every batch",)
 
 
-class TokenMetrics(RoutingMetrics):
+class TokenMetrics(_RoutingMetrics):
     """The metrics that are measured token by token or sequence by sequence, such as `entropy`.
 
     Several times as much work as `LoadMetrics`.
@@ -83,7 +83,7 @@ class TokenMetrics(RoutingMetrics):
     measured = ("last step",)
 
 
-class ListMetrics(RoutingMetrics):
+class ListMetrics(_RoutingMetrics):
     """The metrics of a router of too many experts for a number of each, such as `experts_used`.
 
     What it keeps does not grow with the experts either.
@@ -93,7 +93,7 @@ class ListMetrics(RoutingMetrics):
     is_listed = True
 
 
-class CoactivationMetrics(RoutingMetrics):
+class CoactivationMetrics(_RoutingMetrics):
     """How often each two experts are chosen together: an (E, E) state, and a matrix product per batch."""
 
     measured = ("validation",)

@@ -21,7 +21,6 @@ from moe_ffn.metrics.modular import (
     LanguageMetrics,
     ListMetrics,
     LoadMetrics,
-    RoutingMetrics,
     TokenMetrics,
 )
 from moe_ffn.model.decoder import Decoder
@@ -111,7 +110,7 @@ def evaluate(
     device = decoder.embedding.weight.device
     lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
     language = LanguageMetrics().to(device)
-    layers: dict[str, Sequence[RoutingMetrics]] = {}
+    layers: dict[str, Sequence[LoadMetrics | TokenMetrics | ListMetrics]] = {}
     for index, batch in enumerate(batches):
         input_ids, target_ids = inputs_and_targets(
             decoder,
@@ -150,6 +149,6 @@ def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype)
 
 
-def _values(metrics: Iterable[RoutingMetrics]) -> dict[str, Tensor]:
+def _values(metrics: Iterable[LoadMetrics | TokenMetrics | ListMetrics]) -> dict[str, Tensor]:
     values = {key: value.cpu() for metric in metrics for key, value in metric.compute().items()}
     return values | ({"load_entropy": load_entropy(values["load"])} if "load" in values else {})
