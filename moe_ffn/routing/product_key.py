@@ -36,7 +36,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER.
 
     Both normalise queries over the batch, by which in training a later token would change where an earlier
-    one goes; here each query is normalised by itself. No number of size E is made: the routing has no table,
+    one goes; `query_norm` normalises each query by itself. No number of size E is made: the routing has no table,
     and losses and metrics are over the listed pairs.
     """
 
@@ -49,10 +49,10 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     num_heads: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Queries of a token, each of which chooses k experts of the same E. One that several choose is listed as
     often, and its weights add up. 8 in PEER, 4 in Lample et al."""
-    d_query: int | None = Field(default=128, ge=2, le=MAX_COUNT)
-    """Width of a query, of which each table sees a half; null: both tables see the token itself (Doge)."""
-    query_norm: RouterNormConfig | None = RouterNormConfig()
-    """An RMS norm of each query with a learned scale; null for none."""
+    d_query: int = Field(default=128, ge=0, le=MAX_COUNT)
+    """Width of a query, of which each table sees a half; 0: both tables see the token itself (Doge)."""
+    query_norm: RouterNormConfig | None = None
+    """An RMS norm of each query with a learned scale; none by default."""
     keys: Literal["shared", "per_head"] = "shared"
     """Whether all heads have the same sub-keys (PEER), or each has its own (Lample et al.)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -65,15 +65,15 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
                 "score (softmax) with k (1) makes every weight a constant 1, so the router would never "
                 "learn; set score: sigmoid or k >= 2"
             )
-        if self.d_query is None:
+        if self.d_query == 0:
             if self.query_norm is not None:
                 raise ValueError(
-                    "query_norm is of queries, but d_query is null, so that sub-keys see the token itself; "
+                    "query_norm is of queries, but d_query is 0, so that sub-keys see the token itself; "
                     "set query_norm to null"
                 )
             if self.num_heads > 1 and self.keys == "shared":
                 raise ValueError(
-                    f"keys (shared) with d_query (null) make the {self.num_heads} heads choose the same "
+                    f"keys (shared) with d_query (0) make the {self.num_heads} heads choose the same "
                     "experts; set keys: per_head or num_heads: 1"
                 )
         elif self.d_query % 2:
@@ -106,7 +106,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
     def num_params(self, d_model: int, num_experts: int) -> int:
         num_keys = self.num_tables * 2 * math.isqrt(num_experts)
-        if self.d_query is None:
+        if self.d_query == 0:
             return num_keys * d_model
         queries = linear_params(d_model, self.num_heads * self.d_query, bias=False)
         norm = 0 if self.query_norm is None else self.d_query
@@ -114,7 +114,7 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
     def flops_per_token(self, d_model: int, num_experts: int) -> int:
         num_scores = self.num_heads * 2 * math.isqrt(num_experts)
-        if self.d_query is None:
+        if self.d_query == 0:
             return linear_flops(d_model, num_scores)
         queries = linear_flops(d_model, self.num_heads * self.d_query)
         return queries + linear_flops(self.d_query // 2, num_scores)
@@ -138,7 +138,7 @@ class ProductKeyRouter(Router):
         self.config: Any = config
         self.num_experts = num_experts
         width, self.query, self.query_norm = d_model, None, None
-        if config.d_query is not None:
+        if config.d_query:
             width = config.d_query // 2
             self.query = RouterLinear(d_model, config.num_heads * config.d_query)
             if config.query_norm is not None:

@@ -49,16 +49,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
     "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
     "product_key": {
-        "product_key": {"d_query": 4, "num_heads": 2},
+        "product_key": {"d_query": 4, "num_heads": 2, "query_norm": {}},
         "product_key-per_head": {
             "d_query": 6,
             "num_heads": 3,
             "keys": "per_head",
             "score": "sigmoid",
-            "query_norm": None,
             "k": 1,
         },
-        "product_key-token": {"d_query": None, "query_norm": None},
+        "product_key-token": {"d_query": 0},
     },
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
