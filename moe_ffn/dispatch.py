@@ -88,7 +88,7 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
         token_ids_N=routing.token_ids_N,
         weights_N=routing.weights_N.masked_fill(left_out_N, 0),
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
-        pair_ids_N=torch.arange(len(left_out_N), device=left_out_N.device),
+        pair_ids_N=torch.arange(left_out_N.shape[0], device=left_out_N.device),
         expert_ids_N=routing.expert_ids_N.masked_fill(left_out_N, 0),
     )
 

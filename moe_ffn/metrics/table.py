@@ -130,9 +130,7 @@ OF_LIST = "more experts than there are tables for (`product_key`)"
 LOGIT_MAX = Measure(
     torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
 )
-NONFINITE = Measure(
-    torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
-)
+NONFINITE = Measure(torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),))
 
 LAYER_METRICS = _table(
     Metric(

@@ -228,7 +228,10 @@ def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
         shape = value.numel() // max(num_experts(layer), 1), num_experts(layer)
         fresh = torch.zeros(shape, dtype=torch.bool)
         require_same_kind(value, fresh, f"{path}.routing.probe.{layer}")
-    def kinds_in(layer: str, values: Mapping[str, Tensor], key: str, *kinds: Measured) -> list[Metric]:
+
+    def kinds_in(
+        layer: str, values: Mapping[str, Tensor], key: str, *kinds: Measured
+    ) -> list[Metric]:
         is_listed = known[layer].router.is_listed if layer in known else key in values
         return measured_in(*kinds, is_listed=is_listed)
 

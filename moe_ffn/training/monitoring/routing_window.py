@@ -231,7 +231,9 @@ class RoutingWindow(Checkpointed):
             }
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
-            if "load" not in of_layer:  # the router lists pairs, and nothing is kept for each expert
+            if (
+                "load" not in of_layer
+            ):  # the router lists pairs, and nothing is kept for each expert
                 continue
             load_E = of_layer["load"]
             idle_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
