@@ -7,6 +7,7 @@ T tokens, E experts, N (token, expert) pairs, B sequences
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -118,4 +119,4 @@ def usage_kl(routing: Routing) -> Tensor:
     groups = groups_of(routing)
     usage_N = groups.sums(groups.shares_N) / routing.num_real_tokens.clamp(min=1)
     logs_N = usage_N.clamp(min=torch.finfo(usage_N.dtype).tiny).log()
-    return (usage_N * logs_N).sum() + torch.log(usage_N.new_tensor(routing.num_experts))
+    return (usage_N * logs_N).sum() + math.log(routing.num_experts)

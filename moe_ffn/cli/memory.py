@@ -6,6 +6,8 @@ import errno
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe_ffn.errors import ConfigError
 from moe_ffn.memory import gigabytes, memory_limit
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 _FLOAT32 = 4
 _INT64 = 8
+_MOST_TENSORS = 6
+"""Of a weight: itself, its gradient, and what an optimizer keeps of it, at the most."""
 
 _TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED = re.compile(r"tried to allocate (\d+) bytes")
@@ -40,17 +44,44 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def check_fits(config: TrainConfig) -> None:
-    """ConfigError where the weights alone, or the token ids of one batch, exceed what this process may have.
+    """ConfigError where the model, or the token ids of one batch, exceed what this process may have.
 
-    What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
+    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on a
+    GPU, which has a memory of its own, the weights alone.
     """
     memory = memory_limit()
+    if memory is not None and _is_on_cpu(config):
+        _check_training_fits(config, memory)
     parts = {"model": _bytes_of_weights(config), "data": _bytes_of_batch(config)}
     for section, num_bytes in parts.items():
         if memory is not None and num_bytes > memory:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
+
+
+def _is_on_cpu(config: TrainConfig) -> bool:
+    kind, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
+    has_other = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return num_nodes == 1 and (kind == "cpu" or (kind == "auto" and not has_other))
+
+
+def _check_training_fits(config: TrainConfig, memory: int) -> None:
+    weights = _bytes_of_weights(config)
+    if weights > memory or weights * _MOST_TENSORS <= memory:  # said below; or small whatever the optimizer
+        return
+    from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
+
+    size = {"bf16-true": 0.5, "16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    state = sum(weight.state_bytes for weight in Sizes.of(config).all)
+    needed = int(size * (2 * weights + state))
+    if needed > memory:
+        raise ConfigError(
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with their "
+            f"gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, but this "
+            f"process may have {gigabytes(memory)} of memory; make the model smaller, its largest tables "
+            "first, or train on a machine with more"
+        )
 
 
 def training_needs(config: TrainConfig) -> str:
