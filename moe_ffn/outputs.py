@@ -182,7 +182,7 @@ class Routing:
 
     @property
     def is_listed(self) -> bool:
-        """Whether there are too many experts for a number of each, so that the listed pairs are all there is."""
+        """Whether there are too many experts for a number of each: all there is are the listed pairs."""
         return self.scores_TE is None
 
     @property

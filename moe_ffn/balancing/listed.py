@@ -60,8 +60,8 @@ def _shares(routing: Routing) -> Tensor:
 def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
     """E * sum_i f_i P_i of the batch, or the mean of that of each sequence, of listed pairs.
 
-    f_i is as in `load_balancing_loss`; P_i is the mean over tokens of the share that expert i has of a token's
-    weights: of the chosen experts, where tables have a score of every one. 1 at balance all the same.
+    f_i is as in `load_balancing_loss`; P_i is the mean over tokens of the share that expert i has of a
+    token's weights: of the chosen experts, where tables have a score of every one. 1 at balance as well.
     """
     groups = groups_of(routing, by_sequence=by_sequence)
     length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)

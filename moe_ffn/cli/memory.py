@@ -46,8 +46,8 @@ def out_of_memory(error: BaseException) -> str:
 def check_fits(config: TrainConfig) -> None:
     """ConfigError where the model, or the token ids of one batch, exceed what this process may have.
 
-    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on a
-    GPU, which has a memory of its own, the weights alone.
+    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on
+    a GPU, which has a memory of its own, the weights alone.
     """
     memory = memory_limit()
     if memory is not None and _is_on_cpu(config):
@@ -68,7 +68,9 @@ def _is_on_cpu(config: TrainConfig) -> bool:
 
 def _check_training_fits(config: TrainConfig, memory: int) -> None:
     weights = _bytes_of_weights(config)
-    if weights > memory or weights * _MOST_TENSORS <= memory:  # said below; or small whatever the optimizer
+    if (
+        weights > memory or weights * _MOST_TENSORS <= memory
+    ):  # said below; or small whatever the optimizer
         return
     from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
 
@@ -77,9 +79,9 @@ def _check_training_fits(config: TrainConfig, memory: int) -> None:
     needed = int(size * (2 * weights + state))
     if needed > memory:
         raise ConfigError(
-            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with their "
-            f"gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, but this "
-            f"process may have {gigabytes(memory)} of memory; make the model smaller, its largest tables "
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with "
+            f"their gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, "
+            f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest tables "
             "first, or train on a machine with more"
         )
 

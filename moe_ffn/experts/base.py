@@ -74,8 +74,8 @@ class Experts(nn.Module, ABC):
     """E parallel networks of the same shape, their weights stacked along the first axis."""
 
     by_row: ClassVar[bool] = False
-    """True where an expert is a row of some tables: then plans are lists of pairs (`dispatch.plan_of_list`), and
-    nothing is done for an expert that no token goes to."""
+    """True where an expert is a row of some tables: then plans are lists of pairs (`dispatch.plan_of_list`),
+    and nothing is done for an expert that no token goes to."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:

@@ -194,7 +194,7 @@ BLOCKS: dict[str, Block | str] = {
             "num_experts": its("num_experts"),
             "router": {"type": "product_key", "k": K, "d_query": 0},
             "experts": {"type": "single_neuron", "activation": its("hidden_act")},
-            "shared_expert": {**shared("intermediate_size"), "bias": its("mlp_bias")},
+            "shared_expert": shared("intermediate_size", bias=its("mlp_bias")),
         },
         {
             "router.sub_keys": named("router_gate.weight"),
@@ -207,9 +207,9 @@ BLOCKS: dict[str, Block | str] = {
             ),
         },
         small={"num_experts": 9, "mlp_bias": True},
-        wrong="of several tokens it takes the scores of the first half for those of the first table, and of "
-        "the second half for the second's, so that tokens choose each other's experts; ours chooses as theirs "
-        "does of a single token (CDMoE, arXiv:2412.11834)",
+        wrong="of several tokens it takes the scores of the first half for those of the first table, and "
+        "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
+        "theirs does of a single token (CDMoE, arXiv:2412.11834)",
     ),
     "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
     "dots3_note": DEEPSEEK.but(

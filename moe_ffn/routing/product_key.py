@@ -36,8 +36,8 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
     (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER.
 
     Both normalise queries over the batch, by which in training a later token would change where an earlier
-    one goes; `query_norm` normalises each query by itself. No number of size E is made: the routing has no table,
-    and losses and metrics are over the listed pairs.
+    one goes; `query_norm` normalises each query by itself. Nothing of size E is made: the routing has no
+    table, and losses and metrics are over the listed pairs.
     """
 
     is_listed: ClassVar[bool] = True

@@ -13,9 +13,7 @@ from tests.helpers.tiny_runs import run_here
 
 RunTrain = Callable[..., Any]
 
-LISTED = (
-    "{type: moe, num_experts: 1024, router: {type: product_key, k: 4, d_query: 8}, experts: single_neuron}"
-)
+LISTED = "{type: moe, num_experts: 1024, router: {type: product_key, k: 4, d_query: 8}, experts: single_neuron}"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,9 @@ def test_the_end_of_a_run_shows_both_kinds(run: Any) -> None:
 
 
 def test_a_run_goes_on(run: Any, run_train: RunTrain) -> None:
-    more = run_here("--resume", str(run.folder), "--trainer.max_steps", "6", program="moe_ffn.cli.train")
+    more = run_here(
+        "--resume", str(run.folder), "--trainer.max_steps", "6", program="moe_ffn.cli.train"
+    )
     assert more.code == 0, more.stderr
     assert load_run(run.folder).rows.column("routing/layer_01/usage_kl").steps[-1] == 6
 
@@ -64,7 +64,9 @@ def test_evaluation_has_a_column_for_it(run: Any) -> None:
     assert "(of a batch)" in " ".join(found.stdout.split())
 
 
-def test_a_trace_shows_the_other_layer_or_refuses(run: Any, run_train: RunTrain, tmp_path: Path) -> None:
+def test_a_trace_shows_the_other_layer_or_refuses(
+    run: Any, run_train: RunTrain, tmp_path: Path
+) -> None:
     found = run_here(str(run.folder), "--text", "def", program="moe_ffn.cli.trace")
     assert found.code == 0, found.stderr
     alone = run_train(tmp_path, "--model.ffn", LISTED, "--trainer.max_steps", "1")

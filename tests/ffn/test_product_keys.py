@@ -252,7 +252,7 @@ def test_torch_exports_and_transforms_them() -> None:
     call: Callable[[Tensor], Tensor] = lambda x: block(x).hidden  # noqa: E731
     torch.testing.assert_close(torch.func.vmap(call)(x_BSD), torch.stack(list(map(call, x_BSD))))
     step = 1e-6
-    _, slope = torch.func.jvp(call, (x_BSD[0],), (x_BSD[1],))
+    slope = torch.func.jvp(call, (x_BSD[0],), (x_BSD[1],))[1]
     near = (call(x_BSD[0] + step * x_BSD[1]) - call(x_BSD[0] - step * x_BSD[1])) / (2 * step)
     torch.testing.assert_close(slope, near, rtol=1e-5, atol=1e-6)
 
@@ -326,8 +326,8 @@ def test_a_memory_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyP
         with torch.device("meta"):
             build_ffn(options, D_MODEL)  # to be counted, or put elsewhere
     assert str(raised.value) == (
-        "num_experts (16384): experts of type 'single_neuron' and width 8 take 1 MB, and this process may have "
-        "1 MB of memory; lower num_experts or d_model"
+        "num_experts (16384): experts of type 'single_neuron' and width 8 take 1 MB, and this process may "
+        "have 1 MB of memory; lower num_experts or d_model"
     )
 
 

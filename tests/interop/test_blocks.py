@@ -161,8 +161,8 @@ def test_a_live_block_becomes_one_of_ours() -> None:
 
 
 REFUSED = {
-    "vitpose_backbone": "no block of ours computes that of vitpose_backbone: an image's experts are given with "
-    "it, one for each data set, and each makes a part of the output's units: there is no router",
+    "vitpose_backbone": "no block of ours computes that of vitpose_backbone: an image's experts are given "
+    "with it, one for each data set, and each makes a part of the output's units: there is no router",
     "qwen4_moe": "'qwen4_moe' is no model of transformers with a sparse block that is known here; did you "
     "mean 'qwen3_moe'?",
 }
