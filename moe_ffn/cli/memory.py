@@ -81,8 +81,8 @@ def _check_training_fits(config: TrainConfig, memory: int) -> None:
         raise ConfigError(
             f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with "
             f"their gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, "
-            f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest tables "
-            "first, or train on a machine with more"
+            f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
+            "tables first, or train on a machine with more"
         )
 
 

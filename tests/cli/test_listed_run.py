@@ -13,7 +13,8 @@ from tests.helpers.tiny_runs import run_here
 
 RunTrain = Callable[..., Any]
 
-LISTED = "{type: moe, num_experts: 1024, router: {type: product_key, k: 4, d_query: 8}, experts: single_neuron}"
+ROUTER = "{type: product_key, k: 4, d_query: 8}"
+LISTED = f"{{type: moe, num_experts: 1024, router: {ROUTER}, experts: single_neuron}}"
 
 
 @pytest.fixture(scope="module")
