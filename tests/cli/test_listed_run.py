@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moe_ffn import load_run
 from tests.helpers.tiny_runs import run_here
@@ -57,6 +58,12 @@ def test_a_run_goes_on(run: Any, run_train: RunTrain) -> None:
     )
     assert more.code == 0, more.stderr
     assert load_run(run.folder).rows.column("routing/layer_01/usage_kl").steps[-1] == 6
+
+
+def test_checkpoints_hold_nothing_for_each_expert_of_it(run: Any) -> None:
+    path = max((run.folder / "checkpoints").glob("step_*.ckpt"))
+    routing = torch.load(path, weights_only=True)["callbacks"]["StepLogger"]["routing"]
+    assert {*routing["probe"], *routing["idle_steps"]} == {"layer_00"}
 
 
 def test_evaluation_has_a_column_for_it(run: Any) -> None:
