@@ -57,7 +57,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "score": "sigmoid",
             "k": 1,
         },
-        "product_key-token": {"d_query": 0},
     },
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
