@@ -251,6 +251,7 @@ def test_torch_exports_them() -> None:
     torch.testing.assert_close(program.module()(x_BSD[:1]).hidden, block(x_BSD[:1]).hidden)
 
 
+@pytest.mark.filterwarnings("ignore")  # what the first jvp of a process loads
 def test_torch_transforms_them() -> None:
     block, x_BSD = build(config("peer")), tokens(3, 2, 5)
 
