@@ -170,7 +170,16 @@ def _paper_of_nllb(block: Any, x_BSD: Tensor) -> Tensor:
     return torch.stack(outputs).view_as(x_BSD)
 
 
-PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {"nllb_moe": _paper_of_nllb}
+def _paper_of_doge(block: Any, x_BSD: Tensor) -> Tensor:
+    """Each token by itself, of which it takes the right scores."""
+    tokens = x_BSD.flatten(0, 1)[:, None, None]
+    return torch.stack([block(x_11D)[0] for x_11D in tokens]).view_as(x_BSD)
+
+
+PAPERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "nllb_moe": _paper_of_nllb,
+    "doge": _paper_of_doge,
+}
 """What the paper computes of the weights of a block that computes something else in evaluation too."""
 
 
@@ -232,8 +241,8 @@ transformers and fails by the name of a model that is missing here.
 - **Weights** of a live model come over by `moe_ffn.interop.convert_block("{example}", block, config)`, the
   config alone by `block_config("{example}", config)`.
 
-Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them is held to its paper, since
-theirs is wrong in evaluation too.
+Of {total} models {exact} are equal to rounding ({share:.1%}); {paper} of them are held to their papers, since
+theirs are wrong in evaluation too.
 
 | model | block of transformers | our config | output | gradients | |
 |---|---|---|---|---|---|

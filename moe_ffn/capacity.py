@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.errors import Refusal
-from moe_ffn.outputs import Routing, count_pairs
+from moe_ffn.outputs import Routing
 from moe_ffn.sizes import ceil_of_share, share_of
 
 
@@ -169,10 +169,9 @@ def place_in_queue(routing: Routing, priority_N: Tensor) -> Tensor:
     expert_ids_N = routing.expert_ids_N.masked_fill(~routing.real_N, routing.num_experts)
     by_priority_N = priority_N.argsort(stable=True)
     order_N = by_priority_N[expert_ids_N[by_priority_N].argsort(stable=True)]
-    counts_E = count_pairs(expert_ids_N, routing.num_experts + 1)
-    starts_E = counts_E.cumsum(0) - counts_E
+    sorted_N = expert_ids_N[order_N]
     ranks_N = torch.arange(order_N.shape[0], device=order_N.device)
-    place_N = ranks_N - starts_E[expert_ids_N[order_N]]
+    place_N = ranks_N - torch.searchsorted(sorted_N, sorted_N)  # less that of the queue's first
     return torch.empty_like(place_N).scatter_(0, order_N, place_N)
 
 

@@ -20,7 +20,7 @@ class Plan:
     """The rows that each expert reads, and the weights by which its results are added up.
 
     Sorted by expert; pairs that are not computed (dropped, or padding) stand behind `offsets_E[-1]`
-    with weight 0, so that shapes don't depend on data.
+    with weight 0, so that shapes don't depend on data. See `plan_of_list` for one that is not sorted.
     """
 
     token_ids_N: Tensor
@@ -34,6 +34,9 @@ class Plan:
 
     pair_ids_N: Tensor
     """int64, where each pair stands in the routing's own list, which is sorted by token."""
+
+    expert_ids_N: Tensor | None = None
+    """int64, the expert of each pair, in a `plan_of_list`; None where `offsets_E` tells."""
 
     def __repr__(self) -> str:
         return summarize(self)
@@ -71,6 +74,22 @@ def plan_of_pairs(
         weights_N=weights_N.index_select(0, order_N),
         offsets_E=offsets_E,
         pair_ids_N=order_N,
+    )
+
+
+def plan_of_list(routing: Routing, num_experts: int) -> Plan:
+    """The pairs as the router listed them, with their experts, and `offsets_E` empty: nothing has E numbers.
+
+    For experts that are rows of a table, which need no sorting. Pairs that are not computed have weight 0,
+    and the first expert.
+    """
+    left_out_N = routing.left_out_N | (routing.expert_ids_N >= num_experts)
+    return Plan(
+        token_ids_N=routing.token_ids_N,
+        weights_N=routing.weights_N.masked_fill(left_out_N, 0),
+        offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
+        pair_ids_N=torch.arange(left_out_N.shape[0], device=left_out_N.device),
+        expert_ids_N=routing.expert_ids_N.masked_fill(left_out_N, 0),
     )
 
 

@@ -109,8 +109,8 @@ class TokenContext:
 class Routing:
     """Where each token goes: N (token, expert, weight) pairs, and the scores they came from.
 
-    Pairs stand in token-major order. Only `weights_N`, `logits_TE`, `scores_TE` and
-    `selection_probs_TE` carry gradients.
+    Pairs stand in token-major order. Only `weights_N`, `logits_TE`, `scores_TE`, `selection_probs_TE` and
+    `logits_N` carry gradients.
     """
 
     token_ids_N: Tensor
@@ -163,6 +163,10 @@ class Routing:
     """Probability, over the router's noise, that each expert is among a token's k (noisy top-k routing);
     None elsewhere."""
 
+    logits_N: Tensor | None = None
+    """float32 (or wider), the score of each pair before any normalisation, from a router without tables of
+    (T, E) numbers. Losses and metrics are then over the listed pairs. None where there are tables."""
+
     def __repr__(self) -> str:
         """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
         if not isinstance(self.token_ids_N, Tensor) or not isinstance(self.weights_N, Tensor):
@@ -194,6 +198,11 @@ class Routing:
         except RuntimeError:  # there are no values: a fake tensor, or one on the meta device
             pass
         return parts
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether there are too many experts for a number of each: all there is are the listed pairs."""
+        return self.scores_TE is None
 
     @property
     def num_real_tokens(self) -> Tensor:

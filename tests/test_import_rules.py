@@ -22,6 +22,7 @@ FOUNDATION = {
     "errors",
     "files",
     "native",
+    "memory",
     "outputs",
     "sizes",
     "torch_modes",
@@ -37,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sizes": {"config", "errors"},
     "files": {"errors"},
     "native": {"environment", "torch_modes"},
+    "memory": {"errors"},
     "environment": {"errors"},
     "trust": {"errors", "import_path"},
     # Options from YAML files.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_ffn import TokenContext
 from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.base import GATE_ACTIVATIONS
@@ -58,7 +59,8 @@ NO_KERNEL = {("triton", name) for name in NEAR_ANOTHER - {"geglu_tanh"}}
 
 EXPERTS: dict[str, dict[str, Any]] = {
     name: {"type": member, **given}
-    for member in ExpertsConfig.members
+    for member, cls in ExpertsConfig.members.items()
+    if issubclass(cls, MatrixExpertsConfig)  # rows of tables: tests/experts/test_embeddings.py
     for name, given in EXPERTS_ARGUMENTS.get(member, {member: {}}).items()
 }
 
@@ -161,7 +163,7 @@ def oracle(moe: MoEFFN, x_BSD: Tensor, mask_BS: Tensor, limit: Limit) -> tuple[T
         TokenContext(mask, TOKEN_IDS[:batch, :length].flatten(), sequence_length=length),
     )
     token_ids, expert_ids = routing.token_ids_N.tolist(), routing.expert_ids_N.tolist()
-    num_experts = routing.logits_TE.shape[1]
+    num_experts = routing.num_experts
 
     chosen = [True] * len(token_ids) if routing.chosen_N is None else routing.chosen_N.tolist()
     real = [n for n, t in enumerate(token_ids) if mask[t] and chosen[n]]

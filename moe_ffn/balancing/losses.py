@@ -17,6 +17,12 @@ from einops import rearrange, reduce
 from pydantic import Field
 from torch import Tensor
 
+from moe_ffn.balancing.listed import (
+    entropy_of_list,
+    importance_of_list,
+    load_balance_of_list,
+    logsumexp_of_list,
+)
 from moe_ffn.config import Config
 from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
 
@@ -56,6 +62,8 @@ def load_balancing_loss(routing: Routing) -> Tensor:
     Returns:
         a scalar; 0 where no token is real.
     """
+    if routing.is_listed:
+        return load_balance_of_list(routing)
     scores_E = _sum_of_scores(routing, "load_balance")
     return load_times_scores(pairs_per_expert(routing), scores_E, routing.num_real_tokens)
 
@@ -93,6 +101,8 @@ def sequence_load_balancing_loss(routing: Routing) -> Tensor:
 
     Asks every single sequence to be balanced. Sequences of nothing but padding don't count.
     """
+    if routing.is_listed:
+        return load_balance_of_list(routing, by_sequence=True)
     length = max(routing.sequence_length, 1)
     pairs_BE = pairs_per_sequence(routing)
     real_TE = real_only(normalized_scores(routing, "load_balance_sequence"), routing)
@@ -125,6 +135,9 @@ def importance_cv2_loss(routing: Routing) -> Tensor:
 
     0 at balance. The weights are those of the chosen pairs, before dropping.
     """
+    if routing.is_listed:
+        mean, variance = importance_of_list(routing)
+        return variance / mean.square().clamp(min=torch.finfo(mean.dtype).tiny)
     weights_N = torch.where(routing.real_N, routing.weights_N, 0)
     importance_E = weights_N.new_zeros(routing.num_experts)
     return cv_squared(importance_E.index_add(0, routing.expert_ids_N, weights_N))
@@ -149,7 +162,12 @@ def load_cv2_loss(routing: Routing) -> Tensor:
 
 @takes_routing
 def router_z_loss(routing: Routing) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small."""
+    """mean_t logsumexp(logits_t)^2 (Zoph et al. 2022, ST-MoE, equation 5): keeps logits small.
+
+    Over the logits of a token's listed pairs, where its router has no table.
+    """
+    if routing.logits_N is not None:
+        return mean_over_tokens(logsumexp_of_list(routing, routing.logits_N).square(), routing)
     logits_TE = routing.require("logits_TE", "router_z")
     return mean_over_tokens(logits_TE.logsumexp(dim=-1).square(), routing)
 
@@ -161,6 +179,8 @@ def router_entropy_loss(routing: Routing) -> Tensor:
     As a loss it asks for decisions, without which top-p routing takes ever more experts (Huang et al.
     2024, arXiv:2403.07652, equation 6).
     """
+    if routing.is_listed:
+        return entropy_of_list(routing)
     scores_TE = normalized_scores(routing, "router_entropy")
     return mean_over_tokens(token_entropy(scores_TE), routing)
 
@@ -245,6 +265,20 @@ def _without_noise(routers: Routers) -> str:
     return ""
 
 
+def _without_tables(routers: Routers) -> str:
+    for layer, router, num_experts in routers:
+        if router.is_listed:
+            return (
+                f"needs a number for each expert, but the router of layer {layer} is '{router.type}', whose "
+                f"{num_experts} are known by the listed pairs alone; use objective.load_balance"
+            )
+    return ""
+
+
+def _not_poolable(routers: Routers) -> str:
+    return _without_tables(routers) or _of_different_sizes(routers)
+
+
 def _of_different_sizes(routers: Routers) -> str:
     sizes = sorted({num_experts for _, _, num_experts in routers})
     if len(sizes) < 2:
@@ -324,9 +358,11 @@ BALANCING_LOSSES: dict[str, BalancingLoss] = {
     ),
     "router_entropy": BalancingLoss(router_entropy_loss, note="Router entropy is in nats."),
     "load_balance_pooled": BalancingLoss(
-        pooled_load_balancing_loss, scope="model", objection=_of_different_sizes
+        pooled_load_balancing_loss, scope="model", objection=_not_poolable
     ),
-    "load_balance_global": BalancingLoss(global_load_balancing_loss, scope="step"),
+    "load_balance_global": BalancingLoss(
+        global_load_balancing_loss, scope="step", objection=_without_tables
+    ),
     "relu_sparsity": BalancingLoss(
         relu_sparsity_loss,
         concerns=lambda routing: routing.target_k is not None,

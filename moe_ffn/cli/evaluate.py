@@ -300,21 +300,29 @@ def print_evaluation(console: Console, what: str, found: Evaluation) -> None:
 
 
 def routing_table(routing: Mapping[str, Mapping[str, Tensor]]) -> Table:
-    """A row for each sparse layer."""
+    """A row for each sparse layer; a cell is empty where the layer has no such value."""
     table = Table(box=None, pad_edge=False)
     names = [LAYER_METRICS[key].label for key in ("max_violation", "dropped_fraction", "entropy")]
+    used = LAYER_METRICS["experts_used"]
+    lists = any(used.key in values for values in routing.values())
     for name in ("layer", "experts", "load entropy", *names, "dead experts"):
         table.add_column(name, justify="right")
+    if lists:
+        table.add_column(f"{used.label} (of a batch)", justify="right")
     for layer, values in routing.items():
-        load_E = values["load"]
+        load_E = values.get("load")
+        cells = {
+            key: "" if key not in values else f"{values[key]:{form}}"
+            for key, form in {"load_entropy": ".3f", "max_violation": ".2f"}.items()
+        }
         table.add_row(
             short_name(layer),
-            str(len(load_E)),
-            f"{values['load_entropy']:.3f}",
-            f"{values['max_violation']:.2f}",
+            "" if load_E is None else str(len(load_E)),
+            *cells.values(),
             f"{percent(values['dropped_fraction'].item())}%",
             f"{values['entropy']:.2f}",
-            str(int((load_E == 0).sum())),
+            "" if load_E is None else str(int((load_E == 0).sum())),
+            *([f"{values[used.key]:{used.form}}" if used.key in values else ""] if lists else []),
         )
     return table
 

@@ -1,44 +1,27 @@
-"""How much memory there is, whether a model fits into it, and an error that says there was not enough."""
+"""Whether the model of a run fits into memory, and an error that says there was not enough."""
 
 from __future__ import annotations
 
 import errno
-import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe_ffn.errors import ConfigError
+from moe_ffn.memory import gigabytes, memory_limit
 
 if TYPE_CHECKING:
     from moe_ffn.runs.config import TrainConfig
 
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _FLOAT32 = 4
 _INT64 = 8
+_MOST_TENSORS = 6
+"""Of a weight: itself, its gradient, and what an optimizer keeps of it, at the most."""
 
 _TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED = re.compile(r"tried to allocate (\d+) bytes")
 _GPU_HAS = re.compile(r"total capacity of ([\d.]+ \w+)")
-
-
-def memory_limit() -> int | None:
-    """Bytes that this process may have: those of the machine, or of its container or its own limit.
-
-    None where the system does not say (Windows).
-    """
-    if not hasattr(os, "sysconf"):
-        return None
-    import resource
-
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
-    own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
-    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -60,24 +43,47 @@ def out_of_memory(error: BaseException) -> str:
     return f"out of memory: the program did not get {more}{has}"
 
 
-def gigabytes(num_bytes: int) -> str:
-    """`1.2 GB`, or `0.63 MB` of what is small."""
-    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
-    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
-
-
 def check_fits(config: TrainConfig) -> None:
-    """ConfigError where the weights alone, or the token ids of one batch, exceed what this process may have.
+    """ConfigError where the model, or the token ids of one batch, exceed what this process may have.
 
-    What training needs is several times more, and may be on a GPU; this finds slips of the keyboard.
+    Of a model that is trained on the CPU count its weights, their gradients and what the optimizer keeps; on
+    a GPU, which has a memory of its own, the weights alone.
     """
     memory = memory_limit()
+    if memory is not None and _is_on_cpu(config):
+        _check_training_fits(config, memory)
     parts = {"model": _bytes_of_weights(config), "data": _bytes_of_batch(config)}
     for section, num_bytes in parts.items():
         if memory is not None and num_bytes > memory:
             raise ConfigError(
                 f"{section}: {training_needs(config)}; this process may have {gigabytes(memory)} of memory"
             )
+
+
+def _is_on_cpu(config: TrainConfig) -> bool:
+    kind, num_nodes = config.trainer.accelerator, config.trainer.num_nodes
+    has_other = torch.cuda.is_available() or torch.backends.mps.is_available()
+    return num_nodes == 1 and (kind == "cpu" or (kind == "auto" and not has_other))
+
+
+def _check_training_fits(config: TrainConfig, memory: int) -> None:
+    weights = _bytes_of_weights(config)
+    if (
+        weights > memory or weights * _MOST_TENSORS <= memory
+    ):  # said below; or small whatever the optimizer
+        return
+    from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
+
+    size = {"bf16-true": 0.5, "16-true": 0.5, "64-true": 2}.get(config.trainer.precision, 1)
+    state = sum(weight.state_bytes for weight in Sizes.of(config).all)
+    needed = int(size * (2 * weights + state))
+    if needed > memory:
+        raise ConfigError(
+            f"model: {weights // _FLOAT32:,} parameters take {gigabytes(int(size * weights))}, and with "
+            f"their gradients and what optimizer.type '{config.optimizer.type}' keeps {gigabytes(needed)}, "
+            f"but this process may have {gigabytes(memory)} of memory; make the model smaller, its largest "
+            "tables first, or train on a machine with more"
+        )
 
 
 def training_needs(config: TrainConfig) -> str:

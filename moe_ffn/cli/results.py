@@ -20,7 +20,7 @@ from moe_ffn.errors import printable
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.files import write_whole
 from moe_ffn.metrics.functional import WORSE_THAN_UNIGRAM
-from moe_ffn.metrics.load_summary import summarize_load
+from moe_ffn.metrics.load_summary import percent, summarize_load
 from moe_ffn.metrics.table import LAYER_METRICS, result_columns
 from moe_ffn.model.decoder import short_name
 from moe_ffn.report.html import compact
@@ -99,9 +99,13 @@ def print_results(
         warn(f"not judged yet: {sentence}")
     if routing:
         console.print()
-        console.print(load_table(routing, console.width))
-        say(expert_use(routing))
-        say(_LEGEND)
+        lists = {layer: values for layer, values in routing.items() if "experts_used" in values}
+        if loads := {layer: values for layer, values in routing.items() if layer not in lists}:
+            console.print(load_table(loads, console.width))
+            say(expert_use(loads))
+            say(_LEGEND)
+        if lists:
+            say(use_of_lists(lists))
     if samples.last:
         say("\nSample:")
         prompt = Text(printable(samples.prompt, also="\n\t"), style="bold")
@@ -266,6 +270,16 @@ def expert_use(routing: Mapping[str, Mapping[str, Any]]) -> str:
     if lines:
         return "\n".join(["experts without a token on the validation split", *lines])
     return "every expert is used on the validation split" if routing else ""
+
+
+def use_of_lists(routing: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a batch of the validation split used of the experts of each layer whose router lists pairs."""
+    lines = (
+        f"  layer {short_name(layer)}: {percent(float(values['experts_used']), 2)}%, usage "
+        f"{float(values['usage_kl']):.2f} nats from uniform"
+        for layer, values in routing.items()
+    )
+    return "\n".join(["experts that a batch of the validation split used", *lines])
 
 
 def _equal_neighbours(ffns: list[FFNConfig]) -> Iterator[tuple[FFNConfig, list[int]]]:

@@ -30,6 +30,8 @@ class ExpertsConfig(TaggedConfig, frozen=True):
     divides_over_ranks: ClassVar[bool] = False
     """Whether the module takes what is on its rank of weights that are distributed tensors; the first axis of
     each of them counts the experts, so that none is shared."""
+    reads_input: ClassVar[bool] = True
+    """False where an expert returns the same for every token."""
 
     @abstractmethod
     def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts: ...
@@ -70,6 +72,10 @@ class ExpertsConfig(TaggedConfig, frozen=True):
 
 class Experts(nn.Module, ABC):
     """E parallel networks of the same shape, their weights stacked along the first axis."""
+
+    by_row: ClassVar[bool] = False
+    """True where an expert is a row of some tables: then plans are lists of pairs (`dispatch.plan_of_list`),
+    and nothing is done for an expert that no token goes to."""
 
     @abstractmethod
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:

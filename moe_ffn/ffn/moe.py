@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_ffn.capacity import CapacityConfig
 from moe_ffn.config import MAX_COUNT, describe_options
-from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan
+from moe_ffn.dispatch import Dispatched, Dispatcher, LocalDispatcher, make_plan, plan_of_list
 from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.experts.matrices import GatedExpertsConfig
@@ -78,6 +78,11 @@ class MoEConfig(FFNConfig, frozen=True):
                     f"norms.{option} is of a shared expert, but shared_expert is null; give it one, such as "
                     f"'swiglu', or leave norms.{option} out"
                 )
+        if self.weights_at == "input" and not self.experts.reads_input:
+            raise ValueError(
+                f"weights_at (input) multiplies what an expert reads, but those of experts.type "
+                f"('{self.experts.type}') read nothing; set weights_at to output"
+            )
         if self.jitter and self.router_jitter:
             raise ValueError(
                 f"jitter ({self.jitter:g}) reaches the router too, which has router.jitter "
@@ -209,6 +214,7 @@ class MoEFFN(FFNBlock):
         self.capacity = config.capacity
         self.router = config.router.build(d_model, config.num_routable)
         self.experts = config.expert_stack.build(d_model)
+        self.make_plan = plan_of_list if self.experts.by_row else make_plan
         self.dispatcher: Dispatcher = LocalDispatcher()
         self.zero_computation = self.shared_expert = self.output_bias = None
         if config.zero_computation.total:
@@ -239,7 +245,7 @@ class MoEFFN(FFNBlock):
         routing = self.capacity.limit(routing, training=self.training)
         inner_TD = x_TD if self.latent is None else self.latent.into(x_TD)
         inner_TD = self._normed("experts_input", inner_TD)
-        sent = self.dispatcher.dispatch(inner_TD, make_plan(routing, self.num_experts))
+        sent = self.dispatcher.dispatch(inner_TD, self.make_plan(routing, self.num_experts))
         x = x_TD.view_as(x)  # zero where it is padding
         shared = None  # computed while tokens travel to experts elsewhere
         if self.shared_expert is not None:
@@ -300,7 +306,7 @@ class MoEFFN(FFNBlock):
             return []
         x_TD, flat = flatten_tokens(x, context)
         routing = self.capacity.limit(router(x_TD, flat), training=self.training)
-        found = self.experts.memories(x_TD, make_plan(routing, self.num_experts))
+        found = self.experts.memories(x_TD, self.make_plan(routing, self.num_experts))
         if self.shared_expert is not None:
             shared = self.shared_expert.memories(x_TD.view_as(x), context)
             found += [replace(m, name=f"shared expert {m.name}".strip()) for m in shared]

@@ -187,7 +187,30 @@ BLOCKS: dict[str, Block | str] = {
     "diffusion_gemma": GEMMA.but(
         class_name="DiffusionGemmaDecoderTextLayer", config_name="DiffusionGemmaTextConfig"
     ),
-    "doge": "its experts are product keys, two vectors each, without a router over E experts",
+    "doge": Block(
+        "DogeCDMoE",
+        {
+            "type": "moe",
+            "num_experts": its("num_experts"),
+            "router": {"type": "product_key", "k": K, "d_query": 0},
+            "experts": {"type": "single_neuron", "activation": its("hidden_act")},
+            "shared_expert": shared("intermediate_size", bias=its("mlp_bias")),
+        },
+        {
+            "router.sub_keys": named("router_gate.weight"),
+            "experts.up.weight": named("down_embed.weight"),
+            "experts.down.weight": named("up_embed.weight"),
+            **linear(
+                shared_expert__gate="gate_proj",
+                shared_expert__up="up_proj",
+                shared_expert__down="down_proj",
+            ),
+        },
+        small={"num_experts": 9, "mlp_bias": True},
+        wrong="of several tokens it takes the scores of the first half for those of the first table, and "
+        "of the second half for the second's, so that tokens choose each other's experts; ours chooses as "
+        "theirs does of a single token (CDMoE, arXiv:2412.11834)",
+    ),
     "dots1": DEEPSEEK.but(class_name="Dots1MoE"),
     "dots3_note": DEEPSEEK.but(
         class_name="Dots3NoteTextMoE",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moe_ffn.metrics.modular import (
         CoactivationMetrics,
         LanguageMetrics,
+        ListMetrics,
         LoadMetrics,
         TokenMetrics,
     )
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CoactivationMetrics",
     "LanguageMetrics",
+    "ListMetrics",
     "LoadMetrics",
     "TokenMetrics",
     "chosen_experts",

@@ -120,6 +120,10 @@ def top1_margin(scores_TE: Tensor) -> Tensor:
 @takes_routing
 def logit_max(routing: Routing) -> Tensor:
     """Scalar: the largest |logit| of a real token. Infinity counts for nothing: see `nonfinite_tokens`."""
+    if routing.logits_N is not None:
+        sizes_N = routing.logits_N.abs()
+        counted_N = sizes_N.isfinite() & routing.real_N
+        return torch.where(counted_N, sizes_N, 0).max() if len(sizes_N) else sizes_N.sum()
     sizes_TE = routing.require("logits_TE", "logit_max").abs()
     ignored_TE = ~sizes_TE.isfinite()
     if routing.mask_T is not None:
@@ -133,7 +137,11 @@ def logit_max(routing: Routing) -> Tensor:
 def nonfinite_tokens(routing: Routing) -> Tensor:
     """Scalar: the number of real tokens with a logit that is NaN or infinite."""
     # A sum is finite where all of it is. (One that overflows is of logits that are as good as infinite.)
-    broken_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
+    if routing.logits_N is not None:
+        zeros_T = routing.logits_N.new_zeros(routing.num_tokens)
+        broken_T = ~zeros_T.index_add(0, routing.token_ids_N, routing.logits_N).isfinite()
+    else:
+        broken_T = ~routing.require("logits_TE", "nonfinite_tokens").sum(dim=-1).isfinite()
     return (broken_T if routing.mask_T is None else broken_T & routing.mask_T).sum()
 
 

@@ -110,6 +110,7 @@ def counted(
 
 PAIRS = counted("pairs_E", lambda b: pairs_per_expert(b.routing), "E")
 DROPPED = counted("num_dropped", lambda b: (b.routing.dropped_N & b.routing.real_N).sum())
+NUM_PAIRS = counted("num_pairs", lambda b: b.routing.real_N.sum())
 TOKENS = counted("num_tokens", lambda b: b.num_tokens)
 SEQUENCES = counted("num_sequences", lambda b: b.pairs_BE.any(dim=-1).sum())
 CHOSEN_TOGETHER = counted("counts_EE", lambda b: coactivation_counts(b.routing), "EE")
@@ -135,6 +136,9 @@ def num_places(batch: LayerBatch) -> Tensor:
     if capacity is None:
         return torch.zeros_like(batch.num_tokens)
     return capacity * batch.routing.num_experts
+
+
+PLACES = counted("num_places", num_places)
 
 
 def capacity_used(pairs_E: Tensor, num_dropped: Tensor, num_places: Tensor) -> Tensor:

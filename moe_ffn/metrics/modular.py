@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from moe_ffn.config import require_count
 from moe_ffn.metrics.measures import LayerBatch
 from moe_ffn.metrics.table import Measured, compute, measured_in, statistics_of
+from moe_ffn.metrics.table import Metric as TableMetric
 from moe_ffn.outputs import Routing, check_routing
 
 
@@ -23,13 +24,15 @@ class _RoutingMetrics(Metric):
     """Adds up statistics over batches and ranks, and takes ratios of the sums."""
 
     full_state_update = False
-    measured: ClassVar[Measured]
+    measured: ClassVar[tuple[Measured, ...]]
+    is_listed: ClassVar[bool] = False
+    """Whether it takes routings without a number for each expert, and no others."""
 
     def __init__(self, num_experts: int, **of_metric: Any) -> None:
         super().__init__(**of_metric)
         require_count(num_experts, "num_experts")
         self.num_experts = num_experts
-        for statistic in statistics_of(measured_in(self.measured)):
+        for statistic in statistics_of(self._metrics()):
             self.add_state(statistic.name, statistic.zeros(num_experts), statistic.reduce)
 
     def update(self, routing: Routing, shared_share: Tensor | None = None) -> None:
@@ -41,15 +44,24 @@ class _RoutingMetrics(Metric):
                 f"{name} was made for num_experts {self.num_experts}, but the routing has "
                 f"{routing.num_experts}"
             )
+        if routing.is_listed != self.is_listed:
+            raise ValueError(
+                f"{name} takes routings {'without' if self.is_listed else 'with'} a number for each expert, "
+                f"but this one has {'them' if self.is_listed else 'the listed pairs alone'}; use "
+                f"{'LoadMetrics and TokenMetrics' if self.is_listed else 'ListMetrics'}"
+            )
         batch = LayerBatch(routing.detach(), shared_share)
-        for statistic in statistics_of(measured_in(self.measured)):
+        for statistic in statistics_of(self._metrics()):
             before = getattr(self, statistic.name)
             setattr(self, statistic.name, statistic.add(before, batch))
 
     def compute(self) -> dict[str, Tensor]:
         """Key -> value; nan where a layer has no such value, such as the capacity of a dropless one."""
-        metrics = measured_in(self.measured)
+        metrics = self._metrics()
         return compute(metrics, {s.name: getattr(self, s.name) for s in statistics_of(metrics)})
+
+    def _metrics(self) -> list[TableMetric]:
+        return measured_in(*self.measured, is_listed=self.is_listed)
 
 
 class LoadMetrics(_RoutingMetrics):
@@ -59,7 +71,7 @@ class LoadMetrics(_RoutingMetrics):
     batch.
     """
 
-    measured = "every batch"
+    measured = ("every batch",)
 
 
 class TokenMetrics(_RoutingMetrics):
@@ -68,13 +80,23 @@ class TokenMetrics(_RoutingMetrics):
     Several times as much work as `LoadMetrics`.
     """
 
-    measured = "last step"
+    measured = ("last step",)
+
+
+class ListMetrics(_RoutingMetrics):
+    """The metrics of a router of too many experts for a number of each, such as `experts_used`.
+
+    What it keeps does not grow with the experts either.
+    """
+
+    measured = ("every batch", "last step")
+    is_listed = True
 
 
 class CoactivationMetrics(_RoutingMetrics):
     """How often each two experts are chosen together: an (E, E) state, and a matrix product per batch."""
 
-    measured = "validation"
+    measured = ("validation",)
 
 
 class LanguageMetrics(Metric):

@@ -10,13 +10,15 @@ T tokens, E experts, B sequences
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from moe_ffn.balancing.listed import entropy_of_list, num_used, usage_kl
 from moe_ffn.balancing.losses import (
+    load_balancing_loss,
     router_z_loss,
     token_entropy,
 )
@@ -32,7 +34,9 @@ from moe_ffn.metrics.functional import (
 from moe_ffn.metrics.measures import (
     CHOSEN_TOGETHER,
     DROPPED,
+    NUM_PAIRS,
     PAIRS,
+    PLACES,
     SEQUENCES,
     TOKENS,
     Measure,
@@ -43,7 +47,6 @@ from moe_ffn.metrics.measures import (
     entropy_of_mean,
     load_balance,
     load_of_pairs,
-    num_places,
     per_token,
     rank_violation_of_row,
     shared_shares,
@@ -91,6 +94,8 @@ class Metric:
     """The rows that have a metric of the whole model."""
     measure: Measure | None = None
     """Its computation from routings; None for a metric of the whole model or with a `row_end`."""
+    of_list: Measure | None = None
+    """Its computation where a router lists pairs and has no number for each expert; None without such."""
     row_end: Callable[[RowEnd], Tensor | None] | None = None
     """Its computation at the end of a row; the result is None where the layer has no such value."""
     label: str = ""
@@ -120,6 +125,12 @@ class Metric:
 def _table(*metrics: Metric) -> dict[str, Metric]:
     return {metric.key: metric for metric in metrics}
 
+
+OF_LIST = "more experts than there are tables for (`product_key`)"
+LOGIT_MAX = Measure(
+    torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
+)
+NONFINITE = Measure(torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),))
 
 LAYER_METRICS = _table(
     Metric(
@@ -167,6 +178,10 @@ LAYER_METRICS = _table(
         measure=Measure(
             lambda pairs_E, num_dropped: num_dropped / pairs_E.sum().clamp(min=1), (PAIRS, DROPPED)
         ),
+        of_list=Measure(
+            lambda num_pairs, num_dropped: num_dropped / num_pairs.clamp(min=1),
+            (NUM_PAIRS, DROPPED),
+        ),
         label="dropped",
     ),
     Metric(
@@ -179,6 +194,7 @@ LAYER_METRICS = _table(
         healthy="falls from log E as the router decides",
         measured="last step",
         measure=summed("entropies", lambda b: token_entropy(b.scores_TE).sum()),
+        of_list=per_token("entropies", entropy_of_list),
         label="entropy",
     ),
     Metric(
@@ -226,9 +242,8 @@ LAYER_METRICS = _table(
         healthy="below 20 or so; growth without end comes before instability",
         healthy_range=(0, 20),
         measured="last step",
-        measure=Measure(
-            torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
-        ),
+        measure=LOGIT_MAX,
+        of_list=LOGIT_MAX,
     ),
     Metric(
         key="top1_margin",
@@ -251,6 +266,7 @@ LAYER_METRICS = _table(
         requires="a shared expert",
         measured="last step",
         measure=summed("shared_shares", shared_shares),
+        of_list=summed("shared_shares", shared_shares),
     ),
     Metric(
         key="capacity_used",
@@ -261,7 +277,8 @@ LAYER_METRICS = _table(
         healthy="near 1 / capacity factor",
         requires="a capacity",
         measured="every batch",
-        measure=Measure(capacity_used, (PAIRS, DROPPED, counted("num_places", num_places))),
+        measure=Measure(capacity_used, (PAIRS, DROPPED, PLACES)),
+        of_list=Measure(capacity_used, (NUM_PAIRS, DROPPED, PLACES)),
     ),
     Metric(
         key="experts_per_token",
@@ -271,6 +288,7 @@ LAYER_METRICS = _table(
         healthy="k; for top-p and ReLU routers what they were steered to",
         measured="every batch",
         measure=Measure(lambda pairs_E, num: pairs_E.sum() / num.clamp(min=1), (PAIRS, TOKENS)),
+        of_list=Measure(lambda num_pairs, num: num_pairs / num.clamp(min=1), (NUM_PAIRS, TOKENS)),
         label="experts",
     ),
     Metric(
@@ -342,6 +360,7 @@ LAYER_METRICS = _table(
         healthy="1",
         measured="last step",
         measure=summed("load_balance", load_balance),
+        of_list=per_token("load_balance", load_balancing_loss),
     ),
     Metric(
         key="router_z",
@@ -353,6 +372,7 @@ LAYER_METRICS = _table(
         source="[2022](https://arxiv.org/abs/2202.08906)",
         measured="last step",
         measure=per_token("router_z", router_z_loss),
+        of_list=per_token("router_z", router_z_loss),
     ),
     Metric(
         key="nonfinite_tokens",
@@ -363,9 +383,33 @@ LAYER_METRICS = _table(
         healthy="0",
         healthy_range=(0, 0),
         measured="every batch",
-        measure=Measure(
-            torch.clone, (counted("num_nonfinite", lambda b: nonfinite_tokens(b.routing)),)
-        ),
+        measure=NONFINITE,
+        of_list=NONFINITE,
+    ),
+    Metric(
+        key="experts_used",
+        title="Experts used",
+        quantity="experts used",
+        unit="share",
+        formula="share of the experts that some token of a batch chose, mean over batches",
+        healthy="near min(1, pairs / E)",
+        source="[2019](https://arxiv.org/abs/1907.05242)",
+        requires=OF_LIST,
+        measured="last step",
+        of_list=per_token("experts_used", lambda r: num_used(r) / r.num_experts),
+        label="experts used",
+    ),
+    Metric(
+        key="usage_kl",
+        title="Usage from uniform",
+        quantity="KL divergence",
+        unit="nats",
+        formula="KL divergence of the experts' shares of a batch's weights from 1 / E, mean over batches",
+        healthy="small beside log E; at least log(E / pairs) where pairs are fewer than experts",
+        source="[2019](https://arxiv.org/abs/1907.05242)",
+        requires=OF_LIST,
+        measured="last step",
+        of_list=per_token("usage_kl", usage_kl),
     ),
 )
 """The metrics of each sparse layer, in the order of pages."""
@@ -447,9 +491,16 @@ def result_columns() -> list[Metric]:
     return [LAYER_METRICS[key] for key in ("max_violation", "entropy", "dropped_fraction")]
 
 
-def measured_in(*measured: Measured) -> list[Metric]:
-    """The metrics of a layer that the routings of these batches give."""
-    return [m for m in LAYER_METRICS.values() if m.measured in measured and m.measure is not None]
+def measured_in(*measured: Measured, is_listed: bool = False) -> list[Metric]:
+    """The metrics of a layer that the routings of these batches give, with the `measure` to take.
+
+    Args:
+        is_listed: of routings without a number for each expert (`Routing.is_listed`).
+    """
+    found = [metric for metric in LAYER_METRICS.values() if metric.measured in measured]
+    if is_listed:
+        found = [replace(metric, measure=metric.of_list) for metric in found]
+    return [metric for metric in found if metric.measure is not None]
 
 
 def statistics_of(metrics: Iterable[Metric]) -> list[Statistic]:

@@ -99,6 +99,8 @@ def route_validation(run: Run, num_tokens: int | None = None) -> RoutedText:
         with torch.no_grad():
             routings = decoder(ids_BS).routings
         for name, routing in routings.items():
+            if routing.is_listed:  # of too many experts for a list of each one's tokens
+                continue
             computed_N = routing.computed_N
             places_N = routing.token_ids_N[computed_N]
             came_from = origin(routings, name, gates)
@@ -278,6 +280,8 @@ def view(run: Run) -> View | None:
         Exception
     ) as error:  # of any kind, as of code from outside: the rest of the page is not lost to it
         return View(problem=first_line(error))
+    if not layers:
+        return View(problem="routers list pairs of too many experts to show each")
     return View(len(routed.ids_T), layers)
 
 

@@ -131,9 +131,14 @@ def follow(folder: Path, text: bytes, layers: Sequence[int] | None = None) -> Te
 
 
 def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Routing]) -> None:
-    """ConfigError where an output of the model in `folder` has no routing."""
-    if routings:
+    """ConfigError where an output of the model in `folder` has no routing, or none with tables."""
+    if any(not routing.is_listed for routing in routings.values()):
         return
+    if routings:
+        raise ConfigError(
+            f"'{folder}' has no routing that a trace can show: its routers choose among so many experts that "
+            "they list pairs alone, without a score for each expert (router.type 'product_key')"
+        )
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))
     raise ConfigError(
@@ -163,11 +168,12 @@ def trace_of_decoder(
     """
     routings, token_bytes, infos = outputs[-1][0].routings, tokenizer.token_bytes, model.routers()
     check_routes(folder, model, routings)
+    routings = _with_tables(routings)
     gates = [name for name, info in infos.items() if info.is_gate]
     visits: dict[str, list[Visit | None]] = {name: [] for name in routings}
     predictions: list[Prediction | None] = []
     for output, num_new in outputs:
-        for name, found in visits_by_layer(output.routings, gates).items():
+        for name, found in visits_by_layer(_with_tables(output.routings), gates).items():
             visits[name] += found[-num_new:]
         predictions += _predictions(output.logits[0, -num_new:], token_bytes)
     if not model.causal:
@@ -175,6 +181,10 @@ def trace_of_decoder(
     tokens = [visible(token_bytes[token_id]) for token_id in ids]
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     return trace_of(folder, tokens, routings, visits, predictions, unrouted, infos, layers)
+
+
+def _with_tables(routings: Mapping[str, Routing]) -> dict[str, Routing]:
+    return {name: routing for name, routing in routings.items() if not routing.is_listed}
 
 
 def trace_of(

@@ -20,6 +20,7 @@ from moe_ffn.routing.forced import ForcedRouterConfig as ForcedRouterConfig
 from moe_ffn.routing.hash import HashRouterConfig as HashRouterConfig
 from moe_ffn.routing.neuron_top_k import NeuronTopKRouterConfig as NeuronTopKRouterConfig
 from moe_ffn.routing.noisy_top_k import NoisyTopKRouterConfig as NoisyTopKRouterConfig
+from moe_ffn.routing.product_key import ProductKeyRouterConfig as ProductKeyRouterConfig
 from moe_ffn.routing.relu import ReLURouterConfig as ReLURouterConfig
 from moe_ffn.routing.sinkhorn import SinkhornRouterConfig as SinkhornRouterConfig
 from moe_ffn.routing.sparse_mixer import SparseMixerRouterConfig as SparseMixerRouterConfig

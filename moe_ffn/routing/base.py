@@ -30,6 +30,8 @@ class RouterConfig(TaggedConfig, frozen=True):
     """False where the assignment is fixed beforehand, so that neither a loss nor a rule can change it."""
     by_token: ClassVar[bool] = False
     """True where, in evaluation, a token's experts depend on that token alone, its id included."""
+    is_listed: ClassVar[bool] = False
+    """True where experts are too many for a number of each, so that its routings are lists of pairs alone."""
 
     @property
     def not_causal_because(self) -> Refusal | None:
@@ -394,12 +396,14 @@ def routing_of_pairs(
     capacity_k: float | None = None,
     target_k: float | None = None,
     selection_probs_TE: Tensor | None = None,
+    logits_TK: Tensor | None = None,
 ) -> Routing:
     """The Routing of a router that lists K experts for every token: N = T*K pairs, token-major.
 
     Args:
         logits_TE: None, and `scores_TE` too, where there are too many experts for a table of them.
         num_experts: E; read from `logits_TE` when None.
+        logits_TK: those of the listed experts, where there is no table.
     """
     num_tokens, k = expert_ids_TK.shape
     if num_experts is None:
@@ -422,6 +426,7 @@ def routing_of_pairs(
         capacity_k=capacity_k,
         target_k=target_k,
         selection_probs_TE=selection_probs_TE,
+        logits_N=None if logits_TK is None else logits_TK.flatten(),
     )
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from moe_ffn.errors import show
 from moe_ffn.import_path import is_outside
-from moe_ffn.metrics.table import Metric, compute, measured_in, statistics_of
+from moe_ffn.metrics.table import Measured, Metric, compute, measured_in, statistics_of
 from moe_ffn.runs.checkpoints import (
     MAX_WHOLE_NUMBER,
     malformed,
@@ -228,11 +228,19 @@ def _require_layers(found: Mapping[str, Any], module: LanguageModel) -> None:
         shape = value.numel() // max(num_experts(layer), 1), num_experts(layer)
         fresh = torch.zeros(shape, dtype=torch.bool)
         require_same_kind(value, fresh, f"{path}.routing.probe.{layer}")
+
+    def kinds_in(
+        layer: str, values: Mapping[str, Tensor], key: str, *kinds: Measured
+    ) -> list[Metric]:
+        is_listed = known[layer].router.is_listed if layer in known else key in values
+        return measured_in(*kinds, is_listed=is_listed)
+
     for layer, values in routing["load"].items():
-        fresh = zeros(layer, measured_in("every batch"))
+        fresh = zeros(layer, kinds_in(layer, values, "num_pairs", "every batch"))
         require_same_kind(values, fresh, f"{path}.routing.load.{layer}")
-    metrics = measured_in("every batch", "last step", "validation")
     for layer, values in validated.items():
+        kinds: tuple[Measured, ...] = ("every batch", "last step", "validation")
+        metrics = kinds_in(layer, values, "experts_used", *kinds)
         fresh = compute(metrics, zeros(layer, metrics))
         require_same_kind(values, fresh, f"callbacks.ValidationLogger.routing.{layer}")
 

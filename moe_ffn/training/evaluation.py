@@ -6,7 +6,7 @@ B sequences in a batch, S tokens in a sequence, E experts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,12 @@ from torch import Tensor
 
 from moe_ffn.data.batches import Batch
 from moe_ffn.metrics.functional import load_entropy
-from moe_ffn.metrics.modular import LanguageMetrics, LoadMetrics, TokenMetrics
+from moe_ffn.metrics.modular import (
+    LanguageMetrics,
+    ListMetrics,
+    LoadMetrics,
+    TokenMetrics,
+)
 from moe_ffn.model.decoder import Decoder
 from moe_ffn.training.objective import (
     IGNORED_TARGET,
@@ -105,7 +110,7 @@ def evaluate(
     device = decoder.embedding.weight.device
     lengths_V = torch.from_numpy(np.array(byte_lengths)).to(device)
     language = LanguageMetrics().to(device)
-    layers: dict[str, tuple[LoadMetrics, TokenMetrics]] = {}
+    layers: dict[str, Sequence[LoadMetrics | TokenMetrics | ListMetrics]] = {}
     for index, batch in enumerate(batches):
         input_ids, target_ids = inputs_and_targets(
             decoder,
@@ -122,8 +127,8 @@ def evaluate(
         language.update(nats[counted], lengths_V[targets[counted]])
         for name, routing in output.routings.items():
             if name not in layers:
-                experts = routing.num_experts
-                layers[name] = LoadMetrics(experts).to(device), TokenMetrics(experts).to(device)
+                kinds = (ListMetrics,) if routing.is_listed else (LoadMetrics, TokenMetrics)
+                layers[name] = [kind(routing.num_experts).to(device) for kind in kinds]
             for metrics in layers[name]:
                 metrics.update(routing, output.shared_shares.get(name))
     found = language.compute()
@@ -132,7 +137,7 @@ def evaluate(
         bits_per_byte=found["bits_per_byte"].item(),
         num_tokens=int(language.num_tokens),
         num_bytes=int(language.num_bytes),
-        routing={name: _values(*metrics) for name, metrics in sorted(layers.items())},
+        routing={name: _values(metrics) for name, metrics in sorted(layers.items())},
     )
 
 
@@ -144,6 +149,6 @@ def autocast_of(precision: str, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype)
 
 
-def _values(load: LoadMetrics, tokens: TokenMetrics) -> dict[str, Tensor]:
-    values = {key: value.cpu() for key, value in (load.compute() | tokens.compute()).items()}
-    return values | {"load_entropy": load_entropy(values["load"])}
+def _values(metrics: Iterable[LoadMetrics | TokenMetrics | ListMetrics]) -> dict[str, Tensor]:
+    values = {key: value.cpu() for metric in metrics for key, value in metric.compute().items()}
+    return values | ({"load_entropy": load_entropy(values["load"])} if "load" in values else {})

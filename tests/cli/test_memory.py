@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ffn import memory as machine_memory
 from moe_ffn.cli import memory
 from moe_ffn.cli.exit import EXIT_FAILED, exit_on_bad_input
-from moe_ffn.cli.memory import check_fits, gigabytes, memory_limit, out_of_memory
+from moe_ffn.cli.memory import check_fits, out_of_memory
+from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError
+from moe_ffn.memory import gigabytes, memory_limit
 from moe_ffn.runs.config import TrainConfig
 from tests.helpers.own_block import OWN_BLOCK
 
@@ -110,7 +113,7 @@ def test_a_machine_without_containers_has_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
     assert memory_limit() == machine
@@ -121,8 +124,38 @@ def test_a_machine_without_containers_has_what_it_has(
     assert memory_limit() == 1000
 
 
+ON_GPU = {"trainer": {"accelerator": "gpu"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "tensors"),
+    [
+        ({}, 4),  # AdamW keeps two means
+        ({"optimizer": {"type": "sgd"}}, 3),
+        ({"trainer": {"precision": "bf16-true"}}, 2),
+    ],
+)
+def test_a_training_on_the_cpu_is_refused_by_all_that_it_keeps(
+    options: dict[str, Any], tensors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = validate(TrainConfig, options)
+    num_params = config.model.num_params(257, config.data.seq_len)
+    needed, kind = 4 * tensors * num_params, config.optimizer.type
+    monkeypatch.setattr(memory, "memory_limit", lambda: needed)
+    check_fits(config)
+    monkeypatch.setattr(memory, "memory_limit", lambda: needed - 1)
+    with pytest.raises(ConfigError) as raised:
+        check_fits(config)
+    own = gigabytes(4 * num_params // (2 if tensors == 2 else 1))
+    assert str(raised.value) == (
+        f"model: {num_params:,} parameters take {own}, and with their gradients and what optimizer.type "
+        f"'{kind}' keeps {gigabytes(needed)}, but this process may have {gigabytes(needed - 1)} of memory; "
+        "make the model smaller, its largest tables first, or train on a machine with more"
+    )
+
+
 def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig()
+    config = validate(TrainConfig, ON_GPU)
     num_bytes = 4 * config.model.num_params(257, config.data.seq_len)
     monkeypatch.setattr(memory, "memory_limit", lambda: num_bytes)
     check_fits(config)

@@ -204,8 +204,8 @@ def test_a_block_prints_its_sizes_and_options(config: Any, expected: list[str]) 
 @pytest.mark.parametrize("router", RouterConfig.members)
 def test_every_router_prints_its_options(router: str) -> None:
     config = RouterConfig.model_validate(router)
-    text = repr(config.build(D_MODEL, 8))
+    text = repr(config.build(D_MODEL, 16))
     for name in ("k", "p", "skew", "tolerance"):
         if value := getattr(config, name, None):
             assert f"{name}={value}" in text
-    assert "num_experts=8" in text
+    assert "num_experts=16" in text

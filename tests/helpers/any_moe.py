@@ -5,6 +5,7 @@ B sequences, S tokens of a sequence, D model width, T = B*S tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from moe_ffn import TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
+from moe_ffn.experts.matrices import MatrixExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.ffn.moe import MoEFFN
 from moe_ffn.kernels.base import Activation
@@ -162,6 +164,19 @@ def _expert_choice(num_experts: int) -> st.SearchStrategy[Options]:
     )
 
 
+def _product_key(num_experts: int) -> st.SearchStrategy[Options]:
+    n = math.isqrt(num_experts)
+    if n * n != num_experts:  # it needs a square
+        return _top_k(num_experts, "top_k")
+    return _options(
+        "product_key",
+        k=st.integers(1, n),
+        num_heads=st.integers(1, 2),
+        d_query=st.just(4),
+        score=st.just("sigmoid"),
+    )
+
+
 def _options(type_: str, **strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[Options]:
     return st.fixed_dictionaries({"type": st.just(type_), **strategies})
 
@@ -182,6 +197,7 @@ ROUTERS: dict[str, Callable[[int], st.SearchStrategy[Options]]] = {
     ),
     "expert_choice": _expert_choice,
     "sinkhorn": lambda e: _options("sinkhorn", k=st.integers(1, e)),
+    "product_key": _product_key,
     "sparse_mixer": lambda e: _options(
         "sparse_mixer", k=st.integers(1, e), threshold=st.sampled_from([0.02, 0.5, 1.9])
     ),
@@ -195,10 +211,14 @@ position, and `expert_choice` compares it with others."""
 
 # --------------------------------------------------------------------------------------- layers
 
+MATRICES = sorted(
+    name for name, cls in ExpertsConfig.members.items() if issubclass(cls, MatrixExpertsConfig)
+)
+
 
 @st.composite
 def _experts(draw: st.DrawFn, backend: str) -> Options:
-    type_ = draw(st.sampled_from(sorted(ExpertsConfig.members)))
+    type_ = draw(st.sampled_from(MATRICES))
     options: Options = {
         "type": type_,
         "d_ff": 8 * draw(st.integers(1, 2)),  # grouped_mm wants rows of 16 bytes

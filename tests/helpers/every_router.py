@@ -48,6 +48,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sinkhorn": {"sinkhorn-k1": {}, "sinkhorn-k2": {"k": 2, "bias": True}},
     "sparse_mixer": {"sparse_mixer": {"threshold": 1.5}, "sparse_mixer-all": {"k": 4}},
+    "product_key": {
+        "product_key": {"d_query": 4, "num_heads": 2, "query_norm": {}},
+        "product_key-per_head": {
+            "d_query": 6,
+            "num_heads": 3,
+            "keys": "per_head",
+            "score": "sigmoid",
+            "k": 1,
+        },
+    },
     "hash": {"hash-k1": {}, "hash-k2": {"k": 2, "seed": 3}},
     "forced": {"forced": {}, "forced-skewed": {"k": 1, "skew": 0.3}},
 }
@@ -135,8 +145,9 @@ def pairs_by_token(routing: Routing) -> list[dict[int, float]]:
     for n in routing.real_N.nonzero().flatten().tolist():
         expert = int(routing.expert_ids_N[n])
         token = pairs[int(routing.token_ids_N[n])]
-        assert expert not in token, "an expert is listed twice for one token"
-        token[expert] = routing.weights_N[n].item()
+        # The heads of a query may choose the same one.
+        assert routing.is_listed or expert not in token, "an expert is listed twice for one token"
+        token[expert] = token.get(expert, 0) + routing.weights_N[n].item()
     return pairs
 
 
@@ -150,13 +161,19 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
     assert routing.dropped_N.dtype == routing.real_N.dtype == torch.bool
     assert not routing.dropped_N.any()
     assert routing.capacity is None
-    assert routing.logits_TE is not None
-    assert routing.scores_TE is not None
-    assert routing.logits_TE.shape == routing.scores_TE.shape == (num_tokens, num_experts)
+    shapes = {name: tuple(tensor.shape) for name, tensor in scores_of(routing).items()}
+    table = (num_tokens, num_experts)
+    assert shapes in ({"logits_TE": table, "scores_TE": table}, {"logits_N": (num_pairs,)})
     assert (routing.token_ids_N.diff() >= 0).all()
     assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
     assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()
     assert routing.weights_N.isfinite().all()
     assert (routing.weights_N >= 0).all()
-    assert (routing.scores_TE >= 0).all()
+    assert routing.scores_TE is None or (routing.scores_TE >= 0).all()
     pairs_by_token(routing)
+
+
+def scores_of(routing: Routing) -> dict[str, Tensor]:
+    """Its tables, or what it has of the listed pairs in their place."""
+    found = {name: getattr(routing, name) for name in ("logits_TE", "scores_TE", "logits_N")}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}

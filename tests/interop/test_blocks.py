@@ -84,6 +84,19 @@ def test_nllb_in_transformers_computes_with_the_first_two_experts_alone(
     assert used == [True, True, False, False, False, False]
 
 
+def test_doge_in_transformers_sends_tokens_to_the_experts_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "PAPERS", {})
+    assert compare("doge").output > 0.01
+    entry = COMPARED["doge"]
+    theirs: Any = build_theirs("doge", entry, config_of("doge", entry, SMALL | dict(entry.small)))
+    x_BSD = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
+    changed_BSD = x_BSD.clone()
+    changed_BSD[:, -1] += 1
+    assert not torch.equal(theirs(x_BSD)[0][:, :-1], theirs(changed_BSD)[0][:, :-1])
+
+
 def test_switch_in_transformers_lets_its_jitter_reach_the_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,10 +161,10 @@ def test_a_live_block_becomes_one_of_ours() -> None:
 
 
 REFUSED = {
+    "vitpose_backbone": "no block of ours computes that of vitpose_backbone: an image's experts are given "
+    "with it, one for each data set, and each makes a part of the output's units: there is no router",
     "qwen4_moe": "'qwen4_moe' is no model of transformers with a sparse block that is known here; did you "
     "mean 'qwen3_moe'?",
-    "doge": "no block of ours computes that of doge: its experts are product keys, two vectors each, without "
-    "a router over E experts",
 }
 
 

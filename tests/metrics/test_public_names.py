@@ -14,7 +14,10 @@ import moe_ffn
 import moe_ffn.metrics as metrics
 
 ROOM = Path(metrics.__file__).parent
-CLASSES = {"CoactivationMetrics", "LanguageMetrics", "LoadMetrics", "TokenMetrics"}
+CLASSES = {
+    *("CoactivationMetrics", "LanguageMetrics", "ListMetrics"),
+    *("LoadMetrics", "TokenMetrics"),
+}
 
 
 def test_every_public_measure_of_the_room_is_exported() -> None:

@@ -90,7 +90,7 @@ def test_an_entry_says_all_that_readers_need(metric: Metric) -> None:
     assert not metric.formula.endswith(".")
     assert bool(metric.rows) == (metric.measured == "run")
     is_of_routings = metric.measured in ("every batch", "last step", "validation")
-    assert (metric.measure is not None) == is_of_routings
+    assert ((metric.measure or metric.of_list) is not None) == is_of_routings
     assert (metric.row_end is not None) == (metric.measured in ("row", "probe"))
 
 

@@ -165,6 +165,8 @@ def observe(
                 networks[layer].setdefault(memory.name, TopInputs(top_k)).add(memory, first)
             routings = within(layer_name(layer), output.routings)
             for name, routing in routings.items():
+                if routing.is_listed:  # of too many experts to look at each
+                    continue
                 if name not in assignments:
                     names = tuple(map(str, range(routing.num_experts)))
                     if name in infos and not infos[name].is_gate:

@@ -208,6 +208,15 @@ class AlarmRules(Checkpointed):
         if largest > limits.router_logit:
             limit = limits.router_logit
             yield "exploding_logits", f"a router logit of {largest:.3g} (limit {limit:g})"
+        if "load" in values:  # not of a router that lists pairs
+            yield from self._of_load(values)
+        dropped = values["dropped_fraction"].item()
+        if dropped > limits.dropped_fraction:
+            limit = f"(limit {limits.dropped_fraction:.0%})"
+            yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
+
+    def _of_load(self, values: RoutingValues) -> Iterator[tuple[AlarmKind, str]]:
+        limits = self.config
         load, violation = values["load"].tolist(), values["max_violation"].item()
         if dead := int(values["dead_experts"]):
             message = f"{dead} of {len(load)} experts had no token in {limits.after_steps} steps"
@@ -219,10 +228,6 @@ class AlarmRules(Checkpointed):
             busiest = max(range(len(load)), key=load.__getitem__)
             share = f"expert {busiest} takes {load[busiest]:.0%} of the pairs"
             yield "collapse", f"{share}, MaxVio {violation:.2f} (limit {limit:.2f})"
-        dropped = values["dropped_fraction"].item()
-        if dropped > limits.dropped_fraction:
-            limit = f"(limit {limits.dropped_fraction:.0%})"
-            yield "dropped", f"{dropped:.0%} of the pairs are dropped {limit}"
 
 
 class AlarmLog(Checkpointed):

@@ -221,7 +221,10 @@ def status(steps: StepLogger) -> list[str]:
 
 
 def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """The layer with the worst balance and, where there are any, dropped pairs and dead experts."""
+    """The layer with the worst balance and, where there are any, dropped pairs and dead experts.
+
+    Of layers without a load of each expert, whose routers list pairs, the one that uses fewest of them.
+    """
     if not routing:
         return []
 
@@ -229,12 +232,15 @@ def routing_health(routing: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         metric = LAYER_METRICS[key]
         return f"{metric.label} {value:{metric.form}}"
 
-    worst = max(routing, key=lambda layer: routing[layer]["max_violation"].item())
-    violation = routing[worst]["max_violation"].item()
-    parts = [f"{shown('max_violation', violation)} (layer {short_name(worst)})"]
+    parts: list[str] = []
+    for key, extreme in (("max_violation", max), ("experts_used", min)):
+        found = {layer: v[key].item() for layer, v in routing.items() if key in v}
+        if found:
+            worst = extreme(found, key=found.__getitem__)
+            parts.append(f"{shown(key, found[worst])} (layer {short_name(worst)})")
     if dropped := max(values["dropped_fraction"].item() for values in routing.values()):
         parts.append(shown("dropped_fraction", dropped))
-    if dead := sum(values["dead_experts"].item() for values in routing.values()):
+    if dead := sum(v["dead_experts"].item() for v in routing.values() if "dead_experts" in v):
         parts.append(shown("dead_experts", dead))
     return parts
 
@@ -244,6 +250,7 @@ def load_lines(routing: Mapping[str, Mapping[str, Tensor]], width: int = 80) -> 
 
     Of many experts the busiest, the median, the idlest and how many had no token.
     """
+    routing = {layer: values for layer, values in routing.items() if "load" in values}
     by_balance = sorted(routing, key=lambda layer: routing[layer]["max_violation"].item())
     for num_left_out in range(len(routing)):
         left_out = by_balance[:num_left_out]

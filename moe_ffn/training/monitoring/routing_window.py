@@ -37,8 +37,11 @@ class RoutingByLayer(Checkpointed):
     """
 
     def __init__(self, *measured: Measured) -> None:
-        self.metrics = measured_in(*measured)
-        self.statistics = statistics_of(self.metrics)
+        self.metrics = {
+            is_listed: measured_in(*measured, is_listed=is_listed) for is_listed in (False, True)
+        }
+        self.statistics = {kind: statistics_of(metrics) for kind, metrics in self.metrics.items()}
+        self._is_listed: dict[str, bool] = {}
         self.sums: ByLayer = {}
         self._loaded: ByLayer = {}
 
@@ -50,20 +53,25 @@ class RoutingByLayer(Checkpointed):
     ) -> None:
         """Add a batch; one not `counted` only begins its layers, so that all ranks reduce the same."""
         for layer, routing in routings.items():
+            statistics = self.statistics[routing.is_listed]
             if layer not in self.sums:
-                zeros = {s.name: s.zeros(routing.num_experts) for s in self.statistics}
+                self._is_listed[layer] = routing.is_listed
+                zeros = {s.name: s.zeros(routing.num_experts) for s in statistics}
                 begun = zeros | self._loaded.pop(layer, {})
                 device = routing.token_ids_N.device
                 self.sums[layer] = {name: value.to(device) for name, value in begun.items()}
             if counted:
                 sums, batch = self.sums[layer], LayerBatch(routing, shared_shares.get(layer))
-                for statistic in self.statistics:
+                for statistic in statistics:
                     sums[statistic.name] = statistic.add(sums[statistic.name], batch)
 
     def close(self) -> ByLayer:
         """The values of each layer over all batches and ranks, on the CPU; then the sums are zero."""
         sums, self.sums = self._of_all_ranks(), {}
-        return {layer: compute(self.metrics, found) for layer, found in sums.items()}
+        return {
+            layer: compute(self.metrics[self._is_listed[layer]], found)
+            for layer, found in sums.items()
+        }
 
     def state_dict(self) -> ByLayer:
         """The sums since `close`, over all ranks. A collective: every rank has to call it."""
@@ -81,8 +89,12 @@ class RoutingByLayer(Checkpointed):
         """
         found: ByLayer = {layer: {} for layer in sorted(self.sums)}
         for reduce in ("sum", "max"):
-            names = [s.name for s in self.statistics if s.reduce == reduce]
-            keys = [(layer, name) for layer in found for name in names]
+            keys = [
+                (layer, statistic.name)
+                for layer in found
+                for statistic in self.statistics[self._is_listed[layer]]
+                if statistic.reduce == reduce
+            ]
             values = [self.sums[layer][name] for layer, name in keys]
             if not values:
                 continue
@@ -158,7 +170,11 @@ def probe(module: LanguageModel) -> dict[str, Tensor]:
             routings = module.decoder(input_ids).routings
     finally:
         module.decoder.train(was_training)
-    return {layer: chosen_experts(routing).cpu() for layer, routing in routings.items()}
+    return {
+        layer: chosen_experts(routing).cpu()
+        for layer, routing in routings.items()
+        if not routing.is_listed
+    }
 
 
 class RoutingWindow(Checkpointed):
@@ -215,6 +231,10 @@ class RoutingWindow(Checkpointed):
             }
         routers, infos = module.decoder.routers(), module.decoder.config.routers()
         for layer, of_layer in values.items():
+            if (
+                "load" not in of_layer
+            ):  # the router lists pairs, and nothing is kept for each expert
+                continue
             load_E = of_layer["load"]
             idle_E = self._idle_steps.get(layer, torch.zeros_like(load_E, dtype=torch.int64))
             self._idle_steps[layer] = idle_steps(idle_E, load_E, num_steps)

@@ -1,0 +1,122 @@
+"""Balancing and usage by the listed pairs alone, of routers of too many experts for a number of each.
+
+Nothing here has E numbers: the pairs of one expert are a group, and groups are at most as many as pairs.
+
+T tokens, E experts, N (token, expert) pairs, B sequences
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_ffn.outputs import Routing
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The pairs of each expert, or of each expert and sequence."""
+
+    ids_N: Tensor
+    """int64, below N, the same for the pairs of one group."""
+    is_first_N: Tensor
+    """bool, at one real pair of each group."""
+    real_N: Tensor
+    shares_N: Tensor
+    """Each pair's weight over the sum of its token's weights; 0 for pairs that are not real."""
+
+    def sums(self, values_N: Tensor) -> Tensor:
+        """(N,), at the place of each group the sum of its real pairs' values."""
+        values_N = torch.where(self.real_N, values_N, 0)
+        return torch.zeros_like(values_N).index_add(0, self.ids_N, values_N)
+
+
+def groups_of(routing: Routing, *, by_sequence: bool = False) -> Groups:
+    """The groups of a routing's pairs."""
+    cells_N, real_N = routing.expert_ids_N, routing.real_N
+    if by_sequence:
+        sequence_N = routing.token_ids_N // max(routing.sequence_length, 1)
+        cells_N = sequence_N * routing.num_experts + cells_N
+    cells_N = cells_N.masked_fill(~real_N, -1)
+    sorted_N, order_N = cells_N.sort(stable=True)
+    ids_N = torch.searchsorted(sorted_N, cells_N)
+    ranks_N = torch.empty_like(order_N).scatter_(
+        0, order_N, torch.arange(len(order_N), device=order_N.device)
+    )
+    return Groups(ids_N, real_N & (ranks_N == ids_N), real_N, _shares(routing))
+
+
+def _shares(routing: Routing) -> Tensor:
+    weights_N = torch.where(routing.real_N, routing.weights_N, 0)
+    zeros_T = weights_N.new_zeros(routing.num_tokens)
+    totals_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
+    limits = torch.finfo(weights_N.dtype)
+    return weights_N / totals_T.clamp(min=limits.tiny / limits.eps)[routing.token_ids_N]
+
+
+def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
+    """E * sum_i f_i P_i of the batch, or the mean of that of each sequence, of listed pairs.
+
+    f_i is as in `load_balancing_loss`; P_i is the mean over tokens of the share that expert i has of a
+    token's weights: of the chosen experts, where tables have a score of every one. 1 at balance as well.
+    """
+    groups = groups_of(routing, by_sequence=by_sequence)
+    length = max(routing.sequence_length, 1) if by_sequence else max(routing.num_tokens, 1)
+    counts_N = groups.sums(torch.ones_like(groups.shares_N))[groups.ids_N]
+    # E / (pairs * tokens) * sum over pairs of the pairs beside it, times its share.
+    part_N = routing.token_ids_N // length
+    zeros_B = counts_N.new_zeros(routing.num_tokens // length)
+    products_B = zeros_B.index_add(0, part_N, counts_N * groups.shares_N)
+    pairs_B = zeros_B.index_add(0, part_N, groups.real_N.to(zeros_B.dtype))
+    tokens_B = torch.full_like(zeros_B, length)
+    if routing.mask_T is not None:
+        tokens_B = routing.mask_T.view(-1, length).sum(dim=1).to(zeros_B.dtype)
+    losses_B = routing.num_experts * products_B / (pairs_B * tokens_B).clamp(min=1)
+    return losses_B.sum() / (tokens_B > 0).sum().clamp(min=1)
+
+
+def importance_of_list(routing: Routing) -> tuple[Tensor, Tensor]:
+    """(mean, variance of a sample) of the experts' summed weights, those that nobody chose with 0."""
+    num_experts, groups = routing.num_experts, groups_of(routing)
+    importance_N = groups.sums(routing.weights_N)
+    mean = importance_N.sum() / num_experts
+    # The others are 0, and each as far from the mean as that is from 0.
+    squares = torch.where(groups.is_first_N, (importance_N[groups.ids_N] - mean).square(), 0).sum()
+    squares = squares + (num_experts - groups.is_first_N.sum()) * mean.square()
+    return mean, squares / max(num_experts - 1, 1)
+
+
+def logsumexp_of_list(routing: Routing, logits_N: Tensor) -> Tensor:
+    """(T,), logsumexp of the logits of each token's pairs."""
+    lowest_T = logits_N.new_full((routing.num_tokens,), -torch.inf)
+    most_T = lowest_T.scatter_reduce(0, routing.token_ids_N, logits_N.detach(), "amax")
+    most_T = most_T.masked_fill(~most_T.isfinite(), 0)
+    parts_N = (logits_N - most_T[routing.token_ids_N]).exp()
+    return most_T + torch.zeros_like(most_T).index_add(0, routing.token_ids_N, parts_N).log()
+
+
+def entropy_of_list(routing: Routing) -> Tensor:
+    """The mean over real tokens of the entropy of the shares of a token's pairs, in nats."""
+    shares_N = _shares(routing)
+    logs_N = shares_N.clamp(min=torch.finfo(shares_N.dtype).tiny).log()
+    return -(shares_N * logs_N).sum() / routing.num_real_tokens.clamp(min=1)
+
+
+def num_used(routing: Routing) -> Tensor:
+    """int64 scalar: the experts that at least one real token chose."""
+    return groups_of(routing).is_first_N.sum()
+
+
+def usage_kl(routing: Routing) -> Tensor:
+    """KL divergence of the experts' usage from the uniform, log E + sum_i z_i log z_i, in nats.
+
+    z_i is the sum of the shares that expert i has of tokens' weights, over the number of tokens: 0 where all
+    are used alike, log E where one is everyone's (Lample et al. 2019, arXiv:1907.05242, section 4).
+    """
+    groups = groups_of(routing)
+    usage_N = groups.sums(groups.shares_N) / routing.num_real_tokens.clamp(min=1)
+    logs_N = usage_N.clamp(min=torch.finfo(usage_N.dtype).tiny).log()
+    return (usage_N * logs_N).sum() + math.log(routing.num_experts)

@@ -1,0 +1,166 @@
+"""Experts that are rows of embedding tables: single neurons, and values that read nothing.
+
+T tokens, D model width, E experts, N (token, expert) pairs
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from moe_ffn.dispatch import Plan
+from moe_ffn.errors import Refusal
+from moe_ffn.experts.base import Experts, ExpertsConfig
+from moe_ffn.kernels.base import ACTIVATIONS, Activation, check_dtype
+from moe_ffn.memory import require_memory
+from moe_ffn.sizes import linear_flops
+
+
+class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
+    """Experts of a few vectors each, for a router of very many, `product_key`.
+
+    A token reads the rows of its own experts alone. Gradients are dense, as large as the tables, since the
+    optimizers here take no sparse ones; as embeddings they have no weight decay and are AdamW's under Muon.
+    """
+
+    num_tables: ClassVar[int]
+
+    def params_per_expert(self, d_model: int, experts_per_token: float) -> int:
+        return self.num_tables * d_model
+
+    def flops_per_pair(self, d_model: int, experts_per_token: float) -> int:
+        return self.num_tables * linear_flops(d_model, 1)
+
+    def refusal_over(self, num_ranks: int) -> Refusal | None:
+        if num_ranks == 1:
+            return None
+        return Refusal(
+            f"type '{self.type}' are rows of tables, fetched for each token, and no tokens that are sent to "
+            "experts on other ranks",
+            "set parallel.expert to 1; parallel.shard divides the tables",
+        )
+
+    def require_memory(self, d_model: int, num_experts: int) -> None:
+        """Refuse tables larger than the machine's memory.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if torch.get_default_device().type != "cpu":  # `meta` takes none, and a GPU has its own
+            return
+        num_bytes = num_experts * self.num_tables * d_model * torch.get_default_dtype().itemsize
+        require_memory(
+            num_bytes,
+            f"num_experts ({num_experts}): experts of type '{self.type}' and width {d_model}",
+            "lower num_experts or d_model",
+        )
+
+
+class EmbeddingExperts(Experts):
+    """Experts that are looked up by the number of each pair."""
+
+    by_row: ClassVar[bool] = True
+    config: Any
+
+    def __init__(self, config: EmbeddingExpertsConfig, d_model: int, num_experts: int) -> None:
+        super().__init__()
+        config.require_memory(d_model, num_experts)
+        self.config = config
+
+    def extra_repr(self) -> str:
+        return f"activation={self.config.activation}" if self.config.reads_input else ""
+
+
+class SingleNeuronExpertsConfig(EmbeddingExpertsConfig, frozen=True):
+    """PEER's experts of one hidden unit, e_i(x) = act(u_i . x) v_i, a million of them or so.
+
+    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2.
+    """
+
+    num_tables: ClassVar[int] = 2
+
+    type: Literal["single_neuron"] = "single_neuron"
+    activation: Activation = "gelu"
+    """Element-wise function of the one hidden unit."""
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return SingleNeuronExperts(self, d_model, num_experts, experts_per_token)
+
+
+class SingleNeuronExperts(EmbeddingExperts):
+    """y_t = sum over the pairs (t, i) of weight * act(up_i . x_t) * down_i; `up` and `down` are (E, D)."""
+
+    def __init__(
+        self,
+        config: SingleNeuronExpertsConfig,
+        d_model: int,
+        num_experts: int,
+        experts_per_token: float,
+    ) -> None:
+        super().__init__(config, d_model, num_experts)
+        # As the two matrices of one network that is as wide as a token's experts are many.
+        self.up = _table(num_experts, d_model, bound=d_model**-0.5)
+        self.down = _table(num_experts, d_model, bound=experts_per_token**-0.5)
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        check_dtype(x_TD, self.up.weight)
+        ids_N = expert_of_each_pair(plan, self.up.num_embeddings)
+        rows_ND = x_TD.index_select(0, plan.token_ids_N)
+        hidden_N = torch.einsum("nd,nd->n", self.up(ids_N), rows_ND)
+        weights_N = plan.weights_N * ACTIVATIONS[self.config.activation](hidden_N)
+        return sum_of_rows(self.down(ids_N), weights_N, plan, x_TD)
+
+
+class ValueExpertsConfig(EmbeddingExpertsConfig, frozen=True):
+    """The values of a product-key memory: e_i = v_i, whatever the token.
+
+    Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3.1.
+    """
+
+    num_tables: ClassVar[int] = 1
+    reads_input: ClassVar[bool] = False
+
+    type: Literal["value"] = "value"
+
+    def build(self, d_model: int, num_experts: int, experts_per_token: float) -> Experts:
+        return ValueExperts(self, d_model, num_experts)
+
+
+class ValueExperts(EmbeddingExperts):
+    """y_t = sum over the pairs (t, i) of weight * values_i; `values` is (E, D), drawn from N(0, 1 / D)."""
+
+    def __init__(self, config: ValueExpertsConfig, d_model: int, num_experts: int) -> None:
+        super().__init__(config, d_model, num_experts)
+        self.values = _table(num_experts, d_model, std=d_model**-0.5)
+
+    def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
+        check_dtype(x_TD, self.values.weight)
+        ids_N = expert_of_each_pair(plan, self.values.num_embeddings)
+        return sum_of_rows(self.values(ids_N), plan.weights_N, plan, x_TD)
+
+
+def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
+    """int64 (N,): of a list of pairs as they are, of sorted ones by where those of each expert end."""
+    if plan.expert_ids_N is not None:
+        return plan.expert_ids_N
+    places_N = torch.arange(len(plan.token_ids_N), device=plan.token_ids_N.device)
+    ids_N = torch.searchsorted(plan.offsets_E.long(), places_N, right=True)
+    return ids_N.clamp(max=num_experts - 1)  # pairs that are not computed, of weight 0, stand last
+
+
+def sum_of_rows(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
+    """(T, D), each token's rows times their weights, in at least float32; the dtype of `x_TD`."""
+    rows_N1D = rows_ND.to(weights_N.dtype).unsqueeze(1)
+    weighted_ND = (weights_N[:, None, None] @ rows_N1D).squeeze(1).to(weights_N.dtype)
+    sums_TD = torch.zeros(x_TD.shape, dtype=weights_N.dtype, device=x_TD.device)
+    return sums_TD.index_add(0, plan.token_ids_N, weighted_ND).to(x_TD.dtype)
+
+
+def _table(num_experts: int, d_model: int, *, bound: float = 0.0, std: float = 0.0) -> nn.Embedding:
+    """(E, D) numbers from U(-bound, bound), or from N(0, std^2)."""
+    table = nn.Embedding(num_experts, d_model, _weight=torch.empty(num_experts, d_model))
+    with torch.no_grad():
+        _ = table.weight.normal_(std=std) if std else table.weight.uniform_(-bound, bound)
+    return table

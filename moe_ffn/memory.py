@@ -1,0 +1,54 @@
+"""How much memory there is, and the refusal of tables that do not fit into it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moe_ffn.errors import ConfigError
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def memory_limit() -> int | None:
+    """Bytes that this process may have: those of the machine, or of its container or its own limit.
+
+    None where the system does not say (Windows).
+    """
+    if not hasattr(os, "sysconf"):
+        return None
+    import resource
+
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    own, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [machine, *(int(text) for text in container if text.isdigit())]  # `max`: no limit
+    return min(limits if own == resource.RLIM_INFINITY else [*limits, own])
+
+
+def gigabytes(num_bytes: int) -> str:
+    """`1.2 GB`, or `0.63 MB` of what is small."""
+    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e8 else (num_bytes / 1e6, "MB")
+    return f"{size:,.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def require_memory(num_bytes: int, what: str, advice: str) -> None:
+    """Refuse a memory before torch asks for it, of which the system may end the process without a word.
+
+    Args:
+        num_bytes: that it takes.
+        what: begins the sentence, such as `num_experts (16777216): the tables of experts`.
+        advice: ends it.
+
+    Raises:
+        ConfigError: this process may not have so much.
+    """
+    limit = memory_limit()
+    if limit is not None and num_bytes > limit:
+        raise ConfigError(
+            f"{what} take {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of memory; "
+            f"{advice}"
+        )
