@@ -142,6 +142,14 @@ def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> No
         close({"y": y_TD}, {"y": wanted["y"]}, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("d_model", [256, 260])
+def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> None:
+    """Of 32 MiB or more, in whole cache lines and not."""
+    case = Case(30, d_model, 128, (*(3,) * 127, 0, 300), torch.float32, {"gated": True})
+    leaves = case.leaves()
+    close(case.derive(native, leaves), case.derive(loop, leaves), 1e-5)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
     options = {"gated": True, "clamped": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
