@@ -37,8 +37,8 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
         if num_ranks == 1:
             return None
         return Refusal(
-            f"type '{self.type}' are rows of tables, fetched for each token, and no tokens that are sent to "
-            "experts on other ranks",
+            f"type '{self.type}' looks rows of tables up for each token, and cannot be sent tokens of "
+            "other ranks",
             "set parallel.expert to 1; parallel.shard divides the tables",
         )
 

@@ -35,7 +35,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
     """Mixture of depths: a router sends a fraction k of the tokens through a block; the rest skip it.
 
     Raposo et al. 2024 (arXiv:2404.02258). Skipped tokens get 0, so that the residual stream carries them
-    on unchanged. Expert choice is the paper's router; `relu` is a causal one.
+    on unchanged. Expert choice is the paper's router; `relu` and `expert_threshold` are causal ones.
     """
 
     type: Literal["mixture_of_depths"] = "mixture_of_depths"
@@ -54,8 +54,8 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
         if self.share >= 1:
             raise ValueError(
                 f"router.type ('{self.router.type}') sends {self.share:g} of the tokens through the "
-                "block, so it leaves none out; use 'expert_choice' with score: sigmoid, or 'relu', "
-                "with k below 1"
+                "block, so it leaves none out; use 'expert_choice' with score: sigmoid, 'relu' or "
+                "'expert_threshold', with k below 1"
             )
         self.router.check_num_experts(1)
         return self
@@ -68,7 +68,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
     @property
     def not_causal_because(self) -> Refusal | None:
         if refusal := self.router.not_causal_because:
-            return replace(refusal, advice="use 'relu'").inside("router")
+            return replace(refusal, advice="use 'relu' or 'expert_threshold'").inside("router")
         if any(info.capacity.is_limited for info in self.ffn.routers().values()):
             return Refusal(
                 "ffn.capacity grows with the number of tokens chosen, later ones among them",
@@ -138,7 +138,7 @@ class MixtureOfDepthsFFN(FFNBlock):
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
         check_input(x, context, self.d_model, self)
         if transforms_at_work():
-            refuse_vmap(x, self.parameters())
+            refuse_vmap(x, self.parameters(), "a mixture of depths, whose sequences are")
         x_TD, flat = flatten_tokens(x, context)
         routing = self.router(x_TD, flat)
         weights_BS, chosen_BS = by_sequence(routing)

@@ -235,7 +235,7 @@ class MoEFFN(FFNBlock):
         return self.route_by(self.router, x, context)
 
     def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
-        """`forward` with a router of somebody else's, for as many experts; `x` and `context` are checked."""
+        """`forward` with another router for as many experts; `x` and `context` are checked."""
         if not self.experts.by_row and transforms_at_work():
             refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
@@ -301,7 +301,7 @@ class MoEFFN(FFNBlock):
         return self.memories_by(self.router, x, context)
 
     def memories_by(self, router: Router, x: Tensor, context: TokenContext | None) -> list[Memory]:
-        """`memories` with a router of somebody else's."""
+        """`memories` with another router."""
         if not self._adds_up_networks:
             return []
         x_TD, flat = flatten_tokens(x, context)

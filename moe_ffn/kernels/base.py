@@ -301,7 +301,9 @@ TRANSFORMS_NOT_IN_GRAPHS = (
 """The refusal of all backends to what torch.compile would leave them out of."""
 
 
-def refuse_vmap(x: Tensor, parameters: Iterable[Tensor | None]) -> None:
+def refuse_vmap(
+    x: Tensor, parameters: Iterable[Tensor | None], what: str = "experts, whose products are"
+) -> None:
     """Refuse what `torch.func.vmap` has given a hidden axis, before routing fails far inside torch.
 
     Raises:
@@ -311,8 +313,8 @@ def refuse_vmap(x: Tensor, parameters: Iterable[Tensor | None]) -> None:
         return
     if any(t is not None and is_batched(t) for t in (x, *parameters)):
         raise ValueError(
-            "torch.func.vmap does not go through experts, whose products are as large as the data ask "
-            "for; give x one more leading axis instead"
+            f"torch.func.vmap does not go through {what} as large as the data ask for; give x one more "
+            "leading axis instead"
         )
 
 

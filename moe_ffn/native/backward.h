@@ -69,7 +69,7 @@ struct Backward {
   // Numbers that a row leaves behind, for the gradient of each matrix.
   const int64_t row_up = wants_up ? H + panels(D) * PANEL : 0,
                 row_down = wants_down ? D + panels(F) * PANEL : 0;
-  // Numbers that a thread adds up for an expert of its own, where they are of another type than the gradients.
+  // Numbers that a thread adds up for an expert of its own, in the gradients themselves where that can be.
   const int64_t up_sums = wants_up ? H * D : 0, down_sums = wants_down ? D * F : 0;
   const int64_t bytes_copied = (up_units + down_units) * sizeof(U),
                 bytes_of_row = (row_up + row_down) * sizeof(P);
@@ -123,14 +123,17 @@ struct Backward {
   void alone(int64_t e) const {
     U* matrix = scratch<U>(16, up_units + down_units);
     for (int64_t panel = 0; panel < copies; ++panel) copy(e, panel, matrix);
-    // In the gradients themselves, where they are of the type of sums and stay in a cache.
+    // Of all gradients of a matrix: no cache holds them for the next reader.
     auto streams = [&](const Rows& grad, int64_t rows) {
       return layer.E * rows * grad.width * int64_t(c10::elementSize(grad.dtype)) >= STREAMED_BYTES;
     };
+    // In the gradients themselves, where they are of the type of sums and stay in a cache.
+    auto in_place = [&](const Rows& grad, int64_t rows) {
+      return grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
+    };
     auto sums_of = [&](const Rows& grad, int64_t rows, int slot) -> S* {
       if (!grad) return nullptr;
-      const bool fits = grad.dtype == c10::CppTypeToScalarType<S>::value && !streams(grad, rows);
-      return fits ? grad.row<S>(e * rows) : scratch<S>(slot, rows * grad.width);
+      return in_place(grad, rows) ? grad.row<S>(e * rows) : scratch<S>(slot, rows * grad.width);
     };
     S *up = sums_of(gradients.up, H, 17), *down = sums_of(gradients.down, D, 18);
     S* biases = scratch<S>(15, H + D);
@@ -153,23 +156,24 @@ struct Backward {
       if (gradients.down_bias) add_rows(to, false, 0, D, start, stop, biases + H);
     }
     auto write = [&](const Rows& grad, int64_t count, const S* sums) {
-      if (!grad || static_cast<const void*>(sums) == grad.row<S>(e * count)) return;
       grad.with_type([&](auto type) {
         using T = decltype(type);
         T* row = scratch<T>(14, grad.width);
         for (int64_t i = 0; i < count; ++i) {
           T* to = grad.row<T>(e * count + i);
-          if (!streams(grad, count)) {
-            convert(sums + i * grad.width, to, grad.width);
-            continue;
-          }
-          convert(sums + i * grad.width, row, grad.width);
-          stream(row, to, grad.width);
+          const S* from = sums + i * grad.width;
+          if (!streams(grad, count))
+            convert(from, to, grad.width);
+          else
+            convert(from, row, grad.width), stream(row, to, grad.width);
         }
       });
     };
-    write(gradients.up, H, up), write(gradients.down, D, down);
-    write(gradients.up_bias, 1, biases), write(gradients.down_bias, 1, biases + H);
+    if (gradients.up && !in_place(gradients.up, H)) write(gradients.up, H, up);
+    if (gradients.down && !in_place(gradients.down, D)) write(gradients.down, D, down);
+    if (gradients.up_bias) write(gradients.up_bias, 1, biases);
+    if (gradients.down_bias) write(gradients.down_bias, 1, biases + H);
+    stream_done();
   }
 
   // The experts of a group: copy their matrices; go through the tiles, which gives the gradients of rows and

@@ -1,13 +1,14 @@
-// The experts of a plan on a CPU, forward and backward: two operators.
+// The operators: the experts of a plan on a CPU, forward and backward; top-k and the sort of pairs (routing.h).
 //
 // T tokens, D model width, E experts, F hidden width, H rows of the first matrix (F, or 2 F with a gate), N
 // rows of the plan: one per (token, expert) pair, sorted by expert.
 //
 // Rows go through in tiles of one expert, which stay in a core's second cache from the gather to the last
-// product; threads take the next tile when they are done. Matrices are copied once per pass into the order in
-// which products read them. Gradients of matrices are sums over all rows of an expert, so tiles leave their
-// operands behind, and blocks of the matrices are then the tasks: no thread waits, however unequal the
-// experts' loads are. Every number is computed in one order, whatever the number of threads.
+// product. Matrices are copied once per pass into the order in which products read them, but where rows are
+// few. Most experts are one thread's, which then finds all of it in its own caches. The rest all threads
+// compute together, group by group: tiles of the backward pass leave their operands behind, and blocks of the
+// gradients of matrices are then the tasks, so that no thread waits, however unequal the loads are. Every
+// number is computed in one order, whatever the number of threads.
 
 #include <torch/library.h>
 

@@ -17,7 +17,7 @@ constexpr int64_t ALONE_BYTES =
 constexpr int64_t FEW_ROWS = 8;       // of an expert, on average, without gradients: nothing is copied
 constexpr int64_t COPIED_ROWS = 256;  // of an expert, from which on backward copies matrices of float32
 constexpr int64_t STREAMED_BYTES =
-    32 << 20;                 // of all gradients of a matrix: no cache holds them for the next reader
+    32 << 20;  // of all gradients of a matrix, which one thread's experts write around the caches
 constexpr int64_t AHEAD = 4;  // rows, of which the next is asked for
 
 // Consecutive rows of one expert: all of them, but where there are more than a group has room for.
@@ -29,7 +29,7 @@ struct Part {
 
 // Consecutive rows of one part.
 struct Chunk {
-  int64_t part, start, stop;
+  int64_t start, stop;
 };
 
 // Consecutive rows of one chunk.
@@ -50,7 +50,7 @@ struct Group {
       const int64_t rows = piece(stop - start, TILE);
       for (int64_t from = start; from < stop; from += rows)
         tiles.push_back({index, int64_t(chunks.size()), from, std::min(stop, from + rows)});
-      chunks.push_back({index, start, stop});
+      chunks.push_back({start, stop});
     }
     part.last_chunk = chunks.size();
     parts.push_back(part);
@@ -148,14 +148,12 @@ struct Layer {
       if (load(e)) order.push_back(e);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return load(a) > load(b); });
     size_t count = 0;
-    int64_t most = 0, sum = 0;
-    for (size_t i = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && i < order.size(); ++i) {
+    for (int64_t most = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && count < order.size(); ++count) {
       auto least = std::min_element(rows.begin(), rows.end());
-      thread_of[order[i]] = least - rows.begin();
-      *least += load(order[i]), sum += load(order[i]), most = std::max(most, *least);
-      if (N - sum >= most * threads - sum) count = i + 1;
+      *least += load(order[count]), most = std::max(most, *least);
+      if (most * threads > N) break;  // the rest would not fill what the others wait
+      thread_of[order[count]] = least - rows.begin();
     }
-    for (size_t i = count; i < order.size(); ++i) thread_of[order[i]] = -1;
     Division found;
     for (int64_t thread = 0; thread < threads; ++thread) {
       for (size_t i = 0; i < count; ++i)

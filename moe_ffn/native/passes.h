@@ -1,5 +1,5 @@
-// What is done to rows and tiles apart from products: reading and writing any dtype, the order of operands
-// that products want, activations.
+// What the passes over an expert's rows are made of: reading and writing any dtype, the order of operands that
+// products want, products, memory, threads, activations.
 #pragma once
 
 #include <ATen/Context.h>
@@ -330,6 +330,13 @@ inline void stream(const T* from, T* to, int64_t n) {
   }
 #endif
   std::memcpy(to, from, n * sizeof(T));
+}
+
+// What was streamed is seen by whoever sees what this thread writes next.
+inline void stream_done() {
+#ifdef CPU_CAPABILITY_AVX512
+  _mm_sfence();
+#endif
 }
 
 // -- threads

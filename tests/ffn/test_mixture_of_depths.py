@@ -110,7 +110,7 @@ def test_nobody_chosen_gives_zero_and_zero_gradients() -> None:
         (
             {"router": "top_k"},
             "router.type ('top_k') sends 2 of the tokens through the block, so it leaves none out; use "
-            "'expert_choice' with score: sigmoid, or 'relu', with k below 1",
+            "'expert_choice' with score: sigmoid, 'relu' or 'expert_threshold', with k below 1",
         ),
         (
             {"router": {"type": "expert_choice", "k": 0.5}},

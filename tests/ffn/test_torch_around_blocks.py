@@ -30,7 +30,14 @@ def moe(**options: Any) -> dict[str, Any]:
     return {"type": "moe", "num_experts": 4, **options}
 
 
+OF_TABLES = [
+    name for name, kind in ExpertsConfig.members.items() if "backend" not in kind.model_fields
+]
+"""The kinds of experts that no backend computes, and `vmap` goes through."""
+
 SPARSE: dict[str, dict[str, Any]] = {
+    "chain": {"type": "chain_of_experts", "ffn": moe()},
+    "ngrams": {"type": "ngram_memory", "num_rows": 50, "ffn": moe()},
     "moe": moe(shared_expert="swiglu", capacity={"factor": 1.0, "eval_factor": 1.0}),
     "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "depths-moe": {"type": "mixture_of_depths", "ffn": moe()},
@@ -43,6 +50,7 @@ SPARSE: dict[str, dict[str, Any]] = {
     **{
         f"moe-{experts}": moe(experts={"type": experts, "d_ff": 8, "bias": True})
         for experts in ExpertsConfig.members
+        if experts not in OF_TABLES
     },
     **{
         f"moe-{combine}": moe(shared_expert="swiglu", combine=combine)
@@ -53,6 +61,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 BLOCKS: dict[str, dict[str, Any]] = {
     **{member: {"type": member} for member in FFNConfig.members},
+    **{f"moe-{experts}": moe(experts={"type": experts}) for experts in OF_TABLES},
     "depths-relu": {"type": "mixture_of_depths", "router": {"type": "relu", "k": 0.5}},
     **SPARSE,
 }
@@ -212,7 +221,8 @@ DEVICES = {"FakeTensor": "cpu", "device `meta`": "meta"}
 # ---------------------------------------------------------------------------- what is refused, how
 
 LEADING_AXIS = (
-    r"^torch.func.vmap does not go through experts.*; give x one more leading axis instead$"
+    r"^torch.func.vmap does not go through (experts|a mixture of depths), whose .*; "
+    "give x one more leading axis instead$"
 )
 USE_LOOP = (
     r"^experts.backend '{}' has .*torch.func.*; set experts.backend to 'loop', which (they do|has)$"
@@ -282,8 +292,10 @@ def test_it_holds_or_one_sentence_says_what_does(what: str, name: str, backend: 
 
 
 def is_sparse(name: str) -> bool:
-    """Whether it routes, or has experts: a mixture of depths around a dense block too."""
-    return name in SPARSE or BLOCKS[name]["type"] in ("mixture_of_depths", "moe", "soft_moe")
+    """Whether it routes to networks, or has experts: a mixture of depths around a dense block too."""
+    experts = BLOCKS[name].get("experts", {}).get("type")
+    config = FFNConfig.model_validate(BLOCKS[name])
+    return experts not in OF_TABLES and (bool(config.routers()) or name == "soft_moe")
 
 
 @every(*DEVICES)

@@ -126,6 +126,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[1, 7], ids=["one thread's experts", "all threads' experts"])
+def _who(request: pytest.FixtureRequest, threads: Any) -> None:
+    """Of seven threads none has an expert of these shapes for itself."""
+    threads(request.param)
+
+
+@pytest.mark.usefixtures("_who")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_shape_is_that_of_the_loop(shape: Shape, dtype: torch.dtype) -> None:
@@ -158,12 +171,6 @@ def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
     close(case.derive(native, leaves), case.derive(loop, exact(leaves)), 1e-13)
 
 
-@pytest.fixture
-def threads() -> Iterator[Any]:
-    yield torch.set_num_threads
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", ["tails", "long sums", "groups", "parts", "few rows"])
 def test_any_number_of_threads_gives_the_same_bits(
@@ -182,6 +189,7 @@ def test_any_number_of_threads_gives_the_same_bits(
             assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.usefixtures("_who")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("shape", ["tails", "few rows"])
 def test_what_a_call_leaves_in_memory_reaches_no_other(shape: str, dtype: torch.dtype) -> None:
@@ -225,6 +233,7 @@ def test_tensors_need_not_be_contiguous(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("_who")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_frozen_changes_no_other_gradient(dtype: torch.dtype) -> None:
     case = Case(*SHAPES["tails"], dtype, {"gated": True})
@@ -264,6 +273,15 @@ def test_it_does_without_onednn(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     finally:
         torch._C._set_mkldnn_enabled(True)
     close(got, case.derive(loop, exact(leaves)), TOLERANCES[dtype])
+
+
+def test_an_error_of_one_thread_ends_all(threads: Any) -> None:
+    case = Case(*SHAPES["groups"], torch.float32, {"gated": True})
+    leaves = [leaf.detach() for leaf in case.leaves()]
+    leaves[2] = leaves[2].int()
+    threads(3)
+    with pytest.raises(RuntimeError, match="moe_ffn's kernels take no Int"):
+        case.compute(native, leaves)
 
 
 def test_a_plan_that_does_not_fit_is_refused() -> None:

@@ -131,7 +131,8 @@ def test_options_of_a_layer_are_checked_under_their_path() -> None:
         (
             {"ffn": "mixture_of_depths"},
             "a causal model refuses the 'mixture_of_depths' block of layer 0: router.type "
-            "'expert_choice' ranks tokens against later ones; use 'relu', or set model.causal: false",
+            "'expert_choice' ranks tokens against later ones; use 'relu' or 'expert_threshold', or set "
+            "model.causal: false",
         ),
         (
             {
