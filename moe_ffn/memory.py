@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from moe_ffn.errors import ConfigError
 
 _CGROUP_LIMITS = (
@@ -52,3 +54,13 @@ def require_memory(num_bytes: int, what: str, advice: str) -> None:
             f"{what} take {gigabytes(num_bytes)}, and this process may have {gigabytes(limit)} of memory; "
             f"{advice}"
         )
+
+
+def require_table_memory(num_rows: int, width: int, what: str, advice: str) -> None:
+    """`require_memory` of rows of the default dtype, where they are to lie in that of this machine.
+
+    Raises:
+        ConfigError: this process may not have so much.
+    """
+    if torch.get_default_device().type == "cpu":  # `meta` takes none, and a GPU has its own
+        require_memory(num_rows * width * torch.get_default_dtype().itemsize, what, advice)

@@ -14,7 +14,7 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.base import ACTIVATIONS, Activation, check_dtype
-from moe_ffn.memory import require_memory
+from moe_ffn.memory import require_table_memory
 from moe_ffn.sizes import linear_flops
 
 
@@ -48,11 +48,9 @@ class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
         Raises:
             ConfigError: they are.
         """
-        if torch.get_default_device().type != "cpu":  # `meta` takes none, and a GPU has its own
-            return
-        num_bytes = num_experts * self.num_tables * d_model * torch.get_default_dtype().itemsize
-        require_memory(
-            num_bytes,
+        require_table_memory(
+            num_experts * self.num_tables,
+            d_model,
             f"num_experts ({num_experts}): experts of type '{self.type}' and width {d_model}",
             "lower num_experts or d_model",
         )

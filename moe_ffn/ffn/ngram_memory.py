@@ -24,6 +24,7 @@ from moe_ffn.errors import Refusal, first_refusal
 from moe_ffn.ffn.base import FFNBlock, FFNConfig, PlaceExperts, RouterInfo
 from moe_ffn.ffn.moe import MoEConfig
 from moe_ffn.kernels.base import check_dtype
+from moe_ffn.memory import require_table_memory
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,
@@ -208,7 +209,14 @@ class NgramTables(nn.Module):
         # Of `random`, what Python promises to keep. Products of 31 bits do not overflow.
         draw = Random(config.seed).random
         self.factors = tuple(2 * int(draw() * 2**30) + 1 for _ in range(config.max_order))
-        self.rows = nn.Embedding(sum(self.sizes), config.width_of_row(d_model))
+        num_rows, width = sum(self.sizes), config.width_of_row(d_model)
+        require_table_memory(
+            num_rows,
+            width,
+            f"num_rows ({config.num_rows}): {len(self.sizes)} tables of rows of width {width}",
+            "lower num_rows, num_heads or row_width",
+        )
+        self.rows = nn.Embedding(num_rows, width)
         nn.init.normal_(self.rows.weight, std=0.02 / config.rate_scale)
 
     def forward(self, ids_BS: Tensor, history: TokenHistory | None) -> Tensor:

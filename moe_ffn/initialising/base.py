@@ -153,6 +153,12 @@ def resized_layers(
             )
         found[layer] = smaller, cast("MoEFFN", block)
     if not found:
+        for layer, config in enumerate(decoder.config.layer_ffns()):
+            if config.routers():
+                raise ConfigError(
+                    f"{option}.type: layer {layer} is of type '{config.type}', whose experts cannot be made "
+                    "fewer; take a model whose blocks are of type 'moe'"
+                )
         raise ConfigError(
             f"{option}.type: no layer of this model has experts; use upcycle or carve first"
         )

@@ -49,7 +49,15 @@ class MergeConfig(InitialiserConfig, frozen=True):
         (source,) = sources
         assert ids_BS is not None
         made: dict[int, tuple[FFNConfig, FFNBlock]] = {}
-        for layer, (config, block) in resized_layers(source, self.num_experts, "method").items():
+        layers = resized_layers(source, self.num_experts, "method")
+        for layer, (config, _) in layers.items():
+            for info in config.routers().values():
+                if info.router.is_listed:
+                    raise ConfigError(
+                        f"method.type: merge compares the router's scores of all experts, but that of "
+                        f"layer {layer}, of type '{info.router.type}', lists a few; take another model"
+                    )
+        for layer, (config, block) in layers.items():
             counts_E = torch.zeros(block.num_experts, dtype=torch.int64)
             products_EE = torch.zeros(block.num_experts, block.num_experts, dtype=torch.float64)
 

@@ -95,7 +95,9 @@ class _Trial:
         return self.random(_BATCH, self.length, self.d_model)
 
     def token_ids_BS(self) -> Tensor:
-        return torch.zeros(_BATCH, self.length, dtype=torch.int64, device=self.device)
+        """They differ, so that a block which keeps the wrong ones is seen."""
+        ids_S = torch.arange(self.length, device=self.device) % 2
+        return ids_S.expand(_BATCH, self.length)
 
     # -- what is demanded
 

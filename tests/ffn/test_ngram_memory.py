@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn
+from moe_ffn import ConfigError, DecoderConfig, FFNConfig, TokenContext, build_ffn, memory
 from moe_ffn.ffn.ngram_memory import (
     NgramMemoryConfig,
     NgramMemoryFFN,
@@ -260,6 +260,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         build_ffn({"type": "ngram_memory", **options}, D)
+
+
+def test_tables_larger_than_the_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: 10**12)
+    options = {"type": "ngram_memory", "ffn": "dense", "num_rows": 10**9, "row_width": 4096}
+    with pytest.raises(ConfigError) as raised:
+        build_ffn(options, D)
+    assert str(raised.value) == (
+        "num_rows (1000000000): 16 tables of rows of width 4096 take 262,144 GB, and this process may have "
+        "1,000 GB of memory; lower num_rows, num_heads or row_width"
+    )
+    with torch.device("meta"):
+        build_ffn(options, D)
 
 
 @pytest.mark.parametrize("context", [None, TokenContext()], ids=["none", "empty"])

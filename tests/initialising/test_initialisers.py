@@ -469,6 +469,8 @@ def test_experts_follow_the_one_that_the_router_scores_alike() -> None:
         ({"type": "prune", "num_experts": 7}, "moe", r"method.num_experts \(7\) must not .* \(6\)"),
         ({"type": "prune", "num_experts": 1}, "moe", r"layer 0: router.k \(2\) must not exceed"),
         ({"type": "prune", "num_experts": 2}, "hash", "HashRouter has no row for each expert"),
+        ({"type": "merge", "num_experts": 4}, "keys", "layer 0, of type 'product_key', lists a few"),
+        ({"type": "prune"}, "chain", "layer 0 is of type 'chain_of_experts', whose experts cannot be"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> None:
@@ -477,6 +479,8 @@ def test_mistakes_are_named(method: dict[str, Any], ffn: str, message: str) -> N
         "identity": "identity",
         "moe": {"type": "moe", "num_experts": 6},
         "hash": {"type": "moe", "num_experts": 6, "router": "hash"},
+        "keys": {"type": "moe", "num_experts": 9, "router": "product_key"},
+        "chain": {"type": "chain_of_experts", "ffn": {"type": "moe", "num_experts": 6}},
     }
     with pytest.raises(ConfigError, match=message):
         InitialiserConfig.model_validate({"type": "upcycle", **method}).initialise(

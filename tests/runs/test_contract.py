@@ -109,6 +109,14 @@ class LastFFN(GoodFFN):
 class Forgets(Last, frozen=True): pass
 class ForgetsFFN(PastFFN): pass
 
+class KeepsZeros(Last, frozen=True): pass
+class KeepsZerosFFN(GoodFFN):
+    def forward(self, x, context):
+        ids, history = context.token_ids, context.history
+        before = nn.functional.pad(ids, (1, 0))[:, :-1]
+        if history: before = history.window(self, 0 * ids, 1)[:, :-1]
+        return FFNOutput(self.y(x) + before[..., None])
+
 class Training(Good, frozen=True): pass
 class TrainingFFN(GoodFFN):
     def mixed(self, x): return x - x.mean(1, keepdim=True) if self.training else x
@@ -342,6 +350,7 @@ BROKEN = {
         "it says reads_history, but the token at position {p} becomes something else alone than in its "
         "sequence, and text would be written so; leave reads_history out"
     ),
+    "KeepsZeros": "it says reads_history, but the token at position {p} becomes something else ",
     "Linear": "build returned a Linear, but has to return an FFNBlock",
     "Nothing": "build returned None, but has to return an FFNBlock",
     "Raises": "failed: RuntimeError: {any} (own.py, line {p}, in mixed)",
