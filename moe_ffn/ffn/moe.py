@@ -236,7 +236,7 @@ class MoEFFN(FFNBlock):
 
     def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """`forward` with another router for as many experts; `x` and `context` are checked."""
-        if not self.experts.by_row and transforms_at_work():
+        if self.make_plan is make_plan and transforms_at_work():
             refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:

@@ -358,8 +358,8 @@ def test_ranks_do_not_divide_rows() -> None:
     with pytest.raises(ConfigError) as raised:
         check_layout(validate(TrainConfig, run_of("peer", parallel={"expert": 5})), 5, "32-true")
     assert str(raised.value) == (
-        "model.ffn.experts.type 'single_neuron' are rows of tables, fetched for each token, and no tokens "
-        "that are sent to experts on other ranks; set parallel.expert to 1; parallel.shard divides the tables"
+        "model.ffn.experts.type 'single_neuron' looks rows of tables up for each token, and cannot be sent "
+        "tokens of other ranks; set parallel.expert to 1; parallel.shard divides the tables"
     )
 
 
