@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from moe_ffn.config import Config, TaggedConfig
+from moe_ffn.config import Config, TaggedConfig, help_texts
 from moe_ffn.errors import ConfigError, explain
 
 REQUIRED = "(required)"
@@ -90,13 +90,13 @@ class Option:
 
     def options_of(self, config: type[Config]) -> list[Option]:
         """The options that stand below this one where its value is of `config`."""
-        fields = []
+        fields, meanings = [], help_texts(config)
         for name, field in config.model_fields.items():
             value = self.value.get(name) if isinstance(self.value, Mapping) else None
             if value is None:
                 value = REQUIRED if field.is_required() else field.get_default()
             value = value.to_dict() if isinstance(value, Config) else value
-            meaning = " ".join((field.description or "").split())
+            meaning = " ".join(meanings[name].split())
             if name == "type" and issubclass(config, TaggedConfig):
                 known = ", ".join([*config.members, "my_file.py:ClassName"])
                 meaning = f"{first_sentence(config)} One of: {known}.".lstrip()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from moe_ffn import DecoderConfig, FFNConfig
-from moe_ffn.config import TaggedConfig, json_schema
+from moe_ffn.config import Config, TaggedConfig, help_texts, json_schema
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.model.norm import NormConfig
 from moe_ffn.model.positions import PositionsConfig
@@ -108,6 +109,42 @@ def test_schema_explains_and_bounds(schema: dict[str, Any]) -> None:
     assert layers["minimum"] == 1
     assert layers["description"].startswith("Blocks of attention")
     assert schema["additionalProperties"] is False
+
+
+class _Above(Config, frozen=True):
+    kept: int = 1
+    """Of the class above,
+    on two lines."""
+
+    replaced: int = 2
+    """Of an option that a class below declares anew."""
+
+    said: Annotated[int, Field(description="In its type.")] = 3
+
+
+class _Below(_Above, frozen=True):
+    replaced: int = 4
+
+    own: int = 5
+    """Its own."""
+
+
+def test_the_help_of_an_option_is_of_the_class_that_declares_it() -> None:
+    expected = {
+        "kept": "Of the class above,\non two lines.",
+        "replaced": "",
+        "said": "In its type.",
+        "own": "Its own.",
+    }
+    assert help_texts(_Below) == expected
+    properties = _Below.model_json_schema()["properties"]
+    assert {name: option.get("description", "") for name, option in properties.items()} == expected
+
+
+def test_a_class_without_a_source_has_no_help() -> None:
+    typed: dict[str, Any] = {"Config": Config, "__name__": "typed_in_a_shell"}
+    exec("class Typed(Config, frozen=True):\n    option: int = 1\n    'lost'", typed)
+    assert help_texts(typed["Typed"]) == {"option": ""}
 
 
 def test_schema_takes_a_number_or_a_match_for_a_width(schema: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from moe_ffn.cli.parser import Parser, whole_number
+from moe_ffn.config import help_texts
 from moe_ffn.config_files import parse_value, validate
 from moe_ffn.errors import ConfigError, command, printable
 from moe_ffn.model.decoder import DecoderOutput
@@ -46,11 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--trace", action="store_true", help="show the experts of every token after the text"
     )
+    helps = help_texts(SampleConfig)
     for name, field in SampleConfig.model_fields.items():
         if name not in ("prompt", "stop"):
             flag = f"--{name.replace('_', '-')}"
             default = "null" if field.default is None else str(field.default)
-            parser.add_argument(flag, default=default, help=field.description)
+            parser.add_argument(flag, default=default, help=helps[name])
     options = vars(parser.parse_args(argv))
     folder, seed, prompt, stop, traces, trust_code = (
         options.pop(name) for name in ("run", "seed", "prompt", "stop", "trace", "trust_code")

@@ -14,6 +14,7 @@ from moe_ffn.cli.command_line import COMMON_OPTIONS, parse_config
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.parser import wrap
 from moe_ffn.cli.train import parse
+from moe_ffn.config import help_texts
 from moe_ffn.errors import ConfigError
 from moe_ffn.ffn import FFNConfig
 from moe_ffn.option_tree import ALSO_CALLED, option_tree
@@ -43,8 +44,8 @@ def show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_the_short_page_has_every_section_and_what_is_set_most_often(show: Show) -> None:
     printed = show("--help")
 
-    for name, field in TrainConfig.model_fields.items():
-        assert f" {name} {' '.join(str(field.description).split())}" in printed
+    for name, text in help_texts(TrainConfig).items():
+        assert f" {name} {' '.join(text.split())}" in printed
     for path in COMMON_OPTIONS:
         assert f"--{path} " in printed
     for flag in ("--config FILE", "--resume [RUN]", "--help [SECTION]", "--version", "--help all"):

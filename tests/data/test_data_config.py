@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from moe_ffn.config import json_schema
+from moe_ffn.config import help_texts, json_schema
 from moe_ffn.data.corpus import CorpusConfig, StdlibConfig, TextConfig
 from moe_ffn.data.hf_dataset import HFDatasetConfig
 from moe_ffn.data.prepare import DataConfig
@@ -80,7 +80,7 @@ def test_bad_options_are_refused_by_path(values: dict[str, object], message: str
     ids=lambda config: config.__name__,
 )
 def test_every_option_has_a_help_text(config: type[DataConfig]) -> None:
-    undocumented = [name for name, field in config.model_fields.items() if not field.description]
+    undocumented = [name for name, text in help_texts(config).items() if not text]
     assert [name for name in undocumented if name != "type"] == []
 
 
