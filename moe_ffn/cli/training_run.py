@@ -46,6 +46,7 @@ from moe_ffn.runs.resume import (
     go_back,
     how_to_go_on,
 )
+from moe_ffn.training.config import FASTEST
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice
 from moe_ffn.training.monitoring.loggers import MetricsFile, close
@@ -93,13 +94,19 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             stack.enter_context(run_folder.locked(resume.folder) if is_main else nullcontext())
             run_folder.check_entries(resume.folder)  # again, now that no other process trains it
             start = go_on(resume, data, module, say)
-            if config.trainer.precision == "auto":
+            if config.trainer.precision in ("auto", FASTEST):
                 precision = first_precision(resume.folder, start, precision)
         if config.init_from is not None and (start is None or start.checkpoint is None):
             source = source or read_source(config.init_from, "init_from")
             for line in _begin_with(source, data.tokenizer, module):
                 say(line)
             source = None  # or a second copy of the weights would stay while it trains
+        why = ""
+        if precision == FASTEST:
+            from moe_ffn.cli.fastest_precision import fastest_precision  # which few runs need
+
+            precision, found = fastest_precision(config, data)
+            why = f" ({found})"
         run_id = (start and start.run_id) or new_run_id()
         facts = assemble.run_facts(config, data, precision, run_id)
         saved = Saved(run_id=run_id, last_saved_step=start and start.saved_step)
@@ -119,7 +126,7 @@ def train(config: TrainConfig, resume: Resume | None = None) -> None:
             code = outside_code.describe_code(files, folder) if resume is None else ()
             ranks = (layout.describe(),) if layout.num_ranks > 1 else ()
             for line in (
-                f"precision {precision}",
+                f"precision {precision}{why}",
                 *ranks,
                 wandb_line,
                 *code,

@@ -34,7 +34,7 @@ from moe_ffn.runs.folder import (
 from moe_ffn.runs.json_files import Saved
 from moe_ffn.runs.outside_code import portable_options
 from moe_ffn.runs.record import RUN_ID, checkpoint_identity, tokenizer_sha256
-from moe_ffn.training.config import resolve_precision
+from moe_ffn.training.config import FASTEST, resolve_precision
 from moe_ffn.training.data_module import TokenData
 from moe_ffn.training.module import LanguageModel
 from moe_ffn.training.monitoring.alarms import Advice, AlarmLog, AlarmRules
@@ -77,7 +77,7 @@ LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 
 
 def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
-    """The precision to train in and the layout of the ranks, once Lightning has accepted its arguments.
+    """The precision to train in (`fastest` where that is to be timed) and the layout of the ranks, once Lightning has accepted its arguments.
 
     Raises:
         ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside
@@ -110,6 +110,12 @@ def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
     precision = resolve_precision(config.trainer.precision, device)
     if precision == "16-mixed" and device == "cpu":
         raise ConfigError("trainer.precision (16-mixed) needs a GPU; on a CPU use bf16-mixed")
+    if precision == FASTEST and (trial.world_size > 1 or config.trainer.compile):
+        beside = "trainer.compile" if config.trainer.compile else f"{trial.world_size} processes"
+        raise ConfigError(
+            f"trainer.precision (fastest) times eager steps in one process, which does not go with {beside}; "
+            "use auto, 32-true or bf16-mixed"
+        )
     layout = check_layout(config, trial.world_size, precision)
     check_outside_parts(config, trial.strategy.root_device)
     if refusal := config.model.refusal_on(device):

@@ -23,7 +23,7 @@ from pydantic import (
 
 from moe_ffn.config import MAX_COUNT
 from moe_ffn.files import parse_object, read_object
-from moe_ffn.training.config import Precision
+from moe_ffn.training.config import PRECISIONS, Precision
 from moe_ffn.training.monitoring.json_lines import Line
 
 Count = Annotated[int, Field(ge=0, le=2**63)]
@@ -107,7 +107,7 @@ class Facts(JsonFile):
     @property
     def is_whole(self) -> bool:
         """Whether it says what a run that goes on has to know."""
-        return self.precision not in (None, "auto")
+        return self.precision in PRECISIONS
 
 
 class LayerSummary(JsonFile):

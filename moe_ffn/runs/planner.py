@@ -26,6 +26,7 @@ from moe_ffn.model.decoder import Block, Decoder, DecoderConfig
 from moe_ffn.parallel.layout import SHARDED_PRECISIONS, Layout
 from moe_ffn.runs.config import TrainConfig
 from moe_ffn.runs.reader import Run
+from moe_ffn.training.config import FASTEST
 from moe_ffn.training.objective import cross_entropy_of
 
 # -- devices
@@ -352,7 +353,7 @@ def plan_layouts(
 
 def _precision(config: TrainConfig) -> str:
     precision = config.trainer.precision
-    return "bf16-mixed" if precision == "auto" else precision
+    return "bf16-mixed" if precision in ("auto", FASTEST) else precision
 
 
 def _plan(

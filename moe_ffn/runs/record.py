@@ -119,7 +119,7 @@ def checkpoint_identity(
     """What every checkpoint says of its run.
 
     Args:
-        precision: what `trainer.precision: auto` was resolved to.
+        precision: what `trainer.precision: auto` or `fastest` was resolved to.
     """
     whose = {RUN_ID: run_id, PRECISION: precision, CHANGEABLE: changeable_options(config)}
     return {**identity(config, data), **whose}

@@ -206,7 +206,7 @@ def _has_come_to_a_save(folder: Path, own: TrainConfig) -> bool:
 
 
 def first_precision(folder: Path, start: Start, precision: str) -> str:
-    """What `trainer.precision: auto` was resolved to when the run began; `precision` where that is lost."""
+    """What `auto` or `fastest` was resolved to when the run began; `precision` where that is lost."""
     known = [Facts.read(folder / FACTS_FILE).precision, start.made_with.get(PRECISION)]
     return next((str(name) for name in PRECISIONS if name in known), precision)
 
