@@ -6,7 +6,12 @@ the text that it trains on by default: the source of Python's standard library, 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
+
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
 from experiments.benchmark.layers import AUTO
 from experiments.benchmark.peers import REFERENCE, SAME
@@ -30,6 +35,9 @@ VOCAB_SIZE = 257
 """The vocabulary of the default tokenizer: all bytes, and the end of a document."""
 
 MORE_ROUNDS = 2
+
+PARTS = ("forward", "backward", "clipping", "optimizer")
+PROFILED_STEPS = 4
 
 
 def training(session: Session) -> None:
@@ -66,8 +74,25 @@ def training(session: Session) -> None:
         candidates.append(Candidate(CASE, name, shape, trained.step, computes=computes))
     results = session.time(candidates, DENSE_MODEL, more=MORE_ROUNDS, tokens=tokens)
     session.show(results, (DENSE_MODEL,))
+    if session.device.type == "cpu":
+        # Otherwise the profiler announces itself, line by line.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        watched = (one for one in candidates if one.name in (AUTO, DENSE_MODEL))
+        shares = {one.name: shares_of_step(one.run) for one in watched}
+        rows = [[part, *(f"{of[part]:.1%}" for of in shares.values())] for part in PARTS]
+        session.table(["part of a step", *shares], rows)
     claim, mine, plain = f"tokens/s / {DENSE_MODEL}", (CASE, AUTO), (CASE, DENSE_MODEL)
     session.promise(claim, MIN_RATIO, results, mine, plain, at_most=False)
+
+
+def shares_of_step(step: Callable[[], object]) -> dict[str, float]:
+    """The parts of a step -> their share of the time of all, over some steps."""
+    with profiler(activities=[ProfilerActivity.CPU]) as watched:
+        for _ in range(PROFILED_STEPS):
+            step()
+    found = {event.key: event.cpu_time_total for event in watched.key_averages()}
+    whole = sum(found[f"step: {part}"] for part in PARTS)
+    return {part: found[f"step: {part}"] / whole for part in PARTS}
 
 
 def dense_counterpart(moe: DecoderConfig) -> DecoderConfig:

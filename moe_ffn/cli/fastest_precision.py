@@ -25,7 +25,7 @@ PLAIN, MIXED = "32-true", "bf16-mixed"
 MIN_SPEEDUP = 1.1
 """How many times as fast bf16-mixed has to be; neighbouring medians differ by some percent."""
 
-ROUNDS, PATIENCE = 7, 2.0
+ROUNDS, PATIENCE = 7, 1.0
 """Steps of each format that are timed, and the seconds after which `FEWEST_ROUNDS` of them are enough."""
 
 MAX_SHARE = 0.1

@@ -77,7 +77,9 @@ LAUNCHED = ("MASTER_ADDR", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 
 
 def check_trainer(config: TrainConfig) -> tuple[str, Layout]:
-    """The precision to train in (`fastest` where that is to be timed) and the layout of the ranks, once Lightning has accepted its arguments.
+    """The precision to train in and the layout of the ranks, once Lightning has accepted its arguments.
+
+    The precision is still `fastest` where that is to be timed.
 
     Raises:
         ConfigError: it refuses them, or they do not go with the rest of the config, or a part from outside

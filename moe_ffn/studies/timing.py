@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 from torch.utils.benchmark import timer
 
 from moe_ffn.data.batches import TrainBatches
@@ -81,7 +82,10 @@ def interleave(
 
 
 class Training:
-    """The loop that one would write by hand: a model, its optimizer and the steps it has trained."""
+    """The loop that one would write by hand: a model, its optimizer and the steps it has trained.
+
+    A profile has its parts under their names, `step: forward` and so on.
+    """
 
     def __init__(
         self,
@@ -109,12 +113,16 @@ class Training:
                 batch.target_ids.to(self.device),
             )
             self.num_batches += 1
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+            with record_function("step: forward"), autocast:
                 output = self.model(input_ids)
                 loss = objective(output.logits, target_ids, output.routings, self.objective).total
-            (loss / self.accumulate).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
+            with record_function("step: backward"):
+                (loss / self.accumulate).backward()
+        with record_function("step: clipping"):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with record_function("step: optimizer"):
+            self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
 

@@ -342,6 +342,12 @@ def test_a_training_step_changes_every_parameter() -> None:
     assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert all(parameter.grad is None for parameter in after)
 
+    shares = training.shares_of_step(model.step)
+
+    assert tuple(shares) == ("forward", "backward", "clipping", "optimizer")
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(share > 0 for share in shares.values())
+
 
 # ---------------------------------------------------------------------------------------- report
 
