@@ -47,9 +47,8 @@ class _LoopConfig(Config, frozen=True):
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Largest gradient norm, to which a larger gradient is scaled down; 0: no clipping."""
     precision: Precision = "auto"
-    """Number format of weights and products. auto: 32-true on a CPU, bf16-mixed on a GPU that multiplies
-    bfloat16 natively; fastest: on a CPU the one of the two in which the run's own training step is faster,
-    timed as the run begins, elsewhere as auto."""
+    """Number format of weights and products. auto: 32-true on a CPU, bf16-mixed on a GPU that has it
+    natively; fastest: timed on a CPU."""
     compile: bool = False
     """Compile the model with torch.compile; on a CPU that needs a C++ compiler."""
     validate_every_n_steps: int = Field(default=200, ge=1, le=MAX_COUNT)
