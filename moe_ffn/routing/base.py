@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.errors import ConfigError, Refusal
+from moe_ffn.native.routing import wide_linear, wide_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.torch_modes import without_autocast
@@ -346,8 +347,8 @@ class _WiderLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        with without_autocast(x_TD):
-            return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
+        logits_TE = wide_linear(x_TD, weight_ED)
+        return logits_TE if bias_E is None else logits_TE + bias_E
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -361,12 +362,10 @@ class _WiderLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        with without_autocast(x_TD):
-            return (
-                (grad_TE @ weight_ED).to(x_TD.dtype) if needs_x else None,
-                grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
-                grad_TE.sum(dim=0) if needs_bias else None,
-            )
+        grads = wide_linear_backward(
+            grad_TE, x_TD, weight_ED, wants_x=needs_x, wants_weight=needs_weight
+        )
+        return *grads, grad_TE.sum(dim=0) if needs_bias else None
 
     @staticmethod
     def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]
