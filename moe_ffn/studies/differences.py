@@ -36,7 +36,8 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
 
 def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Path of an option, its value in `base` and in `other`, of all that changes what is trained."""
-    yield from _differing(*_of_one_version(base, other), "")
+    base, other = _of_one_version(base, other)
+    yield from _differing(base, other, "")
 
 
 def _of_one_version(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
