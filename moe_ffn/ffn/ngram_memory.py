@@ -33,7 +33,7 @@ from moe_ffn.outputs import (
     check_input,
     flatten_tokens,
 )
-from moe_ffn.routing.base import Router
+from moe_ffn.routing.base import Router, WideRMSNorm
 from moe_ffn.sizes import linear_flops, linear_params
 
 _EPS = 1e-6
@@ -143,7 +143,10 @@ class NgramMemoryFFN(FFNBlock):
         width = config.memory_width(d_model)
         self.key = nn.Linear(width, d_model, bias=False)
         self.value = nn.Linear(width, d_model, bias=False)
-        self.query_norm, self.key_norm = WideNorm(d_model, eps=_EPS), WideNorm(d_model, eps=_EPS)
+        self.query_norm, self.key_norm = (
+            WideRMSNorm(d_model, eps=_EPS),
+            WideRMSNorm(d_model, eps=_EPS),
+        )
         self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -246,7 +249,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, d_model: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
-        self.norm = WideNorm(d_model, eps=_EPS)
+        self.norm = WideRMSNorm(d_model, eps=_EPS)
         self.taps_KD = nn.Parameter(torch.zeros(kernel_size, d_model))
         self.dilation = dilation
 
@@ -261,14 +264,6 @@ class ShortConv(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kernel_size={len(self.taps_KD)}, dilation={self.dilation}"
-
-
-class WideNorm(nn.RMSNorm):
-    """An RMS norm that computes and returns float32 or wider."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | None) -> Tensor:
