@@ -69,10 +69,6 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
         return True
 
     @property
-    def not_causal_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_causal_because})
-
-    @property
     def not_cached_because(self) -> Refusal | None:
         return first_refusal({"ffn": self.ffn.not_cached_because})
 
