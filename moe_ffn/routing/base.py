@@ -226,8 +226,8 @@ class Router(nn.Module, ABC):
         for name, buffer in kept.items():
             moved = getattr(self, name)
             # Out of the meta device (`to_empty`) come no values, only memory to load some into.
-            kept_dtype = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
-            setattr(self, name, kept_dtype)
+            restored = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            setattr(self, name, restored)
         return self
 
 
