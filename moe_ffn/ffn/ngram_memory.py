@@ -42,6 +42,9 @@ _EPS = 1e-6
 class NgramMemoryConfig(FFNConfig, frozen=True):
     """A memory of hashed n-grams beside another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
 
+    There a model of 27 B parameters has 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval than a
+    mixture of experts with as many parameters and FLOPs.
+
     It needs token ids, and reads them as they are: the paper first gives one id to tokens that differ in case
     or accents alone. There the memory is added before attention; here to the output of `ffn`.
     """

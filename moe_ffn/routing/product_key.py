@@ -33,7 +33,8 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
     Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: with
     `experts: value` and `keys: per_head` their memory. He 2024, "Mixture of A Million Experts"
-    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER.
+    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER. Lample et al. report 12 layers
+    with a memory ahead of 24 without, at twice the speed of inference.
 
     Both normalise queries over the batch, by which in training a later token would change where an earlier
     one goes; `query_norm` normalises each query by itself. Nothing of size E is made: the routing has no
