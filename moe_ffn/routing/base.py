@@ -227,8 +227,8 @@ class Router(nn.Module, ABC):
         for name, buffer in kept.items():
             moved = getattr(self, name)
             # Out of the meta device (`to_empty`) come no values, only memory to load some into.
-            kept_dtype = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
-            setattr(self, name, kept_dtype)
+            restored = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            setattr(self, name, restored)
         return self
 
 
@@ -243,7 +243,7 @@ class LinearRouter(Router):
         self.config = config
         self.input_norm = self.mlp = None
         if config.input_norm is not None:
-            self.input_norm = nn.RMSNorm(d_model, config.input_norm.eps)
+            self.input_norm = WideRMSNorm(d_model, config.input_norm.eps)
         if config.mlp is not None:
             self.mlp = RouterMLP(config.mlp, d_model)
             d_model = config.mlp.width
@@ -255,9 +255,7 @@ class LinearRouter(Router):
         if self.training and config.jitter:
             x_TD = jittered(x_TD, config.jitter)
         if self.input_norm is not None:
-            dtype = self.projection.dtype_for(x_TD)
-            scale_D, eps = self.input_norm.weight.to(dtype), self.input_norm.eps
-            x_TD = F.rms_norm(x_TD.to(dtype), scale_D.shape, scale_D, eps)
+            x_TD = self.input_norm(x_TD)
         logits_TE = self.projection(x_TD if self.mlp is None else self.mlp(x_TD))
         if config.logit_scale != 1:
             logits_TE = logits_TE * config.logit_scale
@@ -291,17 +289,23 @@ class RouterMLP(nn.Module):
     def __init__(self, config: RouterMLPConfig, d_model: int) -> None:
         super().__init__()
         self.into = RouterLinear(d_model, config.width, bias=True)
-        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.norm = WideRMSNorm(config.width, config.eps)
         layers = (RouterLinear(config.width, config.width, bias=True) for _ in range(config.depth))
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        h = self.into(x_TD)
-        scale = self.norm.weight.to(h.dtype)
-        h = F.rms_norm(h, scale.shape, scale, self.norm.eps)
+        h = self.norm(self.into(x_TD))
         for layer in self.layers:
             h = F.gelu(layer(h))
         return h
+
+
+class WideRMSNorm(nn.RMSNorm):
+    """An RMS norm that computes and returns float32 (float64 of a float64 input) in narrower models too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = RouterLinear.dtype_for(x)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 class RouterLinear(nn.Module):
