@@ -326,8 +326,8 @@ class RouterLinear(nn.Module):
         dtype = self.dtype_for(x_TD)
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
-        keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
-        if keeps_copy and not torch.compiler.is_compiling():
+        # With and without gradients alike: a pass that is computed again must choose the same experts.
+        if x_TD.dtype != dtype and not torch.compiler.is_compiling():
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
         with without_autocast(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)

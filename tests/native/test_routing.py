@@ -51,7 +51,7 @@ def test_logits_of_narrow_tokens_are_those_of_wider_ones(
         torch.testing.assert_close(grad.double(), exactly, rtol=1e-5, atol=1e-4)
 
 
-def test_logits_have_the_same_bits_with_any_number_of_threads() -> None:
+def test_logits_have_the_same_bits_with_any_threads_and_without_gradients() -> None:
     router, x_TD = RouterLinear(200, 20), torch.randn(600, 200).bfloat16()
     one = grads_of(router, x_TD)
     torch.set_num_threads(3)
@@ -60,6 +60,9 @@ def test_logits_have_the_same_bits_with_any_number_of_threads() -> None:
     finally:
         torch.set_num_threads(1)
     assert all(map(torch.equal, one, three))
+    with torch.no_grad():  # as a checkpoint's first pass, which is computed again with gradients
+        assert torch.equal(router(x_TD), one[0])
+        assert torch.equal(router(x_TD[41:42]), one[0][41:42])
 
 
 def test_logits_are_counted_and_differentiated_twice() -> None:
