@@ -188,9 +188,14 @@ class TaggedConfig(Config, frozen=True):
 
     @classmethod
     def class_for(cls, data: Mapping[Any, Any]) -> type[Config]:
-        if not cls.is_family_root():
-            return cls
         tag = data.get("type")
+        if not cls.is_family_root():
+            own = get_args(cls.model_fields["type"].annotation)
+            if own and "type" in data and tag not in own:
+                # Said before its options, which are those of another class.
+                tags = " or ".join(map(repr, own))
+                raise errors_at(cls, {"type": f"must be one of {tags}, got {show(tag)}"}, data)
+            return cls
         if isinstance(tag, str) and tag in cls.members:
             return cls.members[tag]
         known = ", ".join(sorted(cls.members))

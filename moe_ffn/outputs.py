@@ -312,7 +312,7 @@ OWN = "routing"
 """The key of `FFNOutput.routings` for the block's own router."""
 
 
-INSIDE = "(?:/(?:inner|round_[0-9]+))*"
+ROUTING_SUFFIX = "(?:/(?:inner|round_[0-9]+))*"
 """Regular expression of what follows the name of a layer in those of the routings of its block."""
 
 

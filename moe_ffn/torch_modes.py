@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def is_autocast_on(x: Tensor) -> bool:
@@ -31,6 +32,11 @@ def has_no_numbers(x: Tensor) -> bool:
 def cannot_be_read(x: Tensor) -> bool:
     """Whether no size may depend on what a tensor holds: in a graph, or where it holds nothing."""
     return torch.compiler.is_compiling() or has_no_numbers(x)
+
+
+def is_watched() -> bool:
+    """Whether operators are shown to a mode, such as torch's FlopCounterMode, which sees none inside ours."""
+    return _get_current_dispatch_mode() is not None
 
 
 def transforms_at_work() -> bool:

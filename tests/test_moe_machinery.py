@@ -116,10 +116,10 @@ def test_autocast_lowers_the_experts_but_not_the_router(
     assert output.hidden.dtype == input_dtype
     assert output.routing is not None
     assert output.routing.logits_TE.dtype == torch.float32
-    # To the last bit what float32 gives, so no rounding to bfloat16 on the way.
+    # What float32 gives but for the order of its sums, so no rounding to bfloat16 on the way.
     wanted = moe(x.float())
     assert wanted.routing is not None
-    torch.testing.assert_close(output.routing.logits_TE, wanted.routing.logits_TE, rtol=0, atol=0)
+    assert relative_error(output.routing.logits_TE, wanted.routing.logits_TE) < 1e-6
     error = relative_error(output.hidden, wanted.hidden)
     assert error < REDUCED[torch.bfloat16]
     assert error > 1e-5  # the products were lowered

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ffn.balancing.numerics import divisor, finite_log
 from moe_ffn.outputs import Routing
 
 
@@ -53,8 +54,7 @@ def _shares(routing: Routing) -> Tensor:
     weights_N = torch.where(routing.real_N, routing.weights_N, 0)
     zeros_T = weights_N.new_zeros(routing.num_tokens)
     totals_T = zeros_T.index_add(0, routing.token_ids_N, weights_N)
-    limits = torch.finfo(weights_N.dtype)
-    return weights_N / totals_T.clamp(min=limits.tiny / limits.eps)[routing.token_ids_N]
+    return weights_N / divisor(totals_T)[routing.token_ids_N]
 
 
 def load_balance_of_list(routing: Routing, *, by_sequence: bool = False) -> Tensor:
@@ -101,8 +101,7 @@ def logsumexp_of_list(routing: Routing, logits_N: Tensor) -> Tensor:
 def entropy_of_list(routing: Routing) -> Tensor:
     """The mean over real tokens of the entropy of the shares of a token's pairs, in nats."""
     shares_N = _shares(routing)
-    logs_N = shares_N.clamp(min=torch.finfo(shares_N.dtype).tiny).log()
-    return -(shares_N * logs_N).sum() / routing.num_real_tokens.clamp(min=1)
+    return -(shares_N * finite_log(shares_N)).sum() / routing.num_real_tokens.clamp(min=1)
 
 
 def num_used(routing: Routing) -> Tensor:
@@ -118,5 +117,4 @@ def usage_kl(routing: Routing) -> Tensor:
     """
     groups = groups_of(routing)
     usage_N = groups.sums(groups.shares_N) / routing.num_real_tokens.clamp(min=1)
-    logs_N = usage_N.clamp(min=torch.finfo(usage_N.dtype).tiny).log()
-    return (usage_N * logs_N).sum() + math.log(routing.num_experts)
+    return (usage_N * finite_log(usage_N)).sum() + math.log(routing.num_experts)

@@ -23,6 +23,7 @@ from moe_ffn.balancing.listed import (
     load_balance_of_list,
     logsumexp_of_list,
 )
+from moe_ffn.balancing.numerics import divisor, finite_log
 from moe_ffn.config import Config
 from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
 
@@ -407,16 +408,13 @@ def pairs_per_sequence(routing: Routing) -> Tensor:
 def normalized_scores(routing: Routing, needed_by: str = "normalized_scores") -> Tensor:
     """(T, E): each token's scores, divided by their sum; see `Routing.require`."""
     scores_TE = routing.require("scores_TE", needed_by)
-    # Larger than the least number there is, so that no gradient divided by it overflows.
-    limits = torch.finfo(scores_TE.dtype)
-    return scores_TE / scores_TE.sum(dim=-1, keepdim=True).clamp(min=limits.tiny / limits.eps)
+    return scores_TE / divisor(scores_TE.sum(dim=-1, keepdim=True))
 
 
 def token_entropy(scores_TE: Tensor) -> Tensor:
     """(T,): the entropy of each token's normalised scores, in nats."""
     # Not `special.entr`: its gradient is infinite at a score of 0, such as ReLU's, and ends as NaN.
-    logs_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log()
-    return -(scores_TE * logs_TE).sum(dim=-1)
+    return -(scores_TE * finite_log(scores_TE)).sum(dim=-1)
 
 
 def mean_over_tokens(values: Tensor, routing: Routing) -> Tensor:

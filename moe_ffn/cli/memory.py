@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 _FLOAT32 = 4
 _INT64 = 8
-_MOST_TENSORS = 6
-"""Of a weight: itself, its gradient, and what an optimizer keeps of it, at the most."""
+_MAX_COPIES = 6
+"""Tensors of the size of a weight, at most: itself, its gradient, and what an optimizer keeps of it."""
 
 _TORCH_SAYS = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory")
 _TRIED = re.compile(r"tried to allocate (\d+) bytes")
@@ -68,9 +68,9 @@ def _is_on_cpu(config: TrainConfig) -> bool:
 
 def _check_training_fits(config: TrainConfig, memory: int) -> None:
     weights = _bytes_of_weights(config)
-    if (
-        weights > memory or weights * _MOST_TENSORS <= memory
-    ):  # said below; or small whatever the optimizer
+    if weights > memory:  # refused by `check_fits`, whatever is trained
+        return
+    if weights * _MAX_COPIES <= memory:  # small enough for any optimizer
         return
     from moe_ffn.runs.planner import Sizes  # half a second, which every other run does without
 

@@ -127,8 +127,12 @@ class FFNConfig(TaggedConfig, frozen=True):
 
     @property
     def not_causal_because(self) -> Refusal | None:
-        """Why a token's output may depend on later tokens, and what to use instead; None if causal."""
-        return None
+        """Why a token's output may depend on later tokens, and what to use instead; None if causal.
+
+        By default as of the blocks inside.
+        """
+        inner = self.inner_blocks().items()
+        return first_refusal({option: block.not_causal_because for option, block in inner})
 
     @property
     def not_cached_because(self) -> Refusal | None:

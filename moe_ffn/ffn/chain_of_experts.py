@@ -42,10 +42,6 @@ class ChainOfExpertsConfig(FFNConfig, frozen=True):
     """C, how often a token passes through the mixture."""
 
     @property
-    def not_causal_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_causal_because})
-
-    @property
     def not_cached_because(self) -> Refusal | None:
         return first_refusal({"ffn": self.ffn.not_cached_because})
 

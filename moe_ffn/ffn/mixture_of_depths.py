@@ -74,7 +74,7 @@ class MixtureOfDepthsConfig(FFNConfig, frozen=True):
                 "ffn.capacity grows with the number of tokens chosen, later ones among them",
                 "set ffn.capacity.factor and eval_factor to null",
             )
-        return first_refusal({"ffn": self.ffn.not_causal_because})
+        return super().not_causal_because
 
     @property
     def not_cached_because(self) -> Refusal | None:

@@ -33,7 +33,7 @@ from moe_ffn.outputs import (
     check_input,
     flatten_tokens,
 )
-from moe_ffn.routing.base import Router
+from moe_ffn.routing.base import Router, WideRMSNorm
 from moe_ffn.sizes import linear_flops, linear_params
 
 _EPS = 1e-6
@@ -41,6 +41,9 @@ _EPS = 1e-6
 
 class NgramMemoryConfig(FFNConfig, frozen=True):
     """A memory of hashed n-grams beside another block (Engram, Cheng et al. 2026, arXiv:2601.07372).
+
+    There a model of 27 B parameters has 3.4 points more on MMLU, 5.0 on BBH and 3.0 on HumanEval than a
+    mixture of experts with as many parameters and FLOPs.
 
     It needs token ids, and reads them as they are: the paper first gives one id to tokens that differ in case
     or accents alone. There the memory is added before attention; here to the output of `ffn`.
@@ -67,10 +70,6 @@ class NgramMemoryConfig(FFNConfig, frozen=True):
     @property
     def reads_history(self) -> bool:
         return True
-
-    @property
-    def not_causal_because(self) -> Refusal | None:
-        return first_refusal({"ffn": self.ffn.not_causal_because})
 
     @property
     def not_cached_because(self) -> Refusal | None:
@@ -143,7 +142,10 @@ class NgramMemoryFFN(FFNBlock):
         width = config.memory_width(d_model)
         self.key = nn.Linear(width, d_model, bias=False)
         self.value = nn.Linear(width, d_model, bias=False)
-        self.query_norm, self.key_norm = WideNorm(d_model, eps=_EPS), WideNorm(d_model, eps=_EPS)
+        self.query_norm, self.key_norm = (
+            WideRMSNorm(d_model, eps=_EPS),
+            WideRMSNorm(d_model, eps=_EPS),
+        )
         self.conv = ShortConv(d_model, config.kernel_size, dilation=config.max_order)
 
     def forward(self, x: Tensor, context: TokenContext | None = None) -> FFNOutput:
@@ -246,7 +248,7 @@ class ShortConv(nn.Module):
 
     def __init__(self, d_model: int, kernel_size: int, dilation: int) -> None:
         super().__init__()
-        self.norm = WideNorm(d_model, eps=_EPS)
+        self.norm = WideRMSNorm(d_model, eps=_EPS)
         self.taps_KD = nn.Parameter(torch.zeros(kernel_size, d_model))
         self.dilation = dilation
 
@@ -261,14 +263,6 @@ class ShortConv(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kernel_size={len(self.taps_KD)}, dilation={self.dilation}"
-
-
-class WideNorm(nn.RMSNorm):
-    """An RMS norm that computes and returns float32 or wider."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 def _window(owner: nn.Module, new: Tensor, reach: int, history: TokenHistory | None) -> Tensor:

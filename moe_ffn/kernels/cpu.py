@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.base import NOT_BY_TRANSFORMS, ExpertWeights
@@ -13,7 +12,7 @@ from moe_ffn.kernels.cpu_operator import in_graph
 from moe_ffn.kernels.native import native, takes
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.native.build import why_not
-from moe_ffn.torch_modes import transforms_at_work
+from moe_ffn.torch_modes import is_watched, transforms_at_work
 
 FEW_PAIRS = 64
 """Up to this number, without gradients, `loop` is quicker than preparing the blocks of `blocks`."""
@@ -23,9 +22,7 @@ def cpu(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     """Any dtype; reads the offsets on the host. An expert without tokens gets a zero gradient."""
     if torch.compiler.is_compiling():
         return in_graph(x_TD, plan, weights)
-    # What counts products, such as torch's FlopCounterMode, sees none inside an operator of ours.
-    watched = _get_current_dispatch_mode() is not None
-    if not watched and takes(weights) and why_not() is None:
+    if not is_watched() and takes(weights) and why_not() is None:
         return native(x_TD, plan, weights)
     if not torch.is_grad_enabled() and len(plan.token_ids_N) <= FEW_PAIRS:
         return loop(x_TD, plan, weights)

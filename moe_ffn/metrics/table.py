@@ -126,7 +126,7 @@ def _table(*metrics: Metric) -> dict[str, Metric]:
     return {metric.key: metric for metric in metrics}
 
 
-OF_LIST = "more experts than there are tables for (`product_key`)"
+OF_LIST = "a router that lists pairs, without a score for every expert (`product_key`)"
 LOGIT_MAX = Measure(
     torch.clone, (Statistic("logit_max", lambda b: logit_max(b.routing), reduce="max"),)
 )

@@ -26,8 +26,8 @@ class NewTokens:
     """bool (B or 1, 1, S, L), what each new token may attend to; None: one token, to all."""
 
 
-_Asked = tuple[nn.Module, int]
-"""A module, and how often it has asked before in a pass: one that is run twice keeps the values of both."""
+_Call = tuple[nn.Module, int]
+"""A module, and how many calls came before in a pass: one that is run twice keeps the values of both."""
 
 
 class LayerCache:
@@ -38,8 +38,8 @@ class LayerCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[Tensor] = []
-        self._last: dict[_Asked, Tensor] = {}
-        self._windows: dict[_Asked, Tensor] = {}
+        self._last: dict[_Call, Tensor] = {}
+        self._windows: dict[_Call, Tensor] = {}
 
     def begin(self, new: NewTokens) -> None:
         self.new = new
@@ -61,24 +61,24 @@ class LayerCache:
 
     def window(self, owner: nn.Module, new: Tensor, reach: int) -> Tensor:
         """See `TokenHistory`; what is kept moves on with `end`."""
-        asked = (owner, sum(other is owner for other, _ in self._windows))
-        if asked not in self._last:
-            self._last[asked] = new.new_zeros(len(new), reach, *new.shape[2:])
-        self._windows[asked] = torch.cat([self._last[asked], new], dim=1)
-        return self._windows[asked]
+        call = (owner, sum(other is owner for other, _ in self._windows))
+        if call not in self._last:
+            self._last[call] = new.new_zeros(len(new), reach, *new.shape[2:])
+        self._windows[call] = torch.cat([self._last[call], new], dim=1)
+        return self._windows[call]
 
     def end(self, counts: Sequence[int]) -> None:
         """So many of the new tokens are real ones, which stand first."""
-        for asked, window in self._windows.items():
+        for call, window in self._windows.items():
             rows_B1 = torch.arange(len(window), device=window.device).unsqueeze(-1)
             ends_B1 = torch.tensor(counts, device=window.device).unsqueeze(-1)
-            before_R = torch.arange(self._last[asked].shape[1], device=window.device)
-            self._last[asked] = window[rows_B1, ends_B1 + before_R]
+            before_R = torch.arange(self._last[call].shape[1], device=window.device)
+            self._last[call] = window[rows_B1, ends_B1 + before_R]
         self._windows.clear()
 
     def keep(self, rows: Tensor) -> None:
         self._kept = [kept_BHCd[rows.to(kept_BHCd.device)] for kept_BHCd in self._kept]
-        self._last = {asked: last[rows.to(last.device)] for asked, last in self._last.items()}
+        self._last = {call: last[rows.to(last.device)] for call, last in self._last.items()}
 
 
 class KVCache:

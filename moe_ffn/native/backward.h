@@ -1,8 +1,6 @@
 // The backward pass over the experts of a plan.
 #pragma once
 
-#include <memory>
-
 #include "layer.h"
 
 namespace moe_ffn {
@@ -76,6 +74,7 @@ struct Backward {
   const Division division = layer.divide(
       when(is_bitwise<P>(), bytes_copied + CHUNK * bytes_of_row + int64_t(sizeof(S)) * (up_sums + down_sums)),
       bytes_copied, bytes_of_row);
+  std::vector<std::vector<int64_t>> chunk_starts;  // of each group, in units of one column
 
   Tensor packed, operands, carry, grad_x_ND;
   Rows matrices, grad_x_rows;
@@ -88,7 +87,10 @@ struct Backward {
     for (const Group& each : division.groups) {
       most_parts = std::max(most_parts, each.parts.size());
       for (const Part& part : each.parts) splits = splits || !part.begins;
-      most_units = std::max(most_units, chunk_starts(each).back());
+      auto& starts = chunk_starts.emplace_back(1, 0);
+      for (const Chunk& chunk : each.chunks)
+        starts.push_back(starts.back() + chunk_units(chunk.stop - chunk.start));
+      most_units = std::max(most_units, starts.back());
     }
     const auto numbers = at::TensorOptions(c10::CppTypeToScalarType<P>::value);
     const auto unit = at::TensorOptions(c10::CppTypeToScalarType<U>::value);
@@ -103,17 +105,10 @@ struct Backward {
 
   // With zeros behind the last row: oneDNN compiles a product anew for every length of its sums.
   static int64_t chunk_units(int64_t rows) { return units<P>((rows + 15) / 16 * 16); }
-  // Of the chunks of a group, in units of one column.
-  static std::vector<int64_t> chunk_starts(const Group& group) {
-    std::vector<int64_t> starts(1, 0);
-    for (const Chunk& chunk : group.chunks)
-      starts.push_back(starts.back() + chunk_units(chunk.stop - chunk.start));
-    return starts;
-  }
 
   void run() {
     std::vector<Phase> phases;
-    for (const Group& group : division.groups) add_phases(group, phases);
+    for (size_t i = 0; i < division.groups.size(); ++i) add_phases(division.groups[i], chunk_starts[i], phases);
     compute(division, phases, [&](int64_t e) { alone(e); });
     for_each(layer.E, [&](int64_t e) { clear(e); });
     if (gradients.x) sum_per_token<S>(layer, grad_x_rows, nullptr, gradients.x);
@@ -178,11 +173,10 @@ struct Backward {
 
   // The experts of a group: copy their matrices; go through the tiles, which gives the gradients of rows and
   // leaves operands behind; add those up to the gradients of matrices, block by block.
-  void add_phases(const Group& group, std::vector<Phase>& phases) const {
-    auto starts = std::make_shared<const std::vector<int64_t>>(chunk_starts(group));
-    auto operands_of = [this, starts](int64_t c) {
-      U* first = operands.data_ptr<U>() + (*starts)[c] * (row_up + row_down);
-      return operands_at(first, (*starts)[c + 1] - (*starts)[c]);
+  void add_phases(const Group& group, const std::vector<int64_t>& starts, std::vector<Phase>& phases) const {
+    auto operands_of = [this, &starts](int64_t c) {
+      U* first = operands.data_ptr<U>() + starts[c] * (row_up + row_down);
+      return operands_at(first, starts[c + 1] - starts[c]);
     };
     const int64_t num_parts = group.parts.size();
     // A part that goes on with an expert finds the copies of the group before.

@@ -85,9 +85,6 @@ template <class S>
 void forward_few(const Layer& layer, const Rows& y) {
   const int64_t D = layer.D, F = layer.F, H = layer.H, N = layer.N;
   constexpr int64_t ROWS = 32;  // of a matrix, that are one task
-  std::vector<int64_t> experts;
-  for (int64_t e = 0; e < layer.E; ++e)
-    if (layer.load(e)) experts.push_back(e);
   std::vector<S> x(N * D), up(N * H), hidden(N * F), sums(N * D);
   for (int64_t n = 0; n < N; ++n) {
     const S* row = layer.x.read(layer.token_ids[n], x.data() + n * D);
@@ -95,8 +92,8 @@ void forward_few(const Layer& layer, const Rows& y) {
   }
   auto linear = [&](const Rows& matrix, const Rows& bias, int64_t rows, const S* from, S* to) {
     const int64_t tasks = (rows + ROWS - 1) / ROWS;
-    for_each(experts.size() * tasks, [&](int64_t task) {
-      const int64_t e = experts[task / tasks], first = task % tasks * ROWS, start = layer.start(e),
+    for_each(layer.busy.size() * tasks, [&](int64_t task) {
+      const int64_t e = layer.busy[task / tasks], first = task % tasks * ROWS, start = layer.start(e),
                     m = layer.load(e);
       S* added = scratch<S>(0, rows);
       const S* biases = bias ? bias.read(e, added) : nullptr;
@@ -289,6 +286,10 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
          "Tensor kept, Tensor grad_y, Tensor(a!)? grad_x, Tensor(b!) grad_weights, Tensor(c!)? grad_up, "
          "Tensor(d!)? grad_down, Tensor(e!)? grad_up_bias, Tensor(f!)? grad_down_bias) -> ()")
             .c_str());
+  m.def("wide_linear(Tensor x, Tensor weight) -> Tensor");
+  m.def(
+      "wide_linear_backward(Tensor grad, Tensor x, Tensor weight, bool wants_x, bool wants_weight) -> "
+      "(Tensor, Tensor)");
   m.def("top_k(Tensor scores, int k) -> Tensor");
   m.def("sort_by_expert(Tensor expert_ids, int num_experts) -> (Tensor, Tensor)");
 }
@@ -296,6 +297,8 @@ TORCH_LIBRARY(moe_ffn_cpu, m) {
 TORCH_LIBRARY_IMPL(moe_ffn_cpu, CPU, m) {
   m.impl("experts_forward", moe_ffn::experts_forward);
   m.impl("experts_backward", moe_ffn::experts_backward);
+  m.impl("wide_linear", moe_ffn::wide_linear);
+  m.impl("wide_linear_backward", moe_ffn::wide_linear_backward);
   m.impl("top_k", moe_ffn::top_k);
   m.impl("sort_by_expert", moe_ffn::sort_by_expert);
 }

@@ -79,8 +79,8 @@ inline std::optional<int64_t> when(bool holds, int64_t value) {
 struct Layer {
   Rows x, up, down, up_bias, down_bias, dropout;
   const int64_t* token_ids;
-  const void* weights;  // as the type of sums
-  std::vector<int64_t> ends;
+  const void* weights;              // as the type of sums
+  std::vector<int64_t> ends, busy;  // of each expert's rows; the experts that have any
   int64_t T, D, E, F, H, N;
   Activation activation;
   bool gated, interleaved;
@@ -120,6 +120,8 @@ struct Layer {
                 "the plan has a token that is none of the ", T, " of x");
     TORCH_CHECK(up.size(2) == D && down.size(0) == E && down.size(1) == D && H == (gated ? 2 * F : F), "x is ",
                 x.sizes(), ", but the experts' matrices are ", up.sizes(), " and ", down.sizes());
+    for (int64_t e = 0; e < E; ++e)
+      if (load(e)) busy.push_back(e);
   }
 
   template <class S>
@@ -130,11 +132,7 @@ struct Layer {
   int64_t load(int64_t expert) const { return ends[expert] - start(expert); }
 
   // Whether copying the matrices of the experts would take longer than multiplying with them.
-  bool few() const {
-    int64_t experts = 0;
-    for (int64_t e = 0; e < E; ++e) experts += load(e) > 0;
-    return N <= FEW_ROWS * experts;
-  }
+  bool few() const { return N <= FEW_ROWS * int64_t(busy.size()); }
 
   // Rows of an expert's chunks: the same whoever computes them, and so is the order in which they are summed.
   int64_t chunk_rows(int64_t expert) const { return load(expert) ? Group::piece(load(expert), CHUNK) : 0; }
@@ -143,9 +141,7 @@ struct Layer {
   // is no `bytes_alone`, where bits would depend on it.
   Division divide(std::optional<int64_t> bytes_alone, int64_t bytes_per_expert, int64_t bytes_per_row) const {
     const int64_t threads = at::get_num_threads();
-    std::vector<int64_t> order, rows(threads), thread_of(E, -1);
-    for (int64_t e = 0; e < E; ++e)
-      if (load(e)) order.push_back(e);
+    std::vector<int64_t> order(busy), rows(threads), thread_of(E, -1);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return load(a) > load(b); });
     size_t count = 0;
     for (int64_t most = 0; bytes_alone && *bytes_alone <= ALONE_BYTES && count < order.size(); ++count) {
@@ -174,7 +170,7 @@ struct Layer {
       most_chunks = std::max({GROUP_BYTES / bytes_per_row / CHUNK, tiles * TILE / CHUNK, int64_t(4)});
     std::vector<Group> found;
     int64_t bytes = GROUP_BYTES;
-    for (int64_t e = 0; e < E; ++e) {
+    for (int64_t e : busy) {
       if (thread_of[e] >= 0) continue;
       const int64_t rows_of_chunk = chunk_rows(e);
       for (int64_t first = start(e), stop; first < ends[e]; first = stop) {

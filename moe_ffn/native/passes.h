@@ -146,6 +146,12 @@ struct Rows {
     });
     return found;
   }
+  // The same, into the buffer in any case.
+  template <class T>
+  void copy(int64_t i, T* to, int64_t from = 0, int64_t n = -1) const {
+    const T* found = read(i, to, from, n);
+    if (found != to) std::memcpy(to, found, (n < 0 ? width : n) * sizeof(T));
+  }
   template <class T>
   void write(int64_t i, const T* values, int64_t from = 0, int64_t n = -1) const {
     with_type([&](auto type) { convert(values, row<decltype(type)>(i) + from, n < 0 ? width : n); });
@@ -383,9 +389,12 @@ class Tasks {
 // work(i) for every thread i of `threads`.
 template <class F>
 inline void in_parallel(int64_t threads, const F& work) {
+  struct Release {  // the state of a CPU's tiles, also where a task fails
+    ~Release() { at::native::cpublas::brgemm_release(); }
+  };
   at::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+    const Release release;
     for (int64_t i = from; i < to; ++i) work(i);
-    at::native::cpublas::brgemm_release();
   });
 }
 

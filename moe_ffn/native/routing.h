@@ -1,6 +1,6 @@
-// Routing on a CPU: choosing the experts of each token, and sorting pairs by expert.
+// Routing on a CPU: the logits of each token, choosing its experts, and sorting pairs by expert.
 //
-// T tokens, E experts, K experts per token, N (token, expert) pairs
+// T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 
 #pragma once
 
@@ -9,6 +9,69 @@
 #include "passes.h"
 
 namespace moe_ffn {
+
+constexpr int64_t TOKENS = 64;         // whose logits are one task
+constexpr int64_t TOKENS_ADDED = 256;  // that are added to the gradient of the matrix at a time
+
+// (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Tokens are converted
+// a few at a time, on their way to the product.
+inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
+  const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
+  TORCH_CHECK(weight.size(1) == D, "x is ", x.sizes(), ", but the router's matrix ", weight.sizes());
+  const Tensor tokens = x.contiguous(), columns = weight.t().contiguous(),
+               out = at::empty({T, E}, weight.options());
+  const Rows from(tokens);
+  const float* matrix = columns.const_data_ptr<float>();
+  float* to = out.data_ptr<float>();
+  const int64_t ld = apart<float>(D);
+  for_each((T + TOKENS - 1) / TOKENS, [&](int64_t task) {
+    const int64_t start = task * TOKENS, m = std::min(TOKENS, T - start);
+    float* numbers = scratch<float>(0, TOKENS * ld);
+    for (int64_t r = 0; r < m; ++r) from.copy(start + r, numbers + r * ld);
+    for (int64_t first = 0; first < E; first += PANEL)
+      for (int64_t k = 0; k < D; k += MAX_SUM)
+        product(m, std::min(PANEL, E - first), std::min(MAX_SUM, D - k), numbers + k, ld,
+                matrix + k * E + first, E, to + start * E + first, E, k > 0);
+  });
+  return out;
+}
+
+// The gradients of `wide_linear`: of the tokens in their type, and of the matrix; each where it is wanted.
+inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const Tensor& x,
+                                                       const Tensor& weight, bool wants_x, bool wants_weight) {
+  const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
+  TORCH_CHECK(weight.size(1) == D && grad.size(0) == T && grad.size(1) == E, "x is ", x.sizes(),
+              ", the router's matrix ", weight.sizes(), " and the gradient ", grad.sizes());
+  const Tensor grads = grad.contiguous(), tokens = x.contiguous(), matrix = weight.contiguous();
+  const Tensor grad_x = at::empty({wants_x ? T : 0, D}, x.options()),
+               grad_weight = at::empty({wants_weight ? E : 0, D}, weight.options());
+  const float *from = grads.const_data_ptr<float>(), *rows = matrix.const_data_ptr<float>();
+  const Rows in(tokens), out(grad_x);
+  const int64_t ld = apart<float>(D);
+  for_each(wants_x ? (T + TOKENS - 1) / TOKENS : 0, [&](int64_t task) {
+    const int64_t start = task * TOKENS, m = std::min(TOKENS, T - start);
+    float* sums = scratch<float>(0, TOKENS * ld);
+    for (int64_t first = 0; first < D; first += PANEL)
+      for (int64_t k = 0; k < E; k += MAX_SUM)
+        product(m, std::min(PANEL, D - first), std::min(MAX_SUM, E - k), from + start * E + k, E,
+                rows + k * D + first, D, sums + first, ld, k > 0);
+    for (int64_t r = 0; r < m; ++r) out.write(start + r, sums + r * ld);
+  });
+  if (wants_weight && !T) grad_weight.zero_();
+  // A task has columns of the matrix, so that tokens are added up in one order whoever does it.
+  for_each(wants_weight ? panels(D) : 0, [&](int64_t panel) {
+    const int64_t first = panel * PANEL, width = panel_width(D, panel), apart_E = apart<float>(TOKENS_ADDED);
+    float *turned = scratch<float>(0, E * apart_E), *numbers = scratch<float>(1, TOKENS_ADDED * PANEL);
+    for (int64_t start = 0; start < T; start += TOKENS_ADDED) {
+      const int64_t n = std::min(TOKENS_ADDED, T - start);
+      transpose(from + start * E, E, turned, apart_E, n, E);
+      for (int64_t r = 0; r < n; ++r) in.copy(start + r, numbers + r * PANEL, first, width);
+      product(E, width, n, turned, apart_E, numbers, PANEL, grad_weight.data_ptr<float>() + first, D,
+              start > 0);
+    }
+  });
+  return {grad_x, grad_weight};
+}
 
 // Whether a score is before another; NaN is before all, as in torch.topk.
 inline bool before(float a, float b) { return a > b || (a != a && b == b); }

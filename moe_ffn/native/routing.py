@@ -1,16 +1,47 @@
-"""Choosing experts and sorting pairs by them: compiled loops on a CPU, torch's own functions elsewhere.
+"""Logits, choosing experts and sorting pairs by them: compiled loops on a CPU, torch's functions elsewhere.
 
-T tokens, E experts, K experts per token, N (token, expert) pairs
+T tokens, D model width, E experts, K experts per token, N (token, expert) pairs
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from moe_ffn.native.build import why_not
-from moe_ffn.torch_modes import transforms_at_work
+from moe_ffn.torch_modes import is_watched, transforms_at_work, without_autocast
+
+MOST_CHOSEN = 32
+"""Up to this k the compiled top-k, which inserts every score into a list of k, is the quicker one."""
+
+
+def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """Narrow tokens times the transpose of a wider matrix, in the matrix's dtype; nothing is differentiated.
+
+    The compiled loop converts a few tokens at a time, and no copy of all of them is written.
+    """
+    if _is_compiled(x_TD, weight_ED) and weight_ED.dtype == torch.float32:
+        return torch.ops.moe_ffn_cpu.wide_linear(x_TD.detach(), weight_ED.detach())
+    with without_autocast(x_TD):
+        return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
+
+
+def wide_linear_backward(
+    grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of `wide_linear`: of x in its dtype, and of the matrix; None where it is not wanted."""
+    compiled = _is_compiled(grad_TE, x_TD, weight_ED) and not torch.is_grad_enabled()
+    if compiled and grad_TE.dtype == weight_ED.dtype == torch.float32:
+        grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.wide_linear_backward(
+            grad_TE, x_TD, weight_ED, wants_x, wants_weight
+        )
+        return grad_x_TD if wants_x else None, grad_ED if wants_weight else None
+    with without_autocast(x_TD):
+        return (
+            (grad_TE @ weight_ED).to(x_TD.dtype) if wants_x else None,
+            grad_TE.t() @ x_TD.to(grad_TE.dtype) if wants_weight else None,
+        )
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
@@ -18,7 +49,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
     Of equal scores, the compiled loop takes the expert with the lower number; torch names no order.
     """
-    if scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
+    if k <= MOST_CHOSEN and scores_TE.dtype == torch.float32 and _is_compiled(scores_TE):
         return torch.ops.moe_ffn_cpu.top_k(scores_TE.detach(), k)
     return scores_TE.topk(k, dim=-1).indices
 
@@ -28,20 +59,19 @@ def sort_by_expert(expert_ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
     Stable: of equal ids, the first stands before. Pairs with the id `num_experts` stand behind all.
     """
-    if _is_compiled(expert_ids_N):
+    if expert_ids_N.dtype == torch.int64 and _is_compiled(expert_ids_N):
         return torch.ops.moe_ffn_cpu.sort_by_expert(expert_ids_N, num_experts)
     sorted_N, order_N = expert_ids_N.sort(stable=True)
     experts_E = torch.arange(num_experts, device=expert_ids_N.device)
     return order_N, torch.searchsorted(sorted_N, experts_E, right=True, out_int32=True)
 
 
-def _is_compiled(x: Tensor) -> bool:
-    """Whether the loops are there, for a tensor with numbers on the CPU, outside of graphs and transforms."""
+def _is_compiled(*tensors: Tensor) -> bool:
+    """Whether the loops are there, for tensors with numbers on the CPU, outside of graphs and transforms."""
     return (
         not torch.compiler.is_compiling()
-        and x.device.type == "cpu"
-        and type(x) is Tensor
-        and _get_current_dispatch_mode() is None
+        and all(x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter) for x in tensors)
+        and not is_watched()
         and not transforms_at_work()
         and why_not() is None
     )

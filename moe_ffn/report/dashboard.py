@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from moe_ffn.balancing.losses import BALANCING_LOSSES
 from moe_ffn.errors import ConfigError, explain, first_line
 from moe_ffn.metrics.table import RUN_METRICS, Metric, layer_measures, result_columns
-from moe_ffn.outputs import INSIDE
+from moe_ffn.outputs import ROUTING_SUFFIX
 from moe_ffn.training.monitoring.loggers import LOAD_FIGURE, WANDB_STEP
 
 ANSWER_SECONDS = 6
@@ -44,7 +44,7 @@ DEFAULT_LAYERS = (0, 1, 2, 3)
 
 SPEED = RUN_METRICS["tokens_per_second"]
 
-LAYER = f"layer_[0-9]+{INSIDE}"
+LAYER = f"layer_[0-9]+{ROUTING_SUFFIX}"
 """A sparse layer, the sparse block inside a mixture of depths, or a later round of a chain of experts:
 `layer_03`, `layer_03/inner`, `layer_03/round_2`."""
 

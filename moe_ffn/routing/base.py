@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_ffn.config import MAX_COUNT, Config, TaggedConfig, describe_options
 from moe_ffn.errors import ConfigError, Refusal
+from moe_ffn.native.routing import wide_linear, wide_linear_backward
 from moe_ffn.outputs import Routing, TokenContext
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
 from moe_ffn.torch_modes import without_autocast
@@ -226,8 +227,8 @@ class Router(nn.Module, ABC):
         for name, buffer in kept.items():
             moved = getattr(self, name)
             # Out of the meta device (`to_empty`) come no values, only memory to load some into.
-            kept_dtype = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
-            setattr(self, name, kept_dtype)
+            restored = moved.to(buffer.dtype) if buffer.is_meta else buffer.to(moved.device)
+            setattr(self, name, restored)
         return self
 
 
@@ -242,7 +243,7 @@ class LinearRouter(Router):
         self.config = config
         self.input_norm = self.mlp = None
         if config.input_norm is not None:
-            self.input_norm = nn.RMSNorm(d_model, config.input_norm.eps)
+            self.input_norm = WideRMSNorm(d_model, config.input_norm.eps)
         if config.mlp is not None:
             self.mlp = RouterMLP(config.mlp, d_model)
             d_model = config.mlp.width
@@ -254,9 +255,7 @@ class LinearRouter(Router):
         if self.training and config.jitter:
             x_TD = jittered(x_TD, config.jitter)
         if self.input_norm is not None:
-            dtype = self.projection.dtype_for(x_TD)
-            scale_D, eps = self.input_norm.weight.to(dtype), self.input_norm.eps
-            x_TD = F.rms_norm(x_TD.to(dtype), scale_D.shape, scale_D, eps)
+            x_TD = self.input_norm(x_TD)
         logits_TE = self.projection(x_TD if self.mlp is None else self.mlp(x_TD))
         if config.logit_scale != 1:
             logits_TE = logits_TE * config.logit_scale
@@ -290,17 +289,23 @@ class RouterMLP(nn.Module):
     def __init__(self, config: RouterMLPConfig, d_model: int) -> None:
         super().__init__()
         self.into = RouterLinear(d_model, config.width, bias=True)
-        self.norm = nn.RMSNorm(config.width, config.eps)
+        self.norm = WideRMSNorm(config.width, config.eps)
         layers = (RouterLinear(config.width, config.width, bias=True) for _ in range(config.depth))
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        h = self.into(x_TD)
-        scale = self.norm.weight.to(h.dtype)
-        h = F.rms_norm(h, scale.shape, scale, self.norm.eps)
+        h = self.norm(self.into(x_TD))
         for layer in self.layers:
             h = F.gelu(layer(h))
         return h
+
+
+class WideRMSNorm(nn.RMSNorm):
+    """An RMS norm that computes and returns float32 (float64 of a float64 input) in narrower models too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = RouterLinear.dtype_for(x)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 class RouterLinear(nn.Module):
@@ -321,8 +326,8 @@ class RouterLinear(nn.Module):
         dtype = self.dtype_for(x_TD)
         weight_ED = self.weight.to(dtype)
         bias_E = None if self.bias is None else self.bias.to(dtype)
-        keeps_copy = x_TD.dtype != dtype and torch.is_grad_enabled()
-        if keeps_copy and not torch.compiler.is_compiling():
+        # With and without gradients alike: a pass that is computed again must choose the same experts.
+        if x_TD.dtype != dtype and not torch.compiler.is_compiling():
             return _WiderLinear.apply(x_TD, weight_ED, bias_E)
         with without_autocast(x_TD):
             return F.linear(x_TD.to(dtype), weight_ED, bias_E)
@@ -346,8 +351,8 @@ class _WiderLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        with without_autocast(x_TD):
-            return F.linear(x_TD.to(weight_ED.dtype), weight_ED, bias_E)
+        logits_TE = wide_linear(x_TD, weight_ED)
+        return logits_TE if bias_E is None else logits_TE + bias_E
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -361,12 +366,10 @@ class _WiderLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        with without_autocast(x_TD):
-            return (
-                (grad_TE @ weight_ED).to(x_TD.dtype) if needs_x else None,
-                grad_TE.t() @ x_TD.to(grad_TE.dtype) if needs_weight else None,
-                grad_TE.sum(dim=0) if needs_bias else None,
-            )
+        grads = wide_linear_backward(
+            grad_TE, x_TD, weight_ED, wants_x=needs_x, wants_weight=needs_weight
+        )
+        return *grads, grad_TE.sum(dim=0) if needs_bias else None
 
     @staticmethod
     def jvp(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,7 +10,6 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from moe_ffn.routing.base import (
     Router,
     RouterLinear,
     RouterNormConfig,
+    WideRMSNorm,
     routing_of_pairs,
 )
 from moe_ffn.sizes import init_linear_, linear_flops, linear_params
@@ -33,7 +33,8 @@ class ProductKeyRouterConfig(FixedKConfig, frozen=True):
 
     Lample et al. 2019, "Large Memory Layers with Product Keys" (arXiv:1907.05242), section 3: with
     `experts: value` and `keys: per_head` their memory. He 2024, "Mixture of A Million Experts"
-    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER.
+    (arXiv:2407.04153): with `experts: single_neuron` and `keys: shared` PEER. Lample et al. report 12 layers
+    with a memory ahead of 24 without, at twice the speed of inference.
 
     Both normalise queries over the batch, by which in training a later token would change where an earlier
     one goes; `query_norm` normalises each query by itself. Nothing of size E is made: the routing has no
@@ -142,7 +143,7 @@ class ProductKeyRouter(Router):
             width = config.d_query // 2
             self.query = RouterLinear(d_model, config.num_heads * config.d_query)
             if config.query_norm is not None:
-                self.query_norm = nn.RMSNorm(config.d_query, config.query_norm.eps)
+                self.query_norm = WideRMSNorm(config.d_query, config.query_norm.eps)
         n = math.isqrt(num_experts)
         self.sub_keys = nn.Parameter(torch.empty(config.num_tables, 2, n, width))
         init_linear_(self.sub_keys)
@@ -156,8 +157,7 @@ class ProductKeyRouter(Router):
                 return torch.einsum("td,hpnd->thpn", x_TD.to(dtype), keys_H2nQ)
             query_THQ = rearrange(self.query(x_TD), "t (h q) -> t h q", h=num_heads)
             if self.query_norm is not None:
-                scale_Q = self.query_norm.weight.to(dtype)
-                query_THQ = F.rms_norm(query_THQ, scale_Q.shape, scale_Q, self.query_norm.eps)
+                query_THQ = self.query_norm(query_THQ)
             halves_TH2Q = rearrange(query_THQ, "t h (p q) -> t h p q", p=2)
             if len(keys_H2nQ) == 1:
                 return torch.einsum("thpq,pnq->thpn", halves_TH2Q, keys_H2nQ[0])

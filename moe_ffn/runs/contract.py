@@ -133,6 +133,7 @@ class _Trial:
             "dropped_N": N,
             "logits_TE": TE,
             "scores_TE": TE,
+            "logits_N": N,
         }
         for field, shape in shapes.items():
             found = getattr(routing, field)
@@ -141,6 +142,11 @@ class _Trial:
                 raise self.refuse(
                     f"its routing has {field} of shape {tuple(found.shape)}, expected {shape}"
                 )
+        if routing.logits_TE is None and routing.logits_N is None:
+            field, shape = ("logits_N", N) if routing.is_listed else ("logits_TE", TE)
+            raise self.refuse(
+                f"its routing has no {field}, its scores before any normalisation, expected of shape {shape}"
+            )
         for field, expected in {"num_tokens": num_tokens, "num_experts": num_experts}.items():
             if (found := getattr(routing, field)) != expected:
                 raise self.refuse(f"its routing has {field} {_show(found)}, expected {expected}")
@@ -273,6 +279,11 @@ class _Trial:
             routing = router(x.flatten(0, 1), context)
             if x.shape[1] == self.length:
                 self.require_routing(routing, num_experts)
+            if routing.is_listed != config.is_listed:
+                raise self.refuse(
+                    f"its routing has {'no' if routing.is_listed else 'a'} table scores_TE, but its config "
+                    f"says is_listed {config.is_listed}; set is_listed: ClassVar[bool] = {routing.is_listed}"
+                )
             weights_N = routing.weights_N.masked_fill(~routing.real_N, 0)
             weights_TE = weights_N.new_zeros(routing.num_tokens, routing.num_experts)
             weights_TE.index_put_((routing.token_ids_N, routing.expert_ids_N), weights_N, True)

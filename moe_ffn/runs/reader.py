@@ -22,7 +22,7 @@ from moe_ffn.errors import ConfigError, first_line
 from moe_ffn.files import read_text
 from moe_ffn.import_path import explaining_outside_errors
 from moe_ffn.model.decoder import Decoder, DecoderOutput
-from moe_ffn.outputs import INSIDE, Routing
+from moe_ffn.outputs import ROUTING_SUFFIX, Routing
 from moe_ffn.runs.checkpoints import best_checkpoint, newest_good, refusal_of_weights
 from moe_ffn.runs.config import TrainConfig, own_config
 from moe_ffn.runs.folder import (
@@ -62,7 +62,7 @@ State = Literal["waiting", "training", "interrupted", "finished"]
 PATIENCE_SECONDS, PATIENCE_ROWS = 120, 10
 """A run counts as interrupted once it wrote nothing for this time, and for the time of so many rows."""
 
-LAYER_KEY = re.compile(rf"routing/(layer_\d{{1,9}}{INSIDE})/(.+)")
+LAYER_KEY = re.compile(rf"routing/(layer_\d{{1,9}}{ROUTING_SUFFIX})/(.+)")
 EXPERT_KEY = re.compile(r"load/expert_(\d{1,9})")
 
 

@@ -110,7 +110,9 @@ class Start:
         if is_misnamed(self.checkpoint, self.step):
             name = f"{name}, which {_holds(self.checkpoint, self.step)}"
         which = (
-            f"passed over {why}; the newest good one" if why else "its newest checkpoint, and good"
+            f"passed over, since {why}; the newest good one"
+            if why
+            else "its newest checkpoint, and good"
         )
         return f"resuming {folder} after step {self.step}, from {name}: {which}"
 

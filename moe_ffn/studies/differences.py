@@ -13,6 +13,7 @@ from moe_ffn.config_files import validate
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.model.decoder import DecoderConfig
 from moe_ffn.option_tree import flatten
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.result import RunResult
 from moe_ffn.trust import only_trusted_code
 
@@ -33,16 +34,31 @@ def what_differs(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
     ]
 
 
-def differing(
-    base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
+def differing(base: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Path of an option, its value in `base` and in `other`, of all that changes what is trained."""
+    base, other = _of_one_version(base, other)
+    yield from _differing(base, other, "")
+
+
+def _of_one_version(*runs: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Options of runs with the defaults of those that an older version did not have.
+
+    All as they are, where this version does not read one of them, or it names code that is not trusted.
+    """
+    with suppress(ConfigError), only_trusted_code(Path()):
+        return [validate(TrainConfig, options).to_dict() for options in runs]
+    return runs
+
+
+def _differing(
+    base: Mapping[str, Any], other: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Any, Any]]:
     for key in dict.fromkeys([*base, *other]):
         path, old, new = f"{prefix}{key}", base.get(key), other.get(key)
         if path in UNCOMPARED or old == new:
             continue
         if isinstance(old, Mapping) and isinstance(new, Mapping) and _type(old) == _type(new):
-            yield from differing(old, new, f"{path}.")
+            yield from _differing(old, new, f"{path}.")
         else:
             yield path, old, new
 
@@ -88,8 +104,8 @@ def _set_options(config: Config, prefix: str = "") -> Iterator[str]:
 
 def identity(result: RunResult) -> str:
     """Equal for runs that differ in nothing but their seed, and what does not change training."""
-    # Null is what an option is of which older results know nothing.
-    kept = {k: v for k, v in result.config.items() if k not in UNCOMPARED and v is not None}
+    (options,) = _of_one_version(result.config)
+    kept = {k: v for k, v in options.items() if k not in UNCOMPARED and v is not None}
     return json.dumps(kept, sort_keys=True)
 
 

@@ -299,11 +299,11 @@ def test_autocast_lowers_the_products_and_neither_the_router_nor_the_output(draw
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output, routing = drawn.call(layer, x)
         assert output.hidden.dtype == input_dtype
-        assert routing.logits_TE is not None
-        assert wanted_routing.logits_TE is not None
-        assert torch.equal(routing.logits_TE, wanted_routing.logits_TE)
+        if routing.logits_TE is not None:  # product keys make none
+            assert wanted_routing.logits_TE is not None
+            assert_close(routing.logits_TE, wanted_routing.logits_TE, TOLERANCE[torch.float32])
         assert torch.equal(routing.computed_N, wanted_routing.computed_N)
-        assert torch.equal(routing.weights_N, wanted_routing.weights_N)
+        assert_close(routing.weights_N, wanted_routing.weights_N, TOLERANCE[torch.float32])
         assert_close(output.hidden, wanted.hidden, 2 * TOLERANCE[torch.bfloat16])
         output.hidden.float().sum().backward()
         for name, parameter in layer.named_parameters():

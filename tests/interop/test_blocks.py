@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +23,13 @@ from moe_ffn.runs.config import TrainConfig
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 COMPARED = {model: entry for model, entry in BLOCKS.items() if isinstance(entry, Block)}
 TRAINED = [model for model, entry in COMPARED.items() if entry.in_training is not None]
+
+
+def their_block(model: str) -> tuple[Any, Any]:
+    """Theirs, small and with random weights, and its config."""
+    entry = COMPARED[model]
+    config = config_of(model, entry, SMALL | dict(entry.small))
+    return build_theirs(model, entry, config), config
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +84,7 @@ def test_nllb_in_transformers_computes_with_the_first_two_experts_alone(
 ) -> None:
     monkeypatch.setattr(models, "PAPERS", {})
     assert compare("nllb_moe").output > 0.1
-    entry = COMPARED["nllb_moe"]
-    theirs: Any = build_theirs("nllb_moe", entry, config_of("nllb_moe", entry, SMALL))
+    theirs, _ = their_block("nllb_moe")
     theirs(torch.randn(2, 6, 16)).sum().backward()
     used = [p.grad is not None for n, p in theirs.experts.named_parameters() if "fc1.weight" in n]
     assert used == [True, True, False, False, False, False]
@@ -89,8 +95,7 @@ def test_doge_in_transformers_sends_tokens_to_the_experts_of_others(
 ) -> None:
     monkeypatch.setattr(models, "PAPERS", {})
     assert compare("doge").output > 0.01
-    entry = COMPARED["doge"]
-    theirs: Any = build_theirs("doge", entry, config_of("doge", entry, SMALL | dict(entry.small)))
+    theirs, _ = their_block("doge")
     x_BSD = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
     changed_BSD = x_BSD.clone()
     changed_BSD[:, -1] += 1
@@ -112,9 +117,7 @@ def test_phimoe_in_transformers_adds_its_noise_twice(monkeypatch: pytest.MonkeyP
 
 
 def test_axk2_in_transformers_leaves_its_groups_where_scores_are_negative() -> None:
-    entry = COMPARED["axk2"]
-    config = config_of("axk2", entry, SMALL)
-    theirs: Any = build_theirs("axk2", entry, config)
+    theirs, config = their_block("axk2")
     theirs.gate.e_score_correction_bias.fill_(-2.0)
     ours: Any = convert_block("axk2", theirs, config)
     x_BSD = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
@@ -143,9 +146,8 @@ def _groups_kept(block: Any, x_BSD: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_live_block_becomes_one_of_ours() -> None:
-    entry = COMPARED["qwen2_moe"]
-    config = config_of("qwen2_moe", entry, SMALL)
-    theirs = build_theirs("qwen2_moe", entry, config).bfloat16().eval()
+    theirs, config = their_block("qwen2_moe")
+    theirs = theirs.bfloat16().eval()
 
     ours = convert_block("qwen2_moe", theirs, config)
 
@@ -176,9 +178,7 @@ def test_a_model_without_a_block_of_ours_is_named_with_the_reason(model: str) ->
 
 
 def test_a_weight_that_ours_lacks_is_named() -> None:
-    entry = COMPARED["mixtral"]
-    config = config_of("mixtral", entry, SMALL)
-    theirs = cast("Any", build_theirs("mixtral", entry, config))
+    theirs, config = their_block("mixtral")
     theirs.gate.extra = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigError, match=r"nothing that is gate\.extra of MixtralSparseMoeBlock"):
         convert_block("mixtral", theirs, config)

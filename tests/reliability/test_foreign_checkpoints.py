@@ -167,7 +167,10 @@ def test_one_of_a_sibling_is_passed_over_for_its_own(folder: Path) -> None:
     done = resume(folder)
 
     assert done.code == 0, done.stderr
-    assert f"after step 8, from {OLDER}: passed over {NEWEST} is of another run (" in done.stdout
+    assert (
+        f"after step 8, from {OLDER}: passed over, since {NEWEST} is of another run ("
+        in done.stdout
+    )
     assert differences(trained(), folder) == []
     assert (folder / "checkpoints" / f"{NEWEST}.passed-over").exists()
 

@@ -59,10 +59,11 @@ def folder_at(name: str) -> Do:
     return lambda checkpoints: (checkpoints / name).mkdir()
 
 
+OVER = "passed over, since"
 HOLDS = "holds step 12, not 99999999"
 NAMES: dict[str, tuple[list[Do], str, int, str]] = {
     "nothing": ([], NEWEST, 12, f"from {NEWEST}: its newest checkpoint, and good"),
-    "the newest, copied": ([copy(NEWEST, FAR)], NEWEST, 12, f"passed over {FAR} {HOLDS};"),
+    "the newest, copied": ([copy(NEWEST, FAR)], NEWEST, 12, f"{OVER} {FAR} {HOLDS};"),
     "an older one, copied": ([copy(OLDER, FAR)], NEWEST, 12, "its newest checkpoint, and good"),
     "an older one, copied behind it": ([copy(OLDER, step_name(10))], NEWEST, 12, "and good"),
     "the newest, renamed": ([rename(NEWEST, FAR)], FAR, 12, f"from {FAR}, which {HOLDS}: its newest"),
@@ -75,28 +76,28 @@ NAMES: dict[str, tuple[list[Do], str, int, str]] = {
     ),
     "an endless number": ([copy(NEWEST, LONGEST)], NEWEST, 12, "holds step 12, not 99999"),
     "an endless number alone": ([rename(NEWEST, LONGEST)], LONGEST, 12, "which holds step 12"),
-    "an endless number, empty": ([put(LONGEST, b"")], NEWEST, 12, f"passed over {LONGEST} is empty"),
+    "an endless number, empty": ([put(LONGEST, b"")], NEWEST, 12, f"{OVER} {LONGEST} is empty"),
     "more zeros": (
-        [copy(NEWEST, "step_000000000012.ckpt")], NEWEST, 12, "passed over step_000000000012.ckpt holds"
+        [copy(NEWEST, "step_000000000012.ckpt")], NEWEST, 12, f"{OVER} step_000000000012.ckpt holds"
     ),
     "digits of another script": (
         [copy(NEWEST, "step_٠٠٠٠٠٠٩٩.ckpt")], NEWEST, 12, "its newest checkpoint, and good"
     ),
-    "a folder": ([folder_at(FAR)], NEWEST, 12, f"passed over {FAR} is no file"),
+    "a folder": ([folder_at(FAR)], NEWEST, 12, f"{OVER} {FAR} is no file"),
     "a folder in its place": (
-        [rename(NEWEST, FAR), folder_at(NEWEST)], FAR, 12, f"passed over {NEWEST} is no file"
+        [rename(NEWEST, FAR), folder_at(NEWEST)], FAR, 12, f"{OVER} {NEWEST} is no file"
     ),
-    "garbage of a later step": ([put(FAR, b"PK\3\4")], NEWEST, 12, f"passed over {FAR} does not end in"),
+    "garbage of a later step": ([put(FAR, b"PK\3\4")], NEWEST, 12, f"{OVER} {FAR} does not end in"),
     "the weights of the best": ([copy("best.ckpt", FAR)], NEWEST, 12, "passed over"),
     "damaged, and a copy is good": (
-        [copy(NEWEST, FAR), damage(NEWEST)], FAR, 12, f"passed over {NEWEST} does not match its checksum"
+        [copy(NEWEST, FAR), damage(NEWEST)], FAR, 12, f"{OVER} {NEWEST} does not match its checksum"
     ),
     "a damaged copy": ([copy(NEWEST, FAR), damage(FAR)], NEWEST, 12, "passed over"),
     "the newest is gone": (
-        [lambda checkpoints: (checkpoints / NEWEST).unlink()], OLDER, 8, f"passed over {NEWEST} is missing;"
+        [lambda checkpoints: (checkpoints / NEWEST).unlink()], OLDER, 8, f"{OVER} {NEWEST} is missing;"
     ),
     "an older one in the newest's place": (
-        [rename(OLDER, NEWEST)], NEWEST, 8, f"passed over {NEWEST} is missing; the newest good one"
+        [rename(OLDER, NEWEST)], NEWEST, 8, f"{OVER} {NEWEST} is missing; the newest good one"
     ),
 }  # fmt: skip
 """What is done, which file is gone on from, its step, and a part of what is said."""

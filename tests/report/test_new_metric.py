@@ -12,7 +12,7 @@ import torch
 from moe_ffn.metrics.measures import per_token
 from moe_ffn.metrics.modular import TokenMetrics
 from moe_ffn.metrics.table import LAYER_METRICS, Metric
-from moe_ffn.outputs import INSIDE, Routing
+from moe_ffn.outputs import ROUTING_SUFFIX, Routing
 from moe_ffn.report.dashboard import build_workspace, to_json
 from moe_ffn.report.page import report_html
 from moe_ffn.runs.reader import read_runs
@@ -58,7 +58,7 @@ def test_it_has_a_panel() -> None:
 
     assert '"chartTitle": "Heaviest weight"' in text
     assert '"yAxisTitle": "weight (dimensionless)"' in text
-    assert f"^routing/layer_[0-9]+{INSIDE}/heaviest_weight$" in text
+    assert f"^routing/layer_[0-9]+{ROUTING_SUFFIX}/heaviest_weight$" in text
 
 
 def test_it_has_a_plot_or_a_word_on_the_page(tmp_path: Path) -> None:

@@ -182,6 +182,9 @@ class Routes(RouterConfig, frozen=True):
     def num_params(self, d_model, num_experts): return 0
     def flops_per_token(self, d_model, num_experts): return 0
 
+class Lists(Routes, frozen=True):
+    is_listed = True
+
 class RoutesAlone(Routes, frozen=True):
     by_token = True
 
@@ -200,7 +203,13 @@ class RoutesRouter(Router):
         scores_TE = logits_TE.softmax(-1)
         weights_TK, ids_TK = scores_TE.topk(1)
         if self.how == "beyond": ids_TK = ids_TK + self.num_experts
-        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context)
+        listed_TK = None
+        if self.how == "no logits": logits_TE = None
+        if self.how == "list": listed_TK = logits_TE.gather(1, ids_TK)
+        if self.how == "list of tokens": listed_TK = weights_TK[1:]
+        if self.how.startswith("list"): logits_TE = scores_TE = None
+        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
+                                num_experts=self.num_experts, logits_TK=listed_TK)
 
 class Work(ExpertsConfig, frozen=True):
     how: str = "well"
@@ -421,6 +430,25 @@ PLACES = {
         "model.ffn.router ('own.py:Routes'): its routing has expert_ids_N that are not int64 "
         "from 0 to 7"
     ),
+    ("model.ffn.router", "Lists", "list without logits"): (
+        "model.ffn.router ('own.py:Lists'): its routing has no logits_N, its scores before any "
+        "normalisation, expected of shape (16,)"
+    ),
+    ("model.ffn.router", "Routes", "no logits"): (
+        "model.ffn.router ('own.py:Routes'): its routing has no logits_TE, its scores before any "
+        "normalisation, expected of shape (16, 8)"
+    ),
+    ("model.ffn.router", "Lists", "list of tokens"): (
+        "model.ffn.router ('own.py:Lists'): its routing has logits_N of shape (15,), expected (16,)"
+    ),
+    ("model.ffn.router", "Routes", "list"): (
+        "model.ffn.router ('own.py:Routes'): its routing has no table scores_TE, but its config says "
+        "is_listed False; set is_listed: ClassVar[bool] = True"
+    ),
+    ("model.ffn.router", "Lists", "table"): (
+        "model.ffn.router ('own.py:Lists'): its routing has a table scores_TE, but its config says "
+        "is_listed True; set is_listed: ClassVar[bool] = False"
+    ),
     ("model.ffn.experts", "Work", "few"): (
         "model.ffn ('moe' with 'own.py:Work'): what its experts return is a tensor of shape "
         "(3, 16) and torch.float32, but has to be like x, a tensor of shape (16, 16)"
@@ -506,6 +534,7 @@ def test_other_parts_are_held_to_theirs(
     [
         ("model.ffn.router", {"type": "Routes"}),
         ("model.ffn.router", {"type": "RoutesAlone"}),
+        ("model.ffn.router", {"type": "Lists", "how": "list"}),
         ("model.positions", {"type": "Added"}),
         ("model.ffn.experts", {"type": "Work"}),
         ("optimizer", {"type": "Moves"}),

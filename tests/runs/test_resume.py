@@ -368,8 +368,8 @@ def test_it_goes_on_to_more_steps_and_says_from_where(
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert (
-        f"resuming {unfinished} after step 4, from step_00000004.ckpt: passed over step_00000005.ckpt does "
-        "not end in its checksum: it was cut short, or is no checkpoint; the newest good one\n"
+        f"resuming {unfinished} after step 4, from step_00000004.ckpt: passed over, since step_00000005.ckpt "
+        "does not end in its checksum: it was cut short, or is no checkpoint; the newest good one\n"
     ) in printed.out
     assert printed.err.count("tokenizer.json' is not what this run was begun with") == 1
     assert json.loads((unfinished / "tokenizer.json").read_text()) == {"type": "bytes"}

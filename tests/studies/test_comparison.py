@@ -11,8 +11,9 @@ import pytest
 
 from moe_ffn.errors import ConfigError
 from moe_ffn.report.comparison_tables import tables
+from moe_ffn.runs.config import TrainConfig
 from moe_ffn.studies.comparison import Comparison, first_step_at
-from moe_ffn.studies.differences import block_of, what_differs
+from moe_ffn.studies.differences import block_of, identity, require_same_options, what_differs
 from moe_ffn.studies.gather import gather
 from moe_ffn.studies.result import RunResult
 from tests.helpers.results import SHA, make_result
@@ -545,6 +546,23 @@ def test_code_that_a_result_names_is_not_run(tmp_path: Path) -> None:
         f"model.ffn: dense -> {code}:Block"
     ]
     assert not (tmp_path / "was_run").exists()
+
+
+def test_options_that_an_older_version_did_not_have_are_no_difference() -> None:
+    ffn = {"type": "moe", "num_experts": 8, "router": {"type": "top_k", "k": 2}}
+    older = TrainConfig.model_validate({"model": {"ffn": ffn}}).to_dict()
+    newer = TrainConfig.model_validate(
+        {"model": {"ffn": ffn | {"latent": {"width": 16}}}}
+    ).to_dict()
+    for option in ("weights_at", "latent", "norms"):
+        del older["model"]["ffn"][option]
+    del older["parallel"]
+
+    assert what_differs(older, newer) == ['model.ffn.latent: null -> {"width": 16, "bias": false}']
+    now = TrainConfig.model_validate(older).to_dict()
+    runs = [make_result("moe").model_copy(update={"config": config}) for config in (older, now)]
+    require_same_options("moe", runs)
+    assert identity(runs[0]) == identity(runs[1])
 
 
 def test_arms_of_one_name_in_two_studies_keep_their_own_times(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Blocks inside each other against the same by hand: one sequence after the other, and all experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_ffn import TokenContext, build_ffn
+from tests.helpers.refusing import refuses
+
+B, S, D = 2, 9, 6
+PEER: dict[str, Any] = {
+    "type": "moe",
+    "num_experts": 9,
+    "router": {"type": "product_key", "k": 2, "num_heads": 2, "d_query": 4},
+    "experts": "single_neuron",
+}
+THRESHOLD: dict[str, Any] = {
+    "type": "moe",
+    "num_experts": 4,
+    "router": {"type": "expert_threshold", "k": 2},
+    "experts": {"type": "swiglu", "d_ff": 4},
+}
+GATES: dict[str, Any] = {
+    "relu": {"type": "relu", "k": 0.5},
+    "threshold": {"type": "expert_threshold", "k": 0.5},
+}
+
+
+def chain(ffn: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "chain_of_experts", "rounds": 3, "ffn": ffn}
+
+
+def depths(gate: str, ffn: Any) -> dict[str, Any]:
+    return {"type": "mixture_of_depths", "router": GATES[gate], "ffn": ffn}
+
+
+def ngrams(ffn: Any) -> dict[str, Any]:
+    small = {"num_heads": 2, "num_rows": 10, "row_width": 3, "kernel_size": 2}
+    return {"type": "ngram_memory", **small, "ffn": ffn}
+
+
+COMPOSED: dict[str, dict[str, Any]] = {
+    "chain of product keys": chain(PEER),
+    "chain of thresholds": chain(THRESHOLD),
+    "n-grams around a chain": ngrams(chain(THRESHOLD)),
+    "n-grams around a chain of product keys": ngrams(chain(PEER)),
+    "depths of a chain": depths("threshold", chain(THRESHOLD)),
+    "depths of a chain of product keys": depths("relu", chain(PEER)),
+    "depths of product keys": depths("threshold", PEER),
+    "depths of thresholds": depths("relu", THRESHOLD),
+    "depths of n-grams": depths("relu", ngrams("dense")),
+    "n-grams around depths": ngrams(depths("threshold", PEER)),
+}
+
+
+def built(config: dict[str, Any]) -> Any:
+    """In float64, all weights drawn, thresholds too."""
+    torch.manual_seed(0)
+    block = build_ffn(config, D).double()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.5)
+        for name, buffer in block.named_buffers():
+            if name.endswith("threshold_E"):
+                buffer.uniform_(-0.3, 0.3)
+            elif name.endswith("num_updates_E"):
+                buffer.fill_(10**6)
+    return block
+
+
+def weights_of(router: Any, x_SD: Tensor) -> Tensor:
+    """(S, E), what each expert's output is multiplied by, 0 where it is not chosen."""
+    kind = router.config.type
+    if kind == "product_key":
+        query_SHQ = (x_SD @ router.query.weight.T).view(len(x_SD), 2, 4)
+        first_SHn = query_SHQ[..., :2] @ router.sub_keys[0, 0].T
+        second_SHn = query_SHQ[..., 2:] @ router.sub_keys[0, 1].T
+        scores_SHE = (first_SHn[..., :, None] + second_SHn[..., None, :]).flatten(2)
+        left_out = scores_SHE < scores_SHE.sort(dim=-1).values[..., -2:-1]
+        return scores_SHE.masked_fill(left_out, -torch.inf).softmax(dim=-1).sum(dim=1)
+    logits_SE = x_SD @ router.projection.weight.T
+    if kind == "relu":
+        return logits_SE.relu()
+    return torch.where(logits_SE >= router.threshold_E, logits_SE.sigmoid(), 0)
+
+
+def of_expert(experts: Any, e: int, x_SD: Tensor) -> Tensor:
+    if experts.config.type == "single_neuron":
+        hidden_S1 = F.gelu(x_SD @ experts.up.weight[e])[:, None]
+        return hidden_S1 * experts.down.weight[e]
+    hidden_SF = F.silu(x_SD @ experts.gate[e].T) * (x_SD @ experts.up[e].T)
+    return hidden_SF @ experts.down[e].T
+
+
+def mixture_by_hand(block: Any, router: Any, x_SD: Tensor) -> Tensor:
+    weights_SE = weights_of(router, x_SD)
+    outputs = [of_expert(block.experts, e, x_SD) for e in range(weights_SE.shape[1])]
+    return (weights_SE.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)
+
+
+def by_hand(block: Any, config: Any, x_SD: Tensor, ids_S: Tensor) -> Tensor:
+    """Of one sequence without padding."""
+    if config == "dense":
+        return block(x_SD).hidden
+    if config["type"] == "moe":
+        return mixture_by_hand(block, block.router, x_SD)
+    if config["type"] == "chain_of_experts":
+        for router in [block.ffn.router, *block.later_routers]:
+            x_SD = x_SD + mixture_by_hand(block.ffn, router, x_SD)
+        return x_SD
+    if config["type"] == "ngram_memory":
+        read_1SD = block.read(x_SD[None], TokenContext(token_ids=ids_S[None]))
+        return by_hand(block.ffn, config["ffn"], x_SD, ids_S) + read_1SD[0]
+    weights_S1 = weights_of(block.router, x_SD)
+    chosen = weights_S1[:, 0].nonzero()[:, 0]
+    assert 0 < len(chosen) < len(x_SD)
+    passed = by_hand(block.ffn, config["ffn"], x_SD[chosen], ids_S[chosen])
+    return torch.zeros_like(x_SD).index_copy(0, chosen, weights_S1[chosen] * passed)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_output_and_every_gradient_are_those_of_the_composition_by_hand(name: str) -> None:
+    config, generator = COMPOSED[name], torch.Generator().manual_seed(1)
+    block = built(config)
+    x = torch.randn(B, S, D, generator=generator, dtype=torch.float64).requires_grad_()
+    ids = torch.randint(5, (B, S), generator=generator)
+    lengths, mask = (S, 6), torch.ones(B, S, dtype=torch.bool)
+    mask[1, lengths[1] :] = False
+    rows = [by_hand(block, config, x[b, :n], ids[b, :n]) for b, n in enumerate(lengths)]
+    wanted = torch.stack([F.pad(row, (0, 0, 0, S - len(row))) for row in rows])
+
+    got = block(x, TokenContext(mask, ids)).hidden
+
+    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+    over = {"x": x, **dict(block.named_parameters())}
+    probe = torch.randn(B, S, D, generator=generator, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad((y * probe).sum(), list(over.values()), materialize_grads=True)
+        for y in (got, wanted)
+    )
+    for parameter, one, other in zip(over, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10, msg=parameter)
+        assert one.abs().max() > 0, parameter
+
+
+def test_a_chain_takes_mixtures_alone() -> None:
+    refuses(
+        lambda: build_ffn(chain(ngrams(PEER)), D),
+        "ffn.type: must be one of 'moe', got 'ngram_memory'",
+    )
