@@ -72,9 +72,7 @@ def fastest_precision(config: TrainConfig, data: PreparedData) -> tuple[str, str
         return PLAIN, f"not measured: {num_steps} steps are too many beside a run of {num_batches}"
     try:
         plain, mixed = _medians(config, data)
-    except (
-        Exception
-    ) as error:  # of any kind: one that is no matter of the format, the run reports itself
+    except Exception as error:  # one that is no matter of the format, the run reports itself
         return PLAIN, f"not measured: {first_line(error)}"
     finally:
         gc.collect()  # the second model
