@@ -357,12 +357,6 @@ def check_routing(value: object, taker: str) -> None:
     raise TypeError(f"{taker} takes a Routing, but got {got}")
 
 
-def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
-    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
-    ones_N = torch.ones_like(expert_ids_N)
-    return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
-
-
 def check_input(
     x: Tensor, context: TokenContext | None, d_model: int, block: nn.Module | None = None
 ) -> None:
@@ -480,6 +474,27 @@ def flatten_tokens(x: Tensor, context: TokenContext | None) -> tuple[Tensor, Tok
         sequence_length=max(length, 1),
     )
     return x.reshape(-1, x.shape[-1]), flat
+
+
+# -- arithmetic of routings
+
+
+def count_pairs(expert_ids_N: Tensor, num_experts: int) -> Tensor:
+    """int64 (E,): the number of pairs of each expert. No host synchronisation, unlike `bincount`."""
+    ones_N = torch.ones_like(expert_ids_N)
+    return expert_ids_N.new_zeros(num_experts).scatter_add_(0, expert_ids_N, ones_N)
+
+
+def divisor(sums: Tensor) -> Tensor:
+    """Sums of what is not negative, to divide by, none of them 0."""
+    # Larger than the least number there is, so that no gradient divided by it overflows.
+    limits = torch.finfo(sums.dtype)
+    return sums.clamp(min=limits.tiny / limits.eps)
+
+
+def finite_log(values: Tensor) -> Tensor:
+    """The logarithm of what is not negative, and of 0 that of the least number there is."""
+    return values.clamp(min=torch.finfo(values.dtype).tiny).log()
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ffn.balancing.numerics import divisor, finite_log
-from moe_ffn.outputs import Routing
+from moe_ffn.outputs import Routing, divisor, finite_log
 
 
 @dataclass(frozen=True)

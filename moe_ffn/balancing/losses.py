@@ -23,9 +23,15 @@ from moe_ffn.balancing.listed import (
     load_balance_of_list,
     logsumexp_of_list,
 )
-from moe_ffn.balancing.numerics import divisor, finite_log
 from moe_ffn.config import Config
-from moe_ffn.outputs import Routing, check_routing, count_pairs, takes_routing
+from moe_ffn.outputs import (
+    Routing,
+    check_routing,
+    count_pairs,
+    divisor,
+    finite_log,
+    takes_routing,
+)
 
 
 class BalancingWeights(Config, frozen=True):
