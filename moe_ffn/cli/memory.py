@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,10 +90,19 @@ def _check_training_fits(config: TrainConfig, memory: int) -> None:
 def training_needs(config: TrainConfig) -> str:
     """What the memory of a training run is made of, and which options lower it."""
     weights, model, data = _bytes_of_weights(config), config.model, config.data
+    params = Counter[str]()
+    for option, ffn in model.ffns_by_option():
+        params[option] += ffn.num_params(model.d_model)
+    ((option, largest),) = params.most_common(1)
+    most = (
+        f"model.{option}, which has {largest:,} of them, "
+        if 2 * _FLOAT32 * largest > weights
+        else ""
+    )
     return (
         f"{weights // _FLOAT32:,} parameters and their gradients take {gigabytes(2 * weights)}, the token "
         f"ids of a batch {gigabytes(_bytes_of_batch(config))}; the optimizer's states and the activations "
-        f"come on top: lower data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), "
+        f"come on top: lower {most}data.batch_size ({data.batch_size}), data.seq_len ({data.seq_len}), "
         f"model.num_layers ({model.num_layers}) or model.d_model ({model.d_model})"
     )
 

@@ -149,7 +149,7 @@ class AlarmsConfig(Config, frozen=True):
             )
         if num_rows <= ROWS_BEFORE_SPIKES:
             sentences.append(
-                f"jumps of the loss need {ROWS_BEFORE_SPIKES + 1} rows, this run has {num_rows}"
+                f"jumps of the loss need {ROWS_BEFORE_SPIKES + 1} rows of metrics, this run has {num_rows}"
             )
         return sentences
 

@@ -165,3 +165,16 @@ def test_a_model_is_refused_by_what_the_process_may_have(monkeypatch: pytest.Mon
         ConfigError, match=rf"^model: .* parameters .* have {gigabytes(num_bytes - 1)} of memory$"
     ):
         check_fits(config)
+
+
+def test_the_block_that_has_most_parameters_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"type": "ngram_memory", "num_rows": 10**8, "ffn": "dense"}
+    config = validate(TrainConfig, {"model": {"num_layers": 2, "ffn_at": {"1": tables}}})
+    monkeypatch.setattr(memory, "memory_limit", lambda: 10**9)
+    largest = config.model.ffn_at["1"].num_params(config.model.d_model)
+
+    with pytest.raises(
+        ConfigError,
+        match=rf"lower model\.ffn_at\.1, which has {largest:,} of them, data\.batch_size ",
+    ):
+        check_fits(config)

@@ -67,7 +67,7 @@ def test_silence_is_no_good_news_where_no_alarm_could_have_rung(tmp_path: Path) 
     assert "No alarm was raised" not in page.text
     assert (
         "Not judged yet: imbalance, drops and dead experts need 50 steps, this run has 30. "
-        "Not judged yet: jumps of the loss need 6 rows, this run has 3."
+        "Not judged yet: jumps of the loss need 6 rows of metrics, this run has 3."
     ) in page.text
     assert page.body.index("Not judged yet") < page.body.index("<nav")
 
@@ -87,7 +87,7 @@ def test_a_page_without_a_row_is_not_called_good(tmp_path: Path) -> None:
     page = without_plots(run)
 
     assert "No alarm was raised" not in page.text
-    assert "Not judged yet: jumps of the loss need 6 rows, this run has 0." in page.text
+    assert "Not judged yet: jumps of the loss need 6 rows of metrics, this run has 0." in page.text
 
 
 @pytest.mark.parametrize("is_worse", [True, False])

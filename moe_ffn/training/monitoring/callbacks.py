@@ -119,6 +119,11 @@ class StepLogger(Checkpointed, Callback):
         """Mean over the run so far, validations left out."""
         return self.total_tokens / self.total_seconds if self.total_seconds else 0.0
 
+    @property
+    def last_row_step(self) -> int:
+        """The step of the newest row."""
+        return self._last_row_step
+
     def not_judged(self) -> list[str]:
         """Sentences about alarms that could not have been raised in so few rows."""
         return self.rules.not_judged(self._last_row_step, is_routed=bool(self.last_routing))

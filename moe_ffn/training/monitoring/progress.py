@@ -159,7 +159,7 @@ class ProgressLines(Callback):
         left = _seconds_left(self._began_at, step - self._first_step, num_steps - step)
         # A validation follows the last step; how long it takes is unknown.
         end = [] if step == num_steps else [f"{left:.0f} s left"]
-        self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps), *end]))
+        self._print("  ".join([f"step {step}/{num_steps}", *status(self.steps, step), *end]))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validation_began_at = self._printed_at = time.monotonic()
@@ -208,12 +208,17 @@ def loss_so_far(module: LightningModule) -> float:
     return float(module.validation_metrics.loss_so_far)
 
 
-def status(steps: StepLogger) -> list[str]:
-    """The newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`; empty before the first."""
+def status(steps: StepLogger, step: int | None = None) -> list[str]:
+    """The newest row as `loss 2.310`, `MaxVio 0.65 (layer 0)`, `12,345 tokens/s`; empty before the first.
+
+    The loss says of which step it is where that is not `step`.
+    """
     if not steps.last_row:
         return []
+    is_older = step is not None and step != steps.last_row_step
     return [
-        f"loss {steps.last_row['train/loss']:.3f}",
+        f"loss {steps.last_row['train/loss']:.3f}"
+        + (f" (step {steps.last_row_step})" if is_older else ""),
         *routing_health(steps.last_routing),
         *([f"skipped {steps.num_skipped}"] if steps.num_skipped else []),
         f"{steps.tokens_per_second:,.0f} tokens/s",

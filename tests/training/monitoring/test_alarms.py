@@ -343,13 +343,15 @@ def test_what_could_not_ring_yet_is_said(rules: AlarmRules) -> None:
     watch(rules, values())
     assert rules.not_judged(10, is_routed=True) == [
         "imbalance, drops and dead experts need 20 steps, this run has 10",
-        "jumps of the loss need 6 rows, this run has 1",
+        "jumps of the loss need 6 rows of metrics, this run has 1",
     ]
     assert rules.not_judged(10, is_routed=False) == [
-        "jumps of the loss need 6 rows, this run has 1"
+        "jumps of the loss need 6 rows of metrics, this run has 1"
     ]
     watch(rules, *[values()] * 4, first=20)
-    assert rules.not_judged(50, is_routed=True) == ["jumps of the loss need 6 rows, this run has 5"]
+    assert rules.not_judged(50, is_routed=True) == [
+        "jumps of the loss need 6 rows of metrics, this run has 5"
+    ]
     watch(rules, values(), first=60)
     assert rules.not_judged(60, is_routed=True) == []
     assert rules.not_judged(20, is_routed=True) == []

@@ -108,6 +108,8 @@ def test_the_status_is_of_the_newest_row(fit: Callable[..., Fitted]) -> None:
     text = "  ".join(status(steps))
     assert text.startswith(f"loss {loss:.3f}  MaxVio ")
     assert text.endswith(f" {steps.tokens_per_second:,.0f} tokens/s")
+    assert "  ".join(status(steps, steps.last_row_step)) == text
+    assert status(steps, 99)[0] == f"loss {loss:.3f} (step {steps.last_row_step})"
 
 
 def test_a_dense_run_has_no_routing_to_show(fit: Callable[..., Fitted]) -> None:
