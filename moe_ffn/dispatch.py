@@ -38,6 +38,9 @@ class Plan:
     expert_ids_N: Tensor | None = None
     """int64, the expert of each pair, in a `plan_of_list`; None where `offsets_E` tells."""
 
+    listed_k: int | None = None
+    """K, in a `plan_of_list` with exactly K pairs of every row of `x_TD`, in their order; None elsewhere."""
+
     def __repr__(self) -> str:
         return summarize(self)
 
@@ -90,6 +93,7 @@ def plan_of_list(routing: Routing, num_experts: int) -> Plan:
         offsets_E=routing.expert_ids_N.new_zeros(0, dtype=torch.int32),
         pair_ids_N=torch.arange(left_out_N.shape[0], device=left_out_N.device),
         expert_ids_N=routing.expert_ids_N.masked_fill(left_out_N, 0),
+        listed_k=routing.listed_k,
     )
 
 

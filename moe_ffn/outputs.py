@@ -167,6 +167,9 @@ class Routing:
     """float32 (or wider), the score of each pair before any normalisation, from a router without tables of
     (T, E) numbers. Losses and metrics are then over the listed pairs. None where there are tables."""
 
+    listed_k: int | None = None
+    """K, where the list has exactly K pairs of every token, so that it is a (T, K) table; None elsewhere."""
+
     def __repr__(self) -> str:
         """One line of sizes and, where tensors hold values (not on `meta`, nor in a trace), of counts."""
         if not isinstance(self.token_ids_N, Tensor) or not isinstance(self.weights_N, Tensor):

@@ -105,8 +105,7 @@ class SingleNeuronExperts(EmbeddingExperts):
     def forward(self, x_TD: Tensor, plan: Plan) -> Tensor:
         check_dtype(x_TD, self.up.weight)
         ids_N = expert_of_each_pair(plan, self.up.num_embeddings)
-        rows_ND = x_TD.index_select(0, plan.token_ids_N)
-        hidden_N = torch.einsum("nd,nd->n", self.up(ids_N), rows_ND)
+        hidden_N = times_own_token(self.up(ids_N), plan, x_TD)
         weights_N = plan.weights_N * ACTIVATIONS[self.config.activation](hidden_N)
         return sum_of_rows(self.down(ids_N), weights_N, plan, x_TD)
 
@@ -148,10 +147,22 @@ def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
     return ids_N.clamp(max=num_experts - 1)  # pairs that are not computed, of weight 0, stand last
 
 
+def times_own_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
+    """(N,), the scalar product of each pair's row and its token."""
+    if plan.listed_k is not None:  # products of a token's rows, and no copy of it for each of them
+        rows_TKD = rows_ND.unflatten(0, (len(x_TD), plan.listed_k))
+        return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
+    return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
+
+
 def sum_of_rows(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """(T, D), each token's rows times their weights, in at least float32; the dtype of `x_TD`."""
-    rows_N1D = rows_ND.to(weights_N.dtype).unsqueeze(1)
-    weighted_ND = (weights_N[:, None, None] @ rows_N1D).squeeze(1).to(weights_N.dtype)
+    rows_ND = rows_ND.to(weights_N.dtype)
+    if plan.listed_k is not None:
+        table = (len(x_TD), plan.listed_k)
+        rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
+        return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
+    weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1).to(weights_N.dtype)
     sums_TD = torch.zeros(x_TD.shape, dtype=weights_N.dtype, device=x_TD.device)
     return sums_TD.index_add(0, plan.token_ids_N, weighted_ND).to(x_TD.dtype)
 

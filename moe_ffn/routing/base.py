@@ -430,6 +430,7 @@ def routing_of_pairs(
         target_k=target_k,
         selection_probs_TE=selection_probs_TE,
         logits_N=None if logits_TK is None else logits_TK.flatten(),
+        listed_k=k,
     )
 
 

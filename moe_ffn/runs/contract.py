@@ -154,6 +154,12 @@ class _Trial:
             ids = getattr(routing, field)
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.refuse(f"its routing has {field} that are not int64 from 0 to {end - 1}")
+        if (k := routing.listed_k) is not None:
+            every_token_T = torch.arange(num_tokens, device=routing.token_ids_N.device)
+            if not torch.equal(routing.token_ids_N, every_token_T.repeat_interleave(k)):
+                raise self.refuse(
+                    f"its routing has listed_k {k}, but token_ids_N are not every token {k} times"
+                )
 
     def require_blind_to_future(
         self, module: nn.Module, call: Callable[[Tensor, Tensor], Tensor]

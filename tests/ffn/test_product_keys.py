@@ -157,6 +157,14 @@ def test_a_capacity_and_experts_without_a_network_go_with_them(form: str) -> Non
     torch.testing.assert_close(output.hidden.flatten(0, 1), expected, rtol=1e-12, atol=1e-12)
 
 
+@every_form
+def test_no_token_is_a_batch_too(form: str) -> None:
+    x_TD = tokens(0).requires_grad_()
+    build(config(form))(x_TD).hidden.sum().backward()
+    assert x_TD.grad is not None
+    assert x_TD.grad.shape == (0, D_MODEL)
+
+
 def test_experts_of_rows_are_those_of_a_sorted_plan_too() -> None:
     """A soft mixture gives them slots, sorted by expert."""
     torch.manual_seed(0)

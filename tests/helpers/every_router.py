@@ -165,6 +165,8 @@ def check_well_formed(routing: Routing, num_tokens: int, num_experts: int = NUM_
     table = (num_tokens, num_experts)
     assert shapes in ({"logits_TE": table, "scores_TE": table}, {"logits_N": (num_pairs,)})
     assert (routing.token_ids_N.diff() >= 0).all()
+    if (k := routing.listed_k) is not None:
+        assert routing.token_ids_N.tolist() == [t for t in range(num_tokens) for _ in range(k)]
     assert ((routing.token_ids_N >= 0) & (routing.token_ids_N < num_tokens)).all()
     assert ((routing.expert_ids_N >= 0) & (routing.expert_ids_N < num_experts)).all()
     assert routing.weights_N.isfinite().all()

@@ -160,6 +160,7 @@ class Fine(Good, frozen=True):
 
 PARTS = """
 import math
+from dataclasses import replace
 import torch
 from torch import nn
 from moe_ffn import Router, RouterConfig, routing_of_pairs
@@ -208,8 +209,9 @@ class RoutesRouter(Router):
         if self.how == "list": listed_TK = logits_TE.gather(1, ids_TK)
         if self.how == "list of tokens": listed_TK = weights_TK[1:]
         if self.how.startswith("list"): logits_TE = scores_TE = None
-        return routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
-                                num_experts=self.num_experts, logits_TK=listed_TK)
+        routing = routing_of_pairs(weights_TK, ids_TK, logits_TE, scores_TE, context,
+                                   num_experts=self.num_experts, logits_TK=listed_TK)
+        return replace(routing, listed_k=2) if self.how == "twice" else routing
 
 class Work(ExpertsConfig, frozen=True):
     how: str = "well"
@@ -429,6 +431,10 @@ PLACES = {
     ("model.ffn.router", "Routes", "beyond"): (
         "model.ffn.router ('own.py:Routes'): its routing has expert_ids_N that are not int64 "
         "from 0 to 7"
+    ),
+    ("model.ffn.router", "Routes", "twice"): (
+        "model.ffn.router ('own.py:Routes'): its routing has listed_k 2, but token_ids_N are not "
+        "every token 2 times"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (
         "model.ffn.router ('own.py:Lists'): its routing has no logits_N, its scores before any "
