@@ -137,7 +137,8 @@ def check_routes(folder: Path, model: DecoderConfig, routings: Mapping[str, Rout
     if routings:
         raise ConfigError(
             f"'{folder}' has no routing that a trace can show: its routers choose among so many experts that "
-            "they list pairs alone, without a score for each expert (router.type 'product_key')"
+            "they list pairs alone, without a score for each expert (router.type 'product_key'); "
+            "the run's report shows what they use"
         )
     unrouted = unrouted_layers(model.layer_ffns(), routings)
     types = ", ".join(f"'{name}'" for name in dict.fromkeys(unrouted.values()))

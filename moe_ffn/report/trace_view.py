@@ -172,6 +172,10 @@ def legend(trace: TextTrace) -> list[str]:
             "another layer is another one.",
         ),
         (
+            any("/round_" in layer.name for layer in routed),
+            "The rounds of a layer have a router each and share their experts.",
+        ),
+        (
             any(choice.dropped for visit in visits for choice in visit.choices),
             f"{DROPPED}: dropped; the expert was full and never saw the token.",
         ),

@@ -82,7 +82,8 @@ def test_a_trace_shows_the_other_layer_or_refuses(
     assert refused.code == 2
     assert refused.stderr.strip() == (
         f"error: '{alone.folder}' has no routing that a trace can show: its routers choose among so many "
-        "experts that they list pairs alone, without a score for each expert (router.type 'product_key')"
+        "experts that they list pairs alone, without a score for each expert (router.type 'product_key'); "
+        "the run's report shows what they use"
     )
     page = (alone.folder / "report.html").read_text(encoding="utf-8")
     assert "routers list pairs of too many experts to show each" in page

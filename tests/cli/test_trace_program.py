@@ -20,7 +20,7 @@ from rich.console import Console
 from moe_ffn.cli.exit import exit_on_bad_input
 from moe_ffn.cli.trace import main
 from moe_ffn.report.trace import Choice, Layer, Prediction, TextTrace, TokenTrace, Visit, follow
-from moe_ffn.report.trace_view import ground, page, table
+from moe_ffn.report.trace_view import ground, legend, page, table
 from moe_ffn.runs.reader import load_model
 from tests.helpers.browser import PHONE, opened
 from tests.helpers.tiny_runs import Finished, run_here
@@ -202,6 +202,15 @@ def test_the_table_and_its_legend() -> None:
         "is sure, 0.69 among 2 experts, 1.39 among 4 experts when it is undecided.",
         "next: the token held to be the most probable next one, and its probability.",
     ]
+
+
+def test_rounds_are_said_to_share_their_experts() -> None:
+    rounds = [Layer(name, ("0", "1"), "dropless") for name in ("layer_00", "layer_00/round_2")]
+    visits: dict[str, Visit | None] = {one.name: Visit((choice(1, 0.5),), 0.5) for one in rounds}
+    chain = TextTrace("chain", tuple(rounds), (TokenTrace(0, "a", visits, None),), {})
+
+    assert "The rounds of a layer have a router each and share their experts." in legend(chain)
+    assert not any("rounds" in line for line in legend(small_way()))
 
 
 def test_layers_that_do_not_fit_beside_each_other_stand_below() -> None:

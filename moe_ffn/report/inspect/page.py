@@ -177,7 +177,8 @@ class PageParts:
     def absent(self) -> list[str]:
         """What has no units to show, and why."""
         return [
-            f"Layer {layer} ({self.found.types[layer]}) has no hidden units that see single tokens."
+            f"Layer {layer} ({self.found.types[layer]}) is not shown: it has no network "
+            "whose hidden units see single tokens."
             for layer in self.found.without_units
         ]
 
@@ -195,10 +196,10 @@ def _distinct(tokens_k: np.ndarray) -> list[int]:
 
 
 def _by_layer(shares: Sequence[float], layers: Sequence[str]) -> str:
-    """`65%, 40% (layer 0, 1)`; of many layers the range and the mean."""
+    """`65%, 40% (layer 0, 1)`; of many the range and the mean."""
     if len(shares) > 6:
         low, high, mean = min(shares), max(shares), sum(shares) / len(shares)
-        return f"{low:.0%} to {high:.0%} (mean over {len(shares)} layers {mean:.0%})"
+        return f"{low:.0%} to {high:.0%} (mean of {len(shares)}: {mean:.0%})"
     return f"{', '.join(f'{share:.0%}' for share in shares)} (layer {', '.join(layers)})"
 
 
