@@ -94,11 +94,8 @@ def training_needs(config: TrainConfig) -> str:
     for option, ffn in model.ffns_by_option():
         params[option] += ffn.num_params(model.d_model)
     ((option, largest),) = params.most_common(1)
-    most = (
-        f"model.{option}, which has {largest:,} of them, "
-        if 2 * _FLOAT32 * largest > weights
-        else ""
-    )
+    is_most = 2 * _FLOAT32 * largest > weights > _bytes_of_batch(config)
+    most = f"model.{option}, which has {largest:,} of them, " if is_most else ""
     return (
         f"{weights // _FLOAT32:,} parameters and their gradients take {gigabytes(2 * weights)}, the token "
         f"ids of a batch {gigabytes(_bytes_of_batch(config))}; the optimizer's states and the activations "

@@ -16,6 +16,7 @@ from moe_ffn.experts.base import Experts, ExpertsConfig
 from moe_ffn.kernels.base import ACTIVATIONS, Activation, check_dtype
 from moe_ffn.memory import require_table_memory
 from moe_ffn.sizes import linear_flops
+from moe_ffn.torch_modes import without_autocast
 
 
 class EmbeddingExpertsConfig(ExpertsConfig, frozen=True):
@@ -150,7 +151,7 @@ def expert_of_each_pair(plan: Plan, num_experts: int) -> Tensor:
 def times_own_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """(N,), the scalar product of each pair's row and its token."""
     if plan.listed_k is not None:  # products of a token's rows, and no copy of it for each of them
-        rows_TKD = rows_ND.unflatten(0, (len(x_TD), plan.listed_k))
+        rows_TKD = rows_ND.unflatten(0, (-1, plan.listed_k))
         return torch.einsum("tkd,td->tk", rows_TKD, x_TD).flatten()
     return torch.einsum("nd,nd->n", rows_ND, x_TD.index_select(0, plan.token_ids_N))
 
@@ -158,11 +159,15 @@ def times_own_token(rows_ND: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
 def sum_of_rows(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) -> Tensor:
     """(T, D), each token's rows times their weights, in at least float32; the dtype of `x_TD`."""
     rows_ND = rows_ND.to(weights_N.dtype)
-    if plan.listed_k is not None:
-        table = (len(x_TD), plan.listed_k)
-        rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
-        return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
-    weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1).to(weights_N.dtype)
+    with without_autocast(x_TD):
+        if plan.listed_k is not None:
+            table = (
+                -1,
+                plan.listed_k,
+            )  # and not `len`, by which an exported graph has that many tokens
+            rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
+            return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
+        weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1)
     sums_TD = torch.zeros(x_TD.shape, dtype=weights_N.dtype, device=x_TD.device)
     return sums_TD.index_add(0, plan.token_ids_N, weighted_ND).to(x_TD.dtype)
 

@@ -16,8 +16,9 @@ constexpr int64_t TOKENS_ADDED = 256;  // that are added to the gradient of the 
 // (T, E): tokens of any type times the transpose of a float32 matrix (E, D), in float32. Tokens are converted
 // a few at a time, on their way to the product.
 inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1), "x is ", x.sizes(),
+              ", but the router's matrix ", weight.sizes());
   const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
-  TORCH_CHECK(weight.size(1) == D, "x is ", x.sizes(), ", but the router's matrix ", weight.sizes());
   const Tensor tokens = x.contiguous(), columns = weight.t().contiguous(),
                out = at::empty({T, E}, weight.options());
   const Rows from(tokens);
@@ -39,6 +40,8 @@ inline Tensor wide_linear(const Tensor& x, const Tensor& weight) {
 // The gradients of `wide_linear`: of the tokens in their type, and of the matrix; each where it is wanted.
 inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const Tensor& x,
                                                        const Tensor& weight, bool wants_x, bool wants_weight) {
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && grad.dim() == 2, "x has ", x.dim(), " axes, the matrix ",
+              weight.dim(), " and the gradient ", grad.dim(), ", where all have two");
   const int64_t T = x.size(0), D = x.size(1), E = weight.size(0);
   TORCH_CHECK(weight.size(1) == D && grad.size(0) == T && grad.size(1) == E, "x is ", x.sizes(),
               ", the router's matrix ", weight.sizes(), " and the gradient ", grad.sizes());

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from moe_ffn.native.build import why_not
 from moe_ffn.torch_modes import is_watched, transforms_at_work, without_autocast
 
+NARROW = (torch.bfloat16, torch.float16)
+
 MOST_CHOSEN = 32
 """Up to this k the compiled top-k, which inserts every score into a list of k, is the quicker one."""
 
@@ -21,7 +23,9 @@ def wide_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
     The compiled loop converts a few tokens at a time, and no copy of all of them is written.
     """
-    if _is_compiled(x_TD, weight_ED) and weight_ED.dtype == torch.float32:
+    # Of other shapes and dtypes, from a router of one's own, torch says what it takes.
+    is_narrow = x_TD.dtype in NARROW and x_TD.ndim == weight_ED.ndim == 2
+    if is_narrow and weight_ED.dtype == torch.float32 and _is_compiled(x_TD, weight_ED):
         return torch.ops.moe_ffn_cpu.wide_linear(x_TD.detach(), weight_ED.detach())
     with without_autocast(x_TD):
         return F.linear(x_TD.to(weight_ED.dtype), weight_ED)
@@ -31,8 +35,10 @@ def wide_linear_backward(
     grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, wants_x: bool, wants_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `wide_linear`: of x in its dtype, and of the matrix; None where it is not wanted."""
-    compiled = _is_compiled(grad_TE, x_TD, weight_ED) and not torch.is_grad_enabled()
-    if compiled and grad_TE.dtype == weight_ED.dtype == torch.float32:
+    is_narrow = x_TD.dtype in NARROW and grad_TE.ndim == x_TD.ndim == weight_ED.ndim == 2
+    is_wide = grad_TE.dtype == weight_ED.dtype == torch.float32
+    compiled = is_narrow and is_wide and _is_compiled(grad_TE, x_TD, weight_ED)
+    if compiled and not torch.is_grad_enabled():
         grad_x_TD, grad_ED = torch.ops.moe_ffn_cpu.wide_linear_backward(
             grad_TE, x_TD, weight_ED, wants_x, wants_weight
         )

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from moe_ffn.balancing.bias_rules import BiasRuleConfig
 from moe_ffn.config import TaggedConfig
 from moe_ffn.data.corpus import CorpusConfig, Document
-from moe_ffn.dispatch import make_plan
+from moe_ffn.dispatch import make_plan, plan_of_list
 from moe_ffn.errors import ConfigError, show
 from moe_ffn.experts.base import Experts
 from moe_ffn.ffn import FFNConfig
@@ -155,10 +155,12 @@ class _Trial:
             if ids.dtype != torch.int64 or (ids < 0).any() or (ids >= end).any():
                 raise self.refuse(f"its routing has {field} that are not int64 from 0 to {end - 1}")
         if (k := routing.listed_k) is not None:
-            every_token_T = torch.arange(num_tokens, device=routing.token_ids_N.device)
-            if not torch.equal(routing.token_ids_N, every_token_T.repeat_interleave(k)):
+            every_token_N = (
+                [token for token in range(num_tokens) for _ in range(k)] if type(k) is int else None
+            )
+            if routing.token_ids_N.tolist() != every_token_N:
                 raise self.refuse(
-                    f"its routing has listed_k {k}, but token_ids_N are not every token {k} times"
+                    f"its routing has listed_k {_show(k)}, but token_ids_N are not every token so many times"
                 )
 
     def require_blind_to_future(
@@ -311,8 +313,9 @@ class _Trial:
         ids_T1 = (torch.arange(len(x_TD), device=self.device) % stack.num_experts)[:, None]
         ones_TE = torch.ones(len(x_TD), stack.num_experts, device=self.device)
         pairs = routing_of_pairs(ones_TE[:, :1], ids_T1, ones_TE, ones_TE, TokenContext())
-        plan = make_plan(pairs, stack.num_experts)
         experts = self.built(stack.build(self.d_model), Experts).eval()
+        planned = plan_of_list if experts.by_row else make_plan
+        plan = planned(pairs, stack.num_experts)
         _move_off_zero(experts)
         who = "what its experts return"
         made = self.require_like(experts(x_TD, plan), x_TD, who)
@@ -322,7 +325,7 @@ class _Trial:
                 "pair's result by its weight"
             )
         dropped = replace(pairs, dropped_N=torch.ones_like(pairs.dropped_N))
-        nothing = experts(x_TD, make_plan(dropped, stack.num_experts))
+        nothing = experts(x_TD, planned(dropped, stack.num_experts))
         self.require_like(nothing, x_TD, f"{who} of a plan that drops every pair")
 
     def combine(self, config: CombineConfig) -> None:

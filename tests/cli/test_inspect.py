@@ -147,12 +147,14 @@ def test_every_kind_of_block_has_a_page(
     assert (code, err) == (0, "")
     shown = text_of(run.folder / "inspect.html")
     if name == "soft":
-        assert shown.count("has no hidden units that see single tokens") == 2
+        assert (
+            shown.count("is not shown: it has no network whose hidden units see single tokens") == 2
+        )
         assert "Layer 0 (soft_moe)" in " ".join(out.split())
         assert "Layer 1 (identity)" in " ".join(out.split())
     else:
         assert "What units store" in shown
-        assert "has no hidden units" not in shown
+        assert "is not shown" not in shown
     assert ("What each expert takes" in shown) == (name in ("shared", "depths"))
     if name == "shared":
         assert "shared expert, unit" in shown

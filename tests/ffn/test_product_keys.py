@@ -157,6 +157,13 @@ def test_a_capacity_and_experts_without_a_network_go_with_them(form: str) -> Non
     torch.testing.assert_close(output.hidden.flatten(0, 1), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_values_are_added_up_in_float32_under_autocast() -> None:
+    block, x_TD = build(config("product_key_memory")).float(), tokens(9).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got_TD = block(x_TD).hidden
+    torch.testing.assert_close(got_TD, block(x_TD).hidden, rtol=1e-5, atol=1e-6)
+
+
 @every_form
 def test_no_token_is_a_batch_too(form: str) -> None:
     x_TD = tokens(0).requires_grad_()

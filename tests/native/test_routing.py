@@ -64,6 +64,16 @@ def test_logits_have_the_same_bits_with_any_threads_and_without_gradients() -> N
         assert torch.equal(router(x_TD), one[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 16), (3, 5, 16), (16,)], ids=str)
+def test_tokens_of_other_shapes_are_left_to_torch(shape: tuple[int, ...]) -> None:
+    """The compiled loop knows two axes; with three of which the second is as wide it would read elsewhere."""
+    router, x = RouterLinear(16, 4, bias=True), torch.randn(shape).bfloat16()
+    exact = torch.nn.functional.linear(x.float(), router.weight, router.bias)
+    torch.testing.assert_close(router(x), exact)
+    with pytest.raises(RuntimeError, match=r"x is \[2, 16, 16\]"):
+        torch.ops.moe_ffn_cpu.wide_linear(torch.zeros(2, 16, 16).bfloat16(), router.weight.detach())
+
+
 def test_logits_are_counted_and_differentiated_twice() -> None:
     router, x_TD = RouterLinear(16, 4), torch.randn(9, 16).bfloat16().requires_grad_()
     with FlopCounterMode(display=False) as counter:

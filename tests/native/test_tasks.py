@@ -5,6 +5,8 @@ The code that divides the backward pass says what it would give to each of so ma
 
 from __future__ import annotations
 
+import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -36,10 +38,9 @@ Tasks = Callable[[torch.Tensor, int, int, int], tuple[list[int], list[int]]]
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Tasks:
     library = tmp_path_factory.mktemp("tasks") / "tasks.so"
     source = Path(__file__).with_name("tasks.cpp")
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    assert compiler is not None
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "clang++"]
     flags = [flag for flag in build._flags() if flag != "-O3"]
-    command = [compiler, *flags, f"-I{build.HERE}", source, "-o", library, "-ltorch_cpu", "-lc10"]
+    command = [*compiler, *flags, f"-I{build.HERE}", source, "-o", library, "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)
     torch.ops.load_library(library)
     return torch.ops.moe_ffn_tests.tasks

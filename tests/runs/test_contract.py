@@ -434,7 +434,7 @@ PLACES = {
     ),
     ("model.ffn.router", "Routes", "twice"): (
         "model.ffn.router ('own.py:Routes'): its routing has listed_k 2, but token_ids_N are not "
-        "every token 2 times"
+        "every token so many times"
     ),
     ("model.ffn.router", "Lists", "list without logits"): (
         "model.ffn.router ('own.py:Lists'): its routing has no logits_N, its scores before any "
