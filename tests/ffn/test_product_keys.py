@@ -257,7 +257,6 @@ def test_a_step_makes_nothing_of_the_size_of_e_but_gradients(form: str) -> None:
 # -- torch
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
 def test_torch_exports_them() -> None:
     block, x_BSD = build(config("peer")), tokens(2, 5)
