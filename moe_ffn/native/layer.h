@@ -9,7 +9,7 @@
 namespace moe_ffn {
 
 constexpr int64_t TILE = 64;              // rows that one thread goes through
-constexpr int64_t CHUNK = 256;            // rows whose gradient of a matrix is one product
+constexpr int64_t CHUNK = 512;            // rows whose gradient of a matrix is one product
 constexpr int64_t BLOCK = 128;            // rows of a matrix whose gradient is one task
 constexpr int64_t GROUP_BYTES = 8 << 20;  // of the copies that the experts of a group need at a time
 constexpr int64_t ALONE_BYTES =

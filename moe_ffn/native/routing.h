@@ -76,8 +76,16 @@ inline std::tuple<Tensor, Tensor> wide_linear_backward(const Tensor& grad, const
   return {grad_x, grad_weight};
 }
 
-// Whether a score is before another; NaN is before all, as in torch.topk.
-inline bool before(float a, float b) { return a > b || (a != a && b == b); }
+// Scores as integers of the same order, each with its expert behind it, so that of equal ones the first is the
+// larger; NaN is the largest, as in torch.topk.
+inline int64_t key(float score, int64_t expert) {
+  int32_t bits;
+  score += 0.0f;  // -0 is 0
+  std::memcpy(&bits, &score, sizeof(bits));
+  const bool is_nan = score != score;
+  const int32_t ordered = is_nan ? std::numeric_limits<int32_t>::max() : bits ^ (bits >> 31 & 0x7FFFFFFF);
+  return int64_t(ordered) << 32 | (0xFFFFFFFF - expert);
+}
 
 // (T, K): the experts with the largest scores (T, E), the largest first; of equal ones the first.
 inline Tensor top_k(const Tensor& scores, int64_t k) {
@@ -88,16 +96,15 @@ inline Tensor top_k(const Tensor& scores, int64_t k) {
   const float* from = rows.const_data_ptr<float>();
   int64_t* to = ids.data_ptr<int64_t>();
   for_each(k ? (T + ROWS - 1) / ROWS : 0, [&](int64_t task) {
-    float* best = scratch<float>(0, k);
+    int64_t* keys = scratch<int64_t>(0, E);
     for (int64_t t = task * ROWS; t < std::min(T, (task + 1) * ROWS); ++t) {
-      const float* row = from + t * E;
-      int64_t *chosen = to + t * k, count = 0;
-      for (int64_t e = 0; e < E; ++e) {
-        if (count == k && !before(row[e], best[k - 1])) continue;
-        int64_t place = count < k ? count++ : k - 1;
-        for (; place && before(row[e], best[place - 1]); --place)
-          best[place] = best[place - 1], chosen[place] = chosen[place - 1];
-        best[place] = row[e], chosen[place] = e;
+      for (int64_t e = 0; e < E; ++e) keys[e] = key(from[t * E + e], e);
+      for (int64_t i = 0; i < k; ++i) {
+        int64_t best = keys[0];
+        for (int64_t e = 1; e < E; ++e) best = std::max(best, keys[e]);
+        const int64_t expert = 0xFFFFFFFF - (best & 0xFFFFFFFF);
+        to[t * k + i] = expert;
+        keys[expert] = std::numeric_limits<int64_t>::min();
       }
     }
   });

@@ -1,6 +1,6 @@
 """The compiled experts where tiles, chunks, panels, blocks and groups end, held to `loop` in float64.
 
-Tiles are 64 rows, chunks 256, panels 64 columns, sums 512 numbers, blocks 128 rows, groups 8 MiB.
+Tiles are 64 rows, chunks 512, panels 64 columns, sums 512 numbers, blocks 128 rows, groups 8 MiB.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def close(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -
 Shape = tuple[int, int, int, tuple[int, ...]]
 
 SHAPES: dict[str, Shape] = {
-    "tails": (97, 65, 67, (321, 0, 1, 63, 0)),
-    "whole": (40, 128, 64, (256, 64)),
+    "tails": (97, 65, 67, (577, 0, 1, 63, 0)),
+    "whole": (40, 128, 64, (512, 64)),
     "long sums": (30, 521, 523, (66, 3)),
     "groups": (50, 260, 300, (9, 70, 0, *(5,) * 9)),
-    "one expert": (300, 33, 150, (0, 600, 0)),
-    "parts": (90, 20, 800, (1900, 2301, 9)),
+    "one expert": (300, 33, 150, (0, 1200, 0)),
+    "parts": (90, 20, 800, (1900, 4201, 9)),
     "one token": (1, 64, 65, (1, 0, 2)),
     "few rows": (16, 37, 19, (0, *range(8), *(0,) * 20)),
     "tiny": (5, 1, 1, (3, 2)),
