@@ -14,6 +14,7 @@ from moe_ffn.kernels import cpu_operator
 from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import native
+from moe_ffn.native import routing
 from moe_ffn.native.build import why_not
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
@@ -109,6 +110,20 @@ def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan
         opcheck(operator, detached)
 
 
+@needs_compiler
+@every_check
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_the_operators_of_routers_in_c_are_what_torch_asks_for(check: str) -> None:
+    compiled = routing._operators()
+    x_TD, weight_ED, scores_TE = torch.randn(5, 8).bfloat16(), torch.randn(4, 8), torch.randn(5, 4)
+    opcheck(compiled.wide_linear.default, (x_TD, weight_ED), test_utils=check)
+    for wanted in ((True, True), (True, False), (False, True)):
+        given = (scores_TE, x_TD, weight_ED, *wanted)
+        opcheck(compiled.wide_linear_backward.default, given, test_utils=check)
+    opcheck(compiled.top_k.default, (scores_TE, 2), test_utils=check)
+    opcheck(compiled.sort_by_expert.default, (torch.tensor([2, 0, 4, 0]), 4), test_utils=check)
+
+
 @slow
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
 def test_the_operators_of_triton_are_what_torch_asks_for(
@@ -123,6 +138,11 @@ def test_the_operators_of_triton_are_what_torch_asks_for(
     x_TD = torch.randn(3, 16, device=plan.offsets_E.device, requires_grad=True)
     arguments = called(launch, "experts", lambda: triton.triton(x_TD, plan, weights))
     opcheck(launch.experts, arguments)
+    tensors = [None if value is None else value.detach() for value in arguments[:11]]
+    y_TD, pre_NH = (value.detach() for value in launch.experts(*arguments))
+    for wanted in ([True] * 6, [False, True, True, False, False, False]):
+        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[11:14], wanted)
+        opcheck(launch.experts_backward, given)
 
 
 @every_check
