@@ -68,6 +68,22 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
         opcheck(cpu_operator.experts_backward, given, test_utils=check)
 
 
+def test_under_autocast_the_first_product_has_its_dtype(
+    make_weights: Any, make_plan_of: Any
+) -> None:
+    x_TD, plan, weights = (
+        torch.randn(3, 20, requires_grad=True),
+        make_plan_of(EXPERTS, 3),
+        make_weights(),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        arguments = called(
+            cpu_operator, "experts", lambda: cpu_operator.in_graph(x_TD, plan, weights)
+        )
+    assert torch.bfloat16 in arguments
+    opcheck(cpu_operator.experts, arguments, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_operator_computes_what_cpu_does(
@@ -148,7 +164,12 @@ def test_the_operators_of_triton_are_what_torch_asks_for(
 @every_check
 def test_the_operators_of_routers_are_what_torch_asks_for(check: str) -> None:
     values_TE, counted_T = torch.randn(6, 4), torch.tensor([True] * 5 + [False])
-    opcheck(sinkhorn.sinkhorn_operator, (values_TE, counted_T, 1e-4, 20), test_utils=check)
+    for given in (
+        (values_TE, counted_T, 1e-4, 20),
+        (values_TE, counted_T & False, 1e-4, 20),
+        (values_TE.bfloat16(), counted_T, 1e-4, 20),
+    ):
+        opcheck(sinkhorn.sinkhorn_operator, given, test_utils=check)
     ids_T = torch.zeros(6, dtype=torch.int64)
     given = (values_TE, ids_T, counted_T)
     opcheck(balanced_assignment.assign_operator, given, test_utils=check)
