@@ -45,7 +45,7 @@ class Plan:
         return summarize(self)
 
 
-torch.export.register_dataclass(Plan)
+torch.export.register_dataclass(Plan, serialized_type_name="moe_ffn.Plan")
 
 
 def make_plan(routing: Routing, num_experts: int | None = None) -> Plan:

@@ -511,4 +511,4 @@ def on_this_rank(tensor: Tensor) -> Tensor:
 
 
 for _value in (TokenContext, Routing, FFNOutput):
-    torch.export.register_dataclass(_value)
+    torch.export.register_dataclass(_value, serialized_type_name=f"moe_ffn.{_value.__name__}")

@@ -73,9 +73,10 @@ class EmbeddingExperts(Experts):
 
 
 class SingleNeuronExpertsConfig(EmbeddingExpertsConfig, frozen=True):
-    """PEER's experts of one hidden unit, e_i(x) = act(u_i . x) v_i, a million of them or so.
+    """PEER's experts of one hidden unit, e_i(x) = act(u_i . x) v_i.
 
-    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2.
+    He 2024, "Mixture of A Million Experts" (arXiv:2407.04153), section 2. There 8 queries choose 16 of
+    1,024^2 experts each, ahead of dense blocks and of mixtures of large experts at 6e18 and at 2e19 FLOPs.
     """
 
     num_tables: ClassVar[int] = 2
@@ -161,10 +162,8 @@ def sum_of_rows(rows_ND: Tensor, weights_N: Tensor, plan: Plan, x_TD: Tensor) ->
     rows_ND = rows_ND.to(weights_N.dtype)
     with without_autocast(x_TD):
         if plan.listed_k is not None:
-            table = (
-                -1,
-                plan.listed_k,
-            )  # and not `len`, by which an exported graph has that many tokens
+            # Not `len(x_TD)`, by which an exported graph has that many tokens.
+            table = (-1, plan.listed_k)
             rows_TKD, weights_TK = rows_ND.unflatten(0, table), weights_N.unflatten(0, table)
             return torch.einsum("tk,tkd->td", weights_TK, rows_TKD).to(x_TD.dtype)
         weighted_ND = (weights_N[:, None, None] @ rows_ND.unsqueeze(1)).squeeze(1)

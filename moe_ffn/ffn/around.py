@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.dispatch import Dispatched
 from moe_ffn.experts.base import Experts
+from moe_ffn.kernels.base import check_dtype
 from moe_ffn.sizes import linear_flops, linear_params
 
 
@@ -113,6 +114,15 @@ class Latent(nn.Module):
         super().__init__()
         self.into = nn.Linear(d_model, config.width, config.bias)
         self.out_of = nn.Linear(config.width, d_model, config.bias)
+
+    def narrowed(self, x_TD: Tensor) -> Tensor:
+        """`x_TD` in the space of the experts.
+
+        Raises:
+            ValueError: `x_TD` has another dtype than the weights, without autocast.
+        """
+        check_dtype(x_TD, self.into.weight)
+        return self.into(x_TD)
 
 
 def run_by_pair(

@@ -243,7 +243,7 @@ class MoEFFN(FFNBlock):
             x_TD = jittered(x_TD, self.config.jitter).to(x_TD.dtype)
         routing = router(x_TD, flat)
         routing = self.capacity.limit(routing, training=self.training)
-        inner_TD = x_TD if self.latent is None else self.latent.into(x_TD)
+        inner_TD = x_TD if self.latent is None else self.latent.narrowed(x_TD)
         inner_TD = self._normed("experts_input", inner_TD)
         sent = self.dispatcher.dispatch(inner_TD, self.make_plan(routing, self.num_experts))
         x = x_TD.view_as(x)  # zero where it is padding

@@ -124,16 +124,17 @@ class Residual(Combine):
         return share[..., :1] * routed, share[..., 1:] * shared
 
 
-@torch.no_grad()
 def share_of_norms(shared: Tensor, routed: Tensor, mask: Tensor | None) -> Tensor:
-    """The shared expert's fraction of the output, a scalar in [0, 1].
+    """The shared expert's fraction of the output, a scalar in [0, 1], without gradient.
 
     The mean over real tokens of |shared| / (|shared| + |routed|), Euclidean norms of both, (..., d_model),
     after they were weighted. 0 where no token is real.
     """
     dtype = torch.promote_types(shared.dtype, torch.float32)
+    # Not by `no_grad`, of which torch exports a graph of its own, and loads none whose result nobody reads.
     shared_T, routed_T = (
-        torch.linalg.vector_norm(value, dim=-1, dtype=dtype).flatten() for value in (shared, routed)
+        torch.linalg.vector_norm(value.detach(), dim=-1, dtype=dtype).flatten()
+        for value in (shared, routed)
     )
     share_T = shared_T / (shared_T + routed_T).clamp(min=torch.finfo(shared_T.dtype).tiny)
     if mask is None:

@@ -339,7 +339,7 @@ class DecoderOutput:
         return f"{type(self).__name__}(logits={brief(self.logits)}, {routings})"
 
 
-torch.export.register_dataclass(DecoderOutput)
+torch.export.register_dataclass(DecoderOutput, serialized_type_name="moe_ffn.DecoderOutput")
 
 
 class Decoder(nn.Module):

@@ -111,4 +111,4 @@ def sinkhorn_operator(
 
 @sinkhorn_operator.register_fake
 def _(logits_TE: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(logits_TE)
+    return torch.empty_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))

@@ -21,6 +21,16 @@ BLOCKS: dict[str, Any] = {
     "soft_moe": {"type": "soft_moe", "num_experts": 2, "slots_per_expert": 3},
     "moe-hash": {"type": "moe", "router": "hash"},
     "moe-shared": {"type": "moe", "shared_expert": "dense"},
+    "moe-latent": {"type": "moe", "latent": {"width": 8}},
+    **{
+        f"moe-{experts}": {
+            "type": "moe",
+            "num_experts": 16,
+            "router": "product_key",
+            "experts": experts,
+        }
+        for experts in ("single_neuron", "value")
+    },
     "mixture_of_depths-identity": {"type": "mixture_of_depths", "ffn": "identity"},
 }
 every_block = pytest.mark.parametrize("config", BLOCKS.values(), ids=BLOCKS)

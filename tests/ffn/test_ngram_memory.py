@@ -191,6 +191,14 @@ def test_another_seed_is_another_hash() -> None:
     assert not torch.equal(one, other)
 
 
+def test_the_hash_is_that_by_which_saved_tables_were_trained() -> None:
+    tables = NgramTables(NgramMemoryConfig(num_heads=1, num_rows=100), D)
+    assert tables.factors == (1_813_382_119, 1_627_694_687, 903_170_593)
+    assert tables.places(torch.tensor([[5, 8, 3]]), None).tolist() == [
+        [[3, 122], [80, 114], [9, 196]]
+    ]
+
+
 @pytest.mark.parametrize("inside", INSIDE)
 def test_its_cost_is_that_of_the_module_and_a_token_reads_one_row_of_each_table(
     inside: str,

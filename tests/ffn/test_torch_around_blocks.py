@@ -6,7 +6,11 @@ All of it: `python -m pytest -m "slow or not slow" tests/ffn/test_torch_around_b
 from __future__ import annotations
 
 import copy
+import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from moe_ffn import FFNBlock, FFNConfig, RouterConfig, TokenContext, build_ffn
+from moe_ffn import FFNBlock, FFNConfig, FFNOutput, RouterConfig, TokenContext, build_ffn
 from moe_ffn.experts.base import ExpertsConfig
 from moe_ffn.ffn import CombineConfig
 from moe_ffn.kernels.select import BACKENDS
@@ -131,9 +135,16 @@ def exported(block: FFNBlock, x: Tensor, backend: str) -> None:
     x = x.detach()
     batch = {0: torch.export.Dim("batch", max=64)}
     program = torch.export.export(Module(), (x, ids_of(x)), dynamic_shapes=(batch, batch))
+    loaded = loaded_again(program)
     for size in (2, 5):
         x = tokens(size, 6, dtype=x.dtype)
-        assert_close([program.module()(x, ids_of(x))], [run(block, x)])
+        assert_close([loaded(x, ids_of(x))], [run(block, x)])
+
+
+def loaded_again(program: torch.export.ExportedProgram) -> nn.Module:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return torch.export.load(io.BytesIO(file.getvalue())).module()
 
 
 def differentiated(block: FFNBlock, x: Tensor, backend: str) -> None:
@@ -337,6 +348,50 @@ def test_grouped_mm_in_a_graph_of_another_dtype_says_what_takes_it() -> None:
     )
     with pytest.raises(ValueError, match=sentence):
         exported(block, x, "grouped_mm")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    ["moe", *(pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS if name != "moe")],
+)
+def test_all_that_a_block_returns_is_exported_saved_and_loaded(name: str) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = build(name, "auto").eval()
+
+        def forward(self, x: Tensor, ids: Tensor) -> FFNOutput:
+            return self.block(x, TokenContext(token_ids=ids))
+
+    module, given = Module(), (tokens(), ids_of(tokens()))
+    loaded: Any = loaded_again(torch.export.export(module, given))
+    output, wanted = loaded(*given), module(*given)
+    assert_close([output.hidden], [wanted.hidden])
+    assert list(output.routings) == list(wanted.routings)
+    for key, routing in wanted.routings.items():
+        assert torch.equal(output.routings[key].expert_ids_N, routing.expert_ids_N)
+        assert output.routings[key].num_experts == routing.num_experts
+    torch.testing.assert_close(output.shared_shares, wanted.shared_shares)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_another_process_runs_an_exported_block(tmp_path: Path) -> None:
+    block, x = build("moe", "cpu").eval(), tokens()
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    torch.export.save(
+        torch.export.export(block, (x,), dynamic_shapes=shapes), tmp_path / "block.pt2"
+    )
+    more = tokens(5, 6)
+    torch.save(more, tmp_path / "x.pt")
+    program = (
+        "import torch, moe_ffn; x = torch.load('x.pt'); "
+        "torch.save(torch.export.load('block.pt2').module()(x).hidden, 'y.pt')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    assert_close([torch.load(tmp_path / "y.pt")], [block(more).hidden])
 
 
 def test_the_documented_table_is_this_one() -> None:

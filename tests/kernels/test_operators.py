@@ -14,6 +14,7 @@ from moe_ffn.kernels import cpu_operator
 from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import native
+from moe_ffn.native import routing
 from moe_ffn.native.build import why_not
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
@@ -67,6 +68,22 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
         opcheck(cpu_operator.experts_backward, given, test_utils=check)
 
 
+def test_under_autocast_the_first_product_has_its_dtype(
+    make_weights: Any, make_plan_of: Any
+) -> None:
+    x_TD, plan, weights = (
+        torch.randn(3, 20, requires_grad=True),
+        make_plan_of(EXPERTS, 3),
+        make_weights(),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        arguments = called(
+            cpu_operator, "experts", lambda: cpu_operator.in_graph(x_TD, plan, weights)
+        )
+    assert torch.bfloat16 in arguments
+    opcheck(cpu_operator.experts, arguments, test_utils="test_faketensor")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", GATES)
 def test_the_operator_computes_what_cpu_does(
@@ -109,6 +126,20 @@ def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan
         opcheck(operator, detached)
 
 
+@needs_compiler
+@every_check
+@pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
+def test_the_operators_of_routers_in_c_are_what_torch_asks_for(check: str) -> None:
+    compiled = routing._operators()
+    x_TD, weight_ED, scores_TE = torch.randn(5, 8).bfloat16(), torch.randn(4, 8), torch.randn(5, 4)
+    opcheck(compiled.wide_linear.default, (x_TD, weight_ED), test_utils=check)
+    for wanted in ((True, True), (True, False), (False, True)):
+        given = (scores_TE, x_TD, weight_ED, *wanted)
+        opcheck(compiled.wide_linear_backward.default, given, test_utils=check)
+    opcheck(compiled.top_k.default, (scores_TE, 2), test_utils=check)
+    opcheck(compiled.sort_by_expert.default, (torch.tensor([2, 0, 4, 0]), 4), test_utils=check)
+
+
 @slow
 @pytest.mark.filterwarnings("ignore")  # what torch's own tracing warns of
 def test_the_operators_of_triton_are_what_torch_asks_for(
@@ -123,12 +154,22 @@ def test_the_operators_of_triton_are_what_torch_asks_for(
     x_TD = torch.randn(3, 16, device=plan.offsets_E.device, requires_grad=True)
     arguments = called(launch, "experts", lambda: triton.triton(x_TD, plan, weights))
     opcheck(launch.experts, arguments)
+    tensors = [None if value is None else value.detach() for value in arguments[:11]]
+    y_TD, pre_NH = (value.detach() for value in launch.experts(*arguments))
+    for wanted in ([True] * 6, [False, True, True, False, False, False]):
+        given = (torch.randn_like(y_TD), *tensors, pre_NH, *arguments[11:14], wanted)
+        opcheck(launch.experts_backward, given)
 
 
 @every_check
 def test_the_operators_of_routers_are_what_torch_asks_for(check: str) -> None:
     values_TE, counted_T = torch.randn(6, 4), torch.tensor([True] * 5 + [False])
-    opcheck(sinkhorn.sinkhorn_operator, (values_TE, counted_T, 1e-4, 20), test_utils=check)
+    for given in (
+        (values_TE, counted_T, 1e-4, 20),
+        (values_TE, counted_T & False, 1e-4, 20),
+        (values_TE.bfloat16(), counted_T, 1e-4, 20),
+    ):
+        opcheck(sinkhorn.sinkhorn_operator, given, test_utils=check)
     ids_T = torch.zeros(6, dtype=torch.int64)
     given = (values_TE, ids_T, counted_T)
     opcheck(balanced_assignment.assign_operator, given, test_utils=check)
