@@ -36,6 +36,7 @@ from moe_ffn.interop.block_parts import (
     SWITCH,
     TRANSPOSED,
     WIDE,
+    Block,
     K,
     bias_at,
     dbrx,
@@ -47,13 +48,13 @@ from moe_ffn.interop.block_parts import (
     if_any,
     inkling,
     inkling_bias,
+    its,
     moe,
     shared,
     shared_at,
     step,
     times,
 )
-from moe_ffn.interop.blocks import Block, its
 from moe_ffn.interop.layouts import linear, named, one_less
 
 BLOCKS: dict[str, Block | str] = {
