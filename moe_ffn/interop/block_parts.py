@@ -125,7 +125,7 @@ def groups(config: Any) -> dict[str, int] | None:
     return {"num_groups": config.n_group, "keep": config.topk_group}
 
 
-def if_any(option: str, template: Template, otherwise: Any = None) -> Any:
+def if_set(option: str, template: Template, otherwise: Any = None) -> Any:
     """The template where their option is neither 0 nor null."""
     return lambda config: template if getattr(config, option) else otherwise
 
@@ -177,8 +177,8 @@ def bias_at(name: str) -> Names:
     return {"router.correction_bias_E": named(name)}
 
 
-def flat(into: str, out_of: str) -> Names:
-    """A shared expert one of whose matrices has the rows of gate, then those of up."""
+def fused_shared_expert(into: str, out_of: str) -> Names:
+    """A shared expert whose gate and up are one matrix, gate first."""
 
     def half(second: bool, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         rows = slice(shape[0], None) if second else slice(shape[0])
@@ -191,8 +191,8 @@ def flat(into: str, out_of: str) -> Names:
     }
 
 
-def each_at(up: str, down: str) -> Names:
-    """Experts that are modules, by number."""
+def experts_by_number(up: str, down: str) -> Names:
+    """Experts that are modules of their own, by number."""
 
     def layout(stem: str, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         return [[Piece(stem.format(e), lambda ours, e=e: ours[e]) for e in range(shape[0])]]
@@ -209,7 +209,7 @@ def first_experts(prefix: str, shape: torch.Size, their: Theirs) -> list[list[Pi
     return [[Piece("experts.gate_up_proj", rows=slice(shape[0]))]]
 
 
-def dbrx(name: str, place: int, prefix: str, shape: torch.Size, their: Theirs) -> Any:
+def dbrx(name: str, prefix: str, shape: torch.Size, their: Theirs) -> Any:
     if name == "w2":
         return [[Piece("experts.mlp.w2", lambda ours: ours.mT)]]
     return [
@@ -257,8 +257,8 @@ def of_family(model_type: str, class_name: str) -> Block:
 def _inside(family: Family) -> Names:
     def inside(layout: Layout, prefix: str, shape: torch.Size, their: Theirs) -> list[list[Piece]]:
         return [
-            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in way]
-            for way in layout(prefix, shape, their)
+            [Piece(piece.name.split(".", 1)[1], piece.part, piece.order) for piece in form]
+            for form in layout(prefix, shape, their)
         ]
 
     return {
@@ -271,7 +271,7 @@ def _inside(family: Family) -> Names:
 SCORES = {"sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 
 
-def step(config: Any, option: str) -> dict[str, Any]:
+def step_gate(config: Any, option: str) -> dict[str, Any]:
     """Step-3.7's gate in its first layer, where a limit of 0 is none."""
     limit = (getattr(config, option) or [0])[0]
     if not limit:
@@ -331,7 +331,7 @@ GRANITE_LAYER = GRANITE.but(
                 "router.projection.weight": "router.weight",
             }.items()
         },
-        **flat("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        **fused_shared_expert("shared_mlp.input_linear", "shared_mlp.output_linear"),
     },
     small={"shared_intermediate_size": 20},
     unused=("self_attn.*", ".*layernorm.*", "mamba.*"),
@@ -388,7 +388,7 @@ SWITCH = Block(
         "experts": {"type": "mlp", "activation": its("dense_act_fn"), "d_ff": its("d_ff")},
         "capacity": {"per_sequence": its("expert_capacity")},
     },
-    {**each_at("wi", "wo"), **linear(router__projection="router.classifier")},
+    {**experts_by_number("wi", "wo"), **linear(router__projection="router.classifier")},
     small={"expert_capacity": 2, "dropout_rate": 0.0},
     in_training={"jitter": its("router_jitter_noise"), "router": {"jitter": 0.0}},
     wrong="in float32 its jitter multiplies the block's input in place and reaches the experts, where "
