@@ -26,7 +26,7 @@ from moe_ffn.kernels.base import ExpertWeights, refuse_vmap
 from moe_ffn.outputs import FFNOutput, Memory, TokenContext, check_input, flatten_tokens
 from moe_ffn.routing import LinearRouterConfig, RouterConfig, TopKRouterConfig
 from moe_ffn.routing.base import Router, jittered
-from moe_ffn.torch_modes import transforms_at_work
+from moe_ffn.torch_modes import is_transform_on
 
 
 class MoEConfig(FFNConfig, frozen=True):
@@ -236,7 +236,7 @@ class MoEFFN(FFNBlock):
 
     def route_by(self, router: Router, x: Tensor, context: TokenContext | None) -> FFNOutput:
         """`forward` with another router for as many experts; `x` and `context` are checked."""
-        if self.make_plan is make_plan and transforms_at_work():
+        if self.make_plan is make_plan and is_transform_on():
             refuse_vmap(x, self.parameters())
         x_TD, flat = flatten_tokens(x, context)
         if self.training and self.config.jitter:

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ffn.config import MAX_COUNT, Config
 from moe_ffn.dispatch import Plan
 from moe_ffn.outputs import on_this_rank, summarize
-from moe_ffn.torch_modes import is_autocast_on, is_batched, transforms_at_work
+from moe_ffn.torch_modes import is_autocast_on, is_batched, is_transform_on
 
 # -- activations
 
@@ -260,7 +260,7 @@ def outside_graphs(backend: Backend) -> Backend:
     def run(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         if torch.compiler.is_compiling():
             sentence = f"experts.backend '{backend.__name__}' {NOT_IN_GRAPHS}"
-            if transforms_at_work():
+            if is_transform_on():
                 sentence = TRANSFORMS_NOT_IN_GRAPHS
             if torch.compiler.is_exporting():
                 raise ValueError(sentence)
@@ -380,7 +380,7 @@ def check_dtype(x: Tensor, weight: Tensor | None) -> None:
     raise ValueError(f"x is {x.dtype}, but this block's weights are {weight.dtype}; {advice}")
 
 
-NATIVE_ON_CPU = {
+CPU_CAPABILITIES = {
     torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
     torch.float16: ("amx_fp16", "avx512_fp16"),
 }
@@ -398,9 +398,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 def product_dtype_on_cpu(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, or float32 where this CPU would only emulate it, at a fraction of float32's speed."""
-    if dtype in NATIVE_ON_CPU and not any(_capabilities().get(c) for c in NATIVE_ON_CPU[dtype]):
-        return torch.float32
-    return dtype
+    wanted = CPU_CAPABILITIES.get(dtype)
+    if wanted is None or any(_capabilities().get(name) for name in wanted):
+        return dtype
+    return torch.float32
 
 
 @cache

@@ -47,7 +47,7 @@ WHOLE = 0.25
 MAX_LABELS = 16
 """More arms than this are named in the legend of the frontier alone."""
 
-_LEAST_SPAN = 0.1
+_MIN_SPAN = 0.1
 """Of an axis of costs, as a share of the largest."""
 
 _LOSS_AXIS: Mapping[str, Any] = {"title": axis_title("loss (nats per token)"), "automargin": True}
@@ -293,7 +293,7 @@ def frontier(comparison: Comparison, cost: str = "FLOPs") -> go.Figure:
         )
     is_wide = min(known) > 0 and max(known) / min(known) > 4
     # Costs that are nearly equal are drawn near one another.
-    span = max(max(known) - min(known), _LEAST_SPAN * max(known))
+    span = max(max(known) - min(known), _MIN_SPAN * max(known))
     x_axis: dict[str, Any] = {
         "title": axis_title(f"{cost} of training" if cost != "parameters" else cost),
         "exponentformat": "SI",

@@ -18,11 +18,13 @@ from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.select import run_experts
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 
 T, D, E, F = 6, 3, 4, 5
 
-without_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+without_compiler = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"native {why_unavailable()}"
+)
 each_way = pytest.mark.parametrize(
     "cpu", [pytest.param(native, marks=without_compiler), blocks], ids=["native", "blocks"]
 )
@@ -270,7 +272,7 @@ def test_a_cpu_takes_the_quickest_way_it_has(
     why: str | None, num_pairs: int, trains: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[str] = []
-    monkeypatch.setattr(choice, "why_not", lambda: why)
+    monkeypatch.setattr(choice, "why_unavailable", lambda: why)
     for name in ("native", "blocks", "loop"):
         monkeypatch.setattr(choice, name, lambda x, *_, name=name: taken.append(name) or x)
     x_TD, _, up, down, _, _ = inputs(gated=False)

@@ -18,9 +18,9 @@ from moe_ffn.kernels import native as backend
 from moe_ffn.kernels.base import Backend, ClampedSwiGLU, ExpertWeights
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.torch_products import loop
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=f"native {why_unavailable()}")
 
 NAMES = ("x", "weights", "up", "down", "up_bias", "down_bias")
 LEFT_OUT = 7

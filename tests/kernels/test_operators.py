@@ -14,7 +14,7 @@ from moe_ffn.kernels import cpu_operator
 from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import native
-from moe_ffn.native.build import why_not
+from moe_ffn.native.build import why_unavailable
 from moe_ffn.routing import balanced_assignment, sinkhorn
 
 EXPERTS = [[0, 2], [0, None], [1, 2]]
@@ -24,7 +24,9 @@ GATES = {
     "clamped": ClampedGate(1.0, 2.0, 0.5, after=True),
     "soft_capped": SoftCappedSwiGLU(3.0, 2.0),
 }
-needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"native {why_not()}")
+needs_compiler = pytest.mark.skipif(
+    why_unavailable() is not None, reason=f"native {why_unavailable()}"
+)
 slow = pytest.mark.slow
 TRACED = "test_aot_dispatch_dynamic"
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", TRACED)
@@ -56,7 +58,7 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
 ) -> None:
     weights, plan = make_weights(clamped=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20, requires_grad=True)
-    run = lambda: cpu_operator.in_graph(x_TD, plan, weights)  # noqa: E731
+    run = lambda: cpu_operator.run_operator(x_TD, plan, weights)  # noqa: E731
     opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
     arguments = called(cpu_operator, "experts", run)
     tensors, options = arguments[:10], arguments[10:15]
@@ -77,7 +79,7 @@ def test_the_operator_computes_what_cpu_does(
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
     leaves = [x_TD, plan.weights_N, *weights.parameters]
     found: list[list[Tensor]] = []
-    for run in (cpu, cpu_operator.in_graph):
+    for run in (cpu, cpu_operator.run_operator):
         y_TD = run(x_TD, plan, weights)
         found.append([y_TD, *torch.autograd.grad(y_TD.float().square().sum(), leaves)])
     for one, other in zip(*found, strict=True):
@@ -86,7 +88,7 @@ def test_the_operator_computes_what_cpu_does(
 
 def test_the_operator_has_no_second_derivative(make_weights: Any, make_plan_of: Any) -> None:
     x_TD = torch.randn(3, 20, requires_grad=True)
-    y_TD = cpu_operator.in_graph(x_TD, make_plan_of(EXPERTS, 3), make_weights())
+    y_TD = cpu_operator.run_operator(x_TD, make_plan_of(EXPERTS, 3), make_weights())
     (grad_TD,) = torch.autograd.grad(y_TD.square().sum(), x_TD, create_graph=True)
     with pytest.raises(RuntimeError, match=r"'cpu' has no second derivative.*to 'loop', which has"):
         grad_TD.sum().backward()
@@ -104,7 +106,7 @@ def test_the_operators_in_c_are_what_torch_asks_for(make_weights: Any, make_plan
         (compiled.experts_forward.default, forward),
         (compiled.experts_backward.default, backward),
     ):
-        # Gradients are those of `own_backward`.
+        # Gradients are those of `autograd`.
         detached = tuple(v.detach() if isinstance(v, Tensor) else v for v in given)
         opcheck(operator, detached)
 
