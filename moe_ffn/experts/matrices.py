@@ -22,8 +22,8 @@ from moe_ffn.kernels.base import (
     Activation,
     ClampOptions,
     ExpertWeights,
-    Gate,
     GatedType,
+    GateFunction,
     SoftCapOptions,
 )
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
@@ -171,7 +171,7 @@ class ThreeMatrixExpertsConfig(MatrixExpertsConfig, frozen=True):
     num_matrices: ClassVar[int] = 3
 
     @property
-    def clamped(self) -> Gate | None:
+    def gate_function(self) -> GateFunction | None:
         """Replaces activation(gate) * up where it is given."""
         return None
 
@@ -242,7 +242,7 @@ class GatedExperts(MatrixExperts):
             up_bias_EH=self.gate_up_bias,
             down_bias_ED=self.down_bias,
             dropout=self.dropout,
-            clamped=self.config.clamped,
+            gate_function=self.config.gate_function,
         )
 
     @property

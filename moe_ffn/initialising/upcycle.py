@@ -198,7 +198,7 @@ def _kind(weights: ExpertWeights | None) -> tuple[object, ...] | None:
     if weights is None:
         return None
     biases = weights.up_bias_EH is not None, weights.down_bias_ED is not None
-    return weights.activation, weights.gated, weights.clamped, biases
+    return weights.activation, weights.gated, weights.gate_function, biases
 
 
 def _words(weights: ExpertWeights | None) -> str:

@@ -122,7 +122,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * (x / cap).tanh()
 
 
-Gate = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
+GateFunction = ClampedSwiGLU | ClampedGate | SoftCappedSwiGLU
 """What may stand in the place of act(gate) * up."""
 
 
@@ -142,7 +142,7 @@ class ClampOptions(Config, frozen=True):
     """Whether the gate is clamped before its activation, or after it."""
 
     @property
-    def clamped(self) -> Gate:
+    def gate_function(self) -> GateFunction:
         if (self.added, self.clamp) == (1, "before"):
             return ClampedSwiGLU(self.alpha, self.limit)
         return ClampedGate(self.alpha, self.limit, self.added, self.clamp == "after")
@@ -157,7 +157,7 @@ class SoftCapOptions(Config, frozen=True):
     """Bound of the linear part on both sides."""
 
     @property
-    def clamped(self) -> Gate:
+    def gate_function(self) -> GateFunction:
         return SoftCappedSwiGLU(self.gate_cap, self.up_cap)
 
 
@@ -180,7 +180,7 @@ class ExpertWeights:
     down_bias_ED: Tensor | None = None
     dropout: float = 0.0
     """Probability of zeroing an activated hidden unit; 0 in evaluation."""
-    clamped: Gate | None = None
+    gate_function: GateFunction | None = None
     """Replaces act(gate x) * up x, where experts have a gate of this kind."""
     interleaved: bool = False
     """Rows of gate and up take turns, as in GPT-OSS; otherwise all of gate come first."""
@@ -230,7 +230,7 @@ class ExpertWeights:
         else:
             turns = up_NH[..., ::2], up_NH[..., 1::2]
             gate, up = turns if self.interleaved else up_NH.chunk(2, dim=-1)
-            hidden = act(gate) * up if self.clamped is None else self.clamped(gate, up)
+            hidden = act(gate) * up if self.gate_function is None else self.gate_function(gate, up)
         return F.dropout(hidden, self.dropout) if self.dropout else hidden
 
 

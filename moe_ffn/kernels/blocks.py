@@ -332,7 +332,7 @@ class BlockActivation:
         # The backend applies dropout, since it needs the mask again in backward.
         self.weights = replace(weights, dropout=0.0)
         self.workspace = workspace
-        self.by_autograd = weights.clamped is not None or weights.interleaved
+        self.by_autograd = weights.gate_function is not None or weights.interleaved
         self.function, self.derivative = IN_PLACE[weights.activation]
 
     def hidden(self, up_NH: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels.autograd import Implementation, Inputs, register
 from moe_ffn.kernels.base import (
     ExpertWeights,
-    Gate,
+    GateFunction,
     compute_dtype,
     dropout_mask,
     needs_gradient,
@@ -40,7 +40,7 @@ def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
         *ids,
         dropout_mask(plan.weights_N.shape[0], weights, of_mask, x_TD.device),
         weights.activation,
-        encode_gate(weights.clamped),
+        encode_gate(weights.gate_function),
         weights.gated,
         weights.interleaved,
         compute_dtype(x_TD),
@@ -49,16 +49,16 @@ def run_operator(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     return y_TD
 
 
-def encode_gate(gate: Gate | None) -> list[float] | None:
-    """A gate as an operator of torch takes it: which of `Gate` it is, then its fields."""
+def encode_gate(gate: GateFunction | None) -> list[float] | None:
+    """A gate as an operator of torch takes it: which of `GateFunction` it is, then its fields."""
     if gate is None:
         return None
-    return [float(get_args(Gate).index(type(gate))), *map(float, vars(gate).values())]
+    return [float(get_args(GateFunction).index(type(gate))), *map(float, vars(gate).values())]
 
 
-def decode_gate(numbers: list[float] | None) -> Gate | None:
+def decode_gate(numbers: list[float] | None) -> GateFunction | None:
     """The gate of `encode_gate`."""
-    return None if numbers is None else get_args(Gate)[int(numbers[0])](*numbers[1:])
+    return None if numbers is None else get_args(GateFunction)[int(numbers[0])](*numbers[1:])
 
 
 @torch.library.custom_op("moe_ffn::experts_on_cpu", mutates_args=())
@@ -146,7 +146,7 @@ def _inputs(
         *parameters[:2],
         gated,
         *parameters[2:],
-        clamped=decode_gate(gate),
+        gate_function=decode_gate(gate),
         interleaved=interleaved,
     )
     weights_N = weights_N[: int(ids[1][-1])]

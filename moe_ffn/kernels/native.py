@@ -23,7 +23,7 @@ _CODES = {name: code for code, name in enumerate((*get_args(Activation), "clampe
 
 def has_kernel(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for the gate of these experts."""
-    return weights.clamped is None or isinstance(weights.clamped, ClampedSwiGLU)
+    return weights.gate_function is None or isinstance(weights.gate_function, ClampedSwiGLU)
 
 
 def native(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
@@ -37,7 +37,7 @@ def _layer(inputs: Inputs) -> tuple[Any, ...]:
     if dtype == torch.float16:  # which the operators store and do not multiply
         dtype = torch.float32
     of_sums = torch.float64 if dtype == torch.float64 else torch.float32
-    options, clamped = inputs.options, inputs.options.clamped
+    options, clamped = inputs.options, inputs.options.gate_function
     assert clamped is None or isinstance(clamped, ClampedSwiGLU)  # as `has_kernel` has said
     return (
         inputs.x_TD.contiguous(),

@@ -62,7 +62,7 @@ def compute(backend: Any, leaves: tuple[Tensor, ...], **options: Any) -> Tensor:
 KINDS: dict[str, dict[str, Any]] = {
     **{f"plain_{name}": {"activation": name} for name in get_args(Activation)},
     **{f"gated_{name}": {"activation": name, "gated": True} for name in get_args(Activation)},
-    "clamped": {"activation": "silu", "gated": True, "clamped": ClampedSwiGLU(1.7, 0.5)},
+    "clamped": {"activation": "silu", "gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5)},
 }
 
 

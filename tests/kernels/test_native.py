@@ -165,7 +165,7 @@ def test_gradients_too_large_for_a_cache_are_those_of_the_loop(d_model: int) -> 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_clamped_units_are_those_of_the_loop(interleaved: bool) -> None:
-    options = {"gated": True, "clamped": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
+    options = {"gated": True, "gate_function": ClampedSwiGLU(1.7, 0.5), "interleaved": interleaved}
     case = Case(*SHAPES["tails"], torch.float64, options)
     leaves = case.leaves()
     close(case.derive(native, leaves), case.derive(loop, exact(leaves)), 1e-13)

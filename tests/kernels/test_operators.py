@@ -56,7 +56,7 @@ def called(module: Any, name: str, call: Callable[[], object]) -> tuple[Any, ...
 def test_the_operators_of_the_cpu_are_what_torch_asks_for(
     gate: str, check: str, make_weights: Any, make_plan_of: Any
 ) -> None:
-    weights, plan = make_weights(clamped=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
+    weights, plan = make_weights(gate_function=GATES[gate], dropout=0.2), make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20, requires_grad=True)
     run = lambda: cpu_operator.run_operator(x_TD, plan, weights)  # noqa: E731
     opcheck(cpu_operator.experts, called(cpu_operator, "experts", run), test_utils=check)
@@ -74,7 +74,7 @@ def test_the_operators_of_the_cpu_are_what_torch_asks_for(
 def test_the_operator_computes_what_cpu_does(
     gate: str, dtype: torch.dtype, make_weights: Any, make_plan_of: Any
 ) -> None:
-    weights = make_weights(clamped=GATES[gate], dtype=dtype)
+    weights = make_weights(gate_function=GATES[gate], dtype=dtype)
     plan = make_plan_of(EXPERTS, 3)
     x_TD = torch.randn(3, 20).to(dtype).requires_grad_()
     leaves = [x_TD, plan.weights_N, *weights.parameters]

@@ -138,7 +138,7 @@ def test_widths_that_are_multiples_of_a_tile_equal_the_loop(
 def test_clamped_swiglu_equals_the_loop(make_weights: Any, make_plan_of: Any) -> None:
     plan = PLANS["lopsided"]
     # A limit at which about half of the values are clamped.
-    weights = make_weights(clamped=ClampedSwiGLU(alpha=1.702, limit=0.5))
+    weights = make_weights(gate_function=ClampedSwiGLU(alpha=1.702, limit=0.5))
     check(tokens(len(plan)), make_plan_of(plan, 3), weights)
 
 

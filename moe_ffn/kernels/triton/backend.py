@@ -39,7 +39,7 @@ def triton(x_TD: Tensor, plan: Plan, weights: ExpertWeights) -> Tensor:
     dtype = compute_dtype(x_TD)
     ranks_N, starts = _pairs_of_tokens(plan, x_TD.shape[0])
     differentiable = (x_TD, plan.weights_N, *weights.parameters)
-    clamped = weights.clamped if isinstance(weights.clamped, ClampedSwiGLU) else None
+    clamped = weights.gate_function if isinstance(weights.gate_function, ClampedSwiGLU) else None
     y_TD, _ = experts(
         *differentiable,
         plan.token_ids_N,
@@ -65,8 +65,8 @@ def refusal(x_TD: Tensor, weights: ExpertWeights) -> str | None:
         return why
     if weights.interleaved:
         return "needs all rows of a gate before those of up, but they take turns; use 'auto'"
-    if weights.clamped is not None and not isinstance(weights.clamped, ClampedSwiGLU):
-        return f"has no kernel for the gate {weights.clamped}; use 'auto'"
+    if weights.gate_function is not None and not isinstance(weights.gate_function, ClampedSwiGLU):
+        return f"has no kernel for the gate {weights.gate_function}; use 'auto'"
     if is_transform_on():
         return NOT_BY_TRANSFORMS
     dtype = compute_dtype(x_TD)
