@@ -144,15 +144,11 @@ def _of_layer(layer: Any, x_BSD: Tensor) -> Tensor:
     if hasattr(layer, "shared_mlp"):  # Granite
         return layer.block_sparse_moe(x_BSD) + layer.shared_mlp(x_BSD)
 
-    class Nothing(nn.Module):
+    class Zero(nn.Module):
         def forward(self, *_: Any, hidden_states: Tensor, **__: Any) -> tuple[Tensor, None]:
             return torch.zeros_like(hidden_states), None
 
-    class Same(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    layer.self_attn, layer.post_attention_layernorm = Nothing(), Same()
+    layer.self_attn, layer.post_attention_layernorm = Zero(), nn.Identity()
     layer.layer_scalar.fill_(1.0)
     output = layer(x_BSD)
     return (output[0] if isinstance(output, tuple) else output) - x_BSD
