@@ -17,15 +17,15 @@ from moe_ffn.config import describe_options
 from moe_ffn.dispatch import Plan
 from moe_ffn.errors import Refusal
 from moe_ffn.experts.base import Experts, ExpertsConfig
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    ExpertWeights,
     GatedType,
     GateFunction,
     SoftCapOptions,
 )
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import BACKEND_DEVICES, run_experts
 from moe_ffn.outputs import Memory
 from moe_ffn.sizes import (

@@ -24,17 +24,16 @@ from moe_ffn.experts.matrices import (
     SoftCappedSwiGLUExpertsConfig,
 )
 from moe_ffn.ffn.base import FFNBlock, FFNConfig
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     GATE_ACTIVATIONS,
     Activation,
     ClampOptions,
-    ExpertWeights,
     GatedType,
     GateFunction,
     SoftCapOptions,
-    check_dtype,
 )
+from moe_ffn.kernels.base import ExpertWeights, check_dtype
 from moe_ffn.outputs import (
     FFNOutput,
     Memory,

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from moe_ffn.dispatch import plan_of_pairs
 from moe_ffn.errors import ConfigError
-from moe_ffn.kernels.base import (
+from moe_ffn.kernels.activations import (
     ACTIVATIONS,
     Activation,
     ClampedGate,
     ClampedSwiGLU,
-    ExpertWeights,
     GateFunction,
 )
+from moe_ffn.kernels.base import ExpertWeights
 from moe_ffn.kernels.select import run_experts
 
 NOT_INSTALLED = "transformers 5 or newer is not installed: pip install transformers"

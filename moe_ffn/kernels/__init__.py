@@ -1,6 +1,7 @@
 """HOW FAST: the experts' arithmetic on a plan; one signature, several backends.
 
 base.py            the signature, the experts' weights, and what backends share
+activations.py     activations, and the gates of gated blocks
 select.py          the table of backends, and the one that `auto` picks
 torch_products.py  `loop`, the reference on any device and in any dtype, and `grouped_mm`
 cpu.py             the backend for CPUs: `native`, or `blocks` where nothing can be compiled

@@ -16,14 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.activations import GateFunction
 from moe_ffn.kernels.autograd import Implementation, Inputs, register
-from moe_ffn.kernels.base import (
-    ExpertWeights,
-    GateFunction,
-    compute_dtype,
-    dropout_mask,
-    needs_gradient,
-)
+from moe_ffn.kernels.base import ExpertWeights, compute_dtype, dropout_mask, needs_gradient
 from moe_ffn.kernels.blocks import BLOCKS
 from moe_ffn.kernels.native import NATIVE, has_kernel
 from moe_ffn.native.build import why_unavailable

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
 from moe_ffn.kernels.autograd import Gradients, Implementation, Inputs, run
-from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, product_dtype_on_cpu
+from moe_ffn.kernels.base import ExpertWeights, product_dtype_on_cpu
 from moe_ffn.kernels.gradient_memory import empty_gradient
 
 _CODES = {name: code for code, name in enumerate((*get_args(Activation), "clamped"))}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe_ffn.interop import register
 from moe_ffn.interop.transformers import weights_of
-from moe_ffn.kernels.base import ClampedGate
+from moe_ffn.kernels.activations import ClampedGate
 from tests.helpers.transformers_models import FAMILIES, LATENT, model_of
 
 

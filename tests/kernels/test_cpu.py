@@ -13,7 +13,8 @@ from moe_ffn.dispatch import Plan
 from moe_ffn.kernels import base as dtypes
 from moe_ffn.kernels import blocks as in_blocks
 from moe_ffn.kernels import cpu as choice
-from moe_ffn.kernels.base import Activation, ClampedSwiGLU, ExpertWeights, dropout_mask
+from moe_ffn.kernels.activations import Activation, ClampedSwiGLU
+from moe_ffn.kernels.base import ExpertWeights, dropout_mask
 from moe_ffn.kernels.blocks import blocks
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.select import run_experts

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moe_ffn.dispatch import Plan, plan_of_pairs
 from moe_ffn.kernels import native as backend
-from moe_ffn.kernels.base import Backend, ClampedSwiGLU, ExpertWeights
+from moe_ffn.kernels.activations import ClampedSwiGLU
+from moe_ffn.kernels.base import Backend, ExpertWeights
 from moe_ffn.kernels.native import native
 from moe_ffn.kernels.torch_products import loop
 from moe_ffn.native.build import why_unavailable

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from moe_ffn.kernels import cpu_operator
-from moe_ffn.kernels.base import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
+from moe_ffn.kernels.activations import ClampedGate, ClampedSwiGLU, SoftCappedSwiGLU
 from moe_ffn.kernels.cpu import cpu
 from moe_ffn.kernels.native import native
 from moe_ffn.native.build import why_unavailable

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_ffn.dispatch import Plan
+from moe_ffn.kernels.activations import ClampedSwiGLU
 from moe_ffn.kernels.base import (
     NOT_BY_TRANSFORMS,
-    ClampedSwiGLU,
     ExpertWeights,
     compute_dtype,
     dropout_mask,
